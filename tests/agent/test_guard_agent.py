@@ -154,12 +154,18 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-def test_a_freed_rank_that_goes_nowhere_is_not_waited_for_to_the_end_of_the_grace(run: Run) -> None:
+@pytest.mark.parametrize(
+    "waits",
+    ["dist.all_reduce(batch)", "dist.all_reduce(batch, async_op=True).wait()", "model(batch).sum().backward()"],
+    ids=["in a call", "for a work", "in DDP's backward"],
+)
+def test_a_freed_rank_that_goes_nowhere_is_not_waited_for_to_the_end_of_the_grace(run: Run, waits: str) -> None:
     one = run(
-        body="""
+        body=f"""
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 try:
     if rank == 1: time.sleep(600)
-    dist.all_reduce(batch)
+    {waits}
 except RuntimeError:
     time.sleep(600)
 """,

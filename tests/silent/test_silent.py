@@ -86,7 +86,7 @@ def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["by DDP"])
+@pytest.mark.parametrize("how", ["by DDP", "by hand", "by hand, asynchronously"])
 def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_with_an_exit_code(
     how: str, run: Run
 ) -> None:
@@ -100,6 +100,13 @@ def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_wi
     assert f"skipped.py:{line}" in told.sentences[0]
     assert any(words.startswith("rank 1 skipped a batch") and "step 25" in words for words in told.sentences)
     assert "Traceback" not in one.stderr and not survivors(one.mark)
+
+
+@pytest.mark.ranks
+def test_ranks_that_form_a_group_again_after_an_error_of_a_collective_end_with_0(run: Run, tmp_path: Path) -> None:
+    one = run(str(tmp_path / "store"), script=SCRIPT.with_name("formed_again.py"), nproc=2)
+    assert one.finish() == ExitCode.DONE, one.stderr
+    assert one.stderr == "" and not [*notices(one.folder)]
 
 
 @pytest.mark.ranks

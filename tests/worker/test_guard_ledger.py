@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
             lambda: dist.broadcast(torch.ones(2), src=99),
             lambda: dist.send(torch.ones(2), dst=rank),
             lambda: dist.all_reduce_coalesced([]),
+            lambda: type("Own", (dist.Work,), {})().wait(timedelta(seconds=0.01)),  # has no wait but torch's
         ]
         return [_error(call) for call in wrong]
 
@@ -125,7 +127,10 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
         assert now is not function and now is getattr(dist.distributed_c10d, name)
         assert inspect.signature(now) == inspect.signature(function) and now.__name__ == name
         assert now.__doc__ == function.__doc__ and inspect.unwrap(now) is inspect.unwrap(function)
+    told: list[BaseException] = []
+    guard.looks_on(lambda: None, None, told.append)
     after = errors()
+    assert "Operation timed out!" in str(told[-1]) and any("rank: 99" in str(error) for error in told)
     total = torch.full((2,), float(rank + 1))
     assert dist.all_reduce(total) is None and total.tolist() == [3.0, 3.0]
     work = dist.all_reduce(tensor=total, op=dist.ReduceOp.MAX, async_op=True)

@@ -61,6 +61,15 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     assert phases.done == 5
 
 
+def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: Box) -> None:
+    phases = ScriptPhases(box)
+    phases.backward_begins(None)
+    box.put("released", 1)
+    before = read_counters(box.descriptor).moved
+    phases.raised("backward", LOST)
+    assert read_counters(box.descriptor).moved == before
+
+
 def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: Box) -> None:
     prints, model = Fingerprints(box, Names(box)), torch.nn.Linear(2, 2)
     for _ in range(TABLES + 1):

@@ -17,7 +17,7 @@ from paceline.guard.slow import median_without
 from paceline.guard.waits import majority, parties_by
 from paceline.guard.wording import named, verb
 
-LOOKS = 3  # until every rank will have told what it has seen
+LOOKS = 3  # until every rank will have told what it has seen, or it is known that it has died
 LATE_STEPS = 20  # after which the others will not tell it any more
 MOST_PARTIES = 4
 SHORT = 0.5  # of the others' steps: so few are told, though they may be meant
@@ -42,7 +42,7 @@ class Silent:
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ComparedMarks(), ComparedOrders()
         self._said: set[tuple[object, ...]] = set()
-        self._looks = 0  # since the first rank has told of what is not finite
+        self._looks: dict[str, int] = {}  # since the first rank has told of something of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
         self.notices: list[Notice] = []
         """to be said; emptied by who has said them"""
@@ -51,13 +51,13 @@ class Silent:
         """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
         self._swallowed(ranks)
         self._stale(ranks, last=last)
-        collective = self._collective(ranks)
+        collective = self._collective(ranks, last=last)
         if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
             collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
         found = [collective, self._not_finite(ranks, last=last)]
         if last and any(one.uneven for one in ranks):
             self._shadowed(ranks)
-        if any(one.uneven for one in ranks) or (self._looks and ("not finite",) not in self._said):
+        if any(one.uneven for one in ranks) or any((kind,) not in self._said for kind in self._looks):
             return [one for one in found if one is not None]
         differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
         orders = {one.rank: orders_of(one.orders) for one in ranks if one.orders}
@@ -84,11 +84,16 @@ class Silent:
                     words = f"rank {one.rank}: {found.words} (after step {found.step})"
                     self.notices.append(Notice("thread", words))
 
-    def _collective(self, ranks: Sequence[Sample]) -> Verdict | None:
+    def _awaits(self, kind: str, told: Mapping[int, ScriptFinding], *, last: bool) -> bool:
+        self._looks[kind] = self._looks.get(kind, 0) + 1
+        return len(told) < self._size and self._looks[kind] < LOOKS and not last
+
+    def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         """A collective that has failed on some ranks, which have swallowed the error: a batch is lost, at least."""
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "collective"}
-        if not told or not self._new("collective"):
+        if not told or ("collective",) in self._said or self._awaits("collective", told, last=last):
             return None
+        self._said.add(("collective",))
         lines = [f"rank {rank} {_went_on(found)}" for rank, found in sorted(told.items())]
         lines += [
             f"rank {one.rank} {_went_on(found)}" for one in ranks for found in one.findings if found.kind == "swallowed"
@@ -125,10 +130,7 @@ class Silent:
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}
-        if not told or ("not finite",) in self._said:
-            return None
-        self._looks += 1
-        if len(told) < self._size and self._looks < LOOKS and not last:
+        if not told or ("not finite",) in self._said or self._awaits("not finite", told, last=last):
             return None
         self._said.add(("not finite",))
         step = min(found.step for found in told.values())

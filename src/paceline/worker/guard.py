@@ -107,16 +107,20 @@ class Guard:
             self.complain(error)
         return self
 
-    def looks_on(self, look_away: Callable[[], None], marker: OrderMarks | None) -> None:
-        """This process's script is seen from outside, until `look_away` is called."""
-        self._look_away, self._ledger.marker = look_away, marker
+    def looks_on(
+        self, look_away: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
+    ) -> None:
+        """This process's script is seen from outside, until `look_away` is called. `failed` gets what its collectives
+        raise.
+        """
+        self._look_away, self._ledger.marker, self._ledger.failed = look_away, marker, failed
         self.box.put("script", 1)
 
     def take_over(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""
         if self._look_away is not None:
             self._look_away()
-            self._ledger.marker = None
+            self._ledger.marker = self._ledger.failed = None
         self.box.put("script", 0)
 
     @contextmanager

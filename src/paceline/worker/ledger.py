@@ -37,6 +37,8 @@ class Ledger:
         """`complain` gets an error of the ledger's own; the call that it was about has been made all the same."""
         self.active = True
         self.marker: OrderMarks | None = None  # of a script's calls, whose waits are shown, too
+        self.failed: Callable[[BaseException], None] | None = None
+        """told of what a script's calls raise, and its waits for a `Work`"""
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # taken down since the last `take_order`
         self._box, self._complain = box, complain
@@ -69,6 +71,7 @@ class Ledger:
             for module in (distributed, *others):
                 if getattr(module, name, None) is call:
                     setattr(module, name, wrapper)
+        self._hang_on_waits(distributed.Work)
 
     def take_order(self) -> int:
         """A hash, 0 <= n < 2**52, of what has been called over all ranks since the last take; see `Guard`."""
@@ -157,8 +160,9 @@ class Ledger:
             before = self._box.enter(Phase.SYNC) if self.marker is not None and thread == self._main else None
             try:
                 result = call(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self._end(begun, None, failed=True)
+                self._tell(error)
                 raise
             finally:
                 inside.discard(thread)
@@ -171,6 +175,32 @@ class Ledger:
         made._torchdynamo_disable = True  # compiled code calls it, as it calls torch's own, untraced
         leave_untraced(made.__code__)
         return wrapper
+
+    def _hang_on_waits(self, work: Any) -> None:
+        """A call with `async_op=True` fails in its wait. Its `Work` takes no attribute: the class has the wrapper."""
+        call = work.wait
+
+        # by this name, and its first argument, pybind11 knows that this was called already, and does not take it for
+        # the wait of a class that a script has made from torch's: that would call itself without end
+        @wraps(call)
+        def wait(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(self_, *args, **kwargs)
+            except BaseException as error:
+                self._tell(error)
+                raise
+
+        made: Any = wait
+        made._torchdynamo_disable = True
+        leave_untraced(made.__code__)
+        work.wait = wait
+
+    def _tell(self, error: BaseException) -> None:
+        if self.failed is not None and self.active:
+            try:
+                self.failed(error)
+            except Exception as trouble:
+                self._complain(trouble)
 
     def _begin(self, name: str, kind: ReadingRule, passed: Any, group: Any, asked: list[Any]) -> Begun | None:
         backend = self._torch._world.default_pg if group is None else group

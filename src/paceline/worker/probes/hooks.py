@@ -84,7 +84,9 @@ class Events:
         """A thread of the script has ended with this exception; called in that thread."""
 
     def raised(self, where: str, error: BaseException) -> None:
-        """An exception has left "data", "forward" or "backward": the script ends, or swallows it."""
+        """An exception has left "data", "forward" or "backward": the script ends, or swallows it. See the ledger for a
+        "collective".
+        """
 
     def script_ended(self) -> None:
         """The script has ended with exit code 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from paceline.contract.box import Box
@@ -23,14 +23,16 @@ def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
 
     What is returned must be called when the script has ended with exit code 0.
     """
-    box, names, marker = guard.box, Names(guard.box), None
+    box, names, marker, failed = guard.box, Names(guard.box), None, None
     listeners: list[Events] = [Counted(box)]
     if guard.on:
         steps, batches, marker = ScriptPhases(box), Batches(), OrderMarks(box, names)
-        judging = Finite(box, steps, batches), Swallowed(box, steps), Stale(box, steps)
+        swallowed = Swallowed(box, steps)
+        failed = partial(swallowed.raised, "collective")
+        judging = Finite(box, steps, batches), swallowed, Stale(box, steps)
         listeners = [batches, *judging, steps, Joins(box), Fingerprints(box, names)]
     hooks = Hooks(guard.complain).listen(*listeners, *also).install()
-    guard.looks_on(lambda: hooks.dismiss(*listeners), marker)
+    guard.looks_on(lambda: hooks.dismiss(*listeners), marker, failed)
     return hooks.end
 
 

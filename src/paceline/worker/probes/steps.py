@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from traceback import walk_tb
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.contract.failure import is_victim
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.digests import leaf_digests
 from paceline.worker.probes.hooks import Events
+from paceline.worker.recorder import distributed
 from paceline.worker.sites import Owner, frame_of, owner, site_words, user_site
 
 USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
@@ -64,7 +65,11 @@ class ScriptPhases(Counted):
     def own_code(self, *_: Any, **__: Any) -> None:
         self._box.enter(Phase.USER)
 
-    batch_given = epoch_ended = forward_ended = backward_ended = raised = own_code
+    batch_given = epoch_ended = forward_ended = backward_ended = own_code
+
+    def raised(self, where: str, error: BaseException) -> None:
+        if not self._box.get("released"):  # else it is the guard's doing, and no progress, which is waited for
+            self.own_code()
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._box.enter(Phase.FORWARD)
@@ -107,18 +112,18 @@ class Swallowed(Events):
 
     def __init__(self, box: Box, steps: Counted) -> None:
         self._box, self._steps = box, steps
-        self._raised: dict[str, tuple[str, bool]] = {}
-        """since the last step: what and where -> in words, and whether a collective failed"""
+        self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
+        """since the last step: what and where -> in words, and, if a collective failed, a reference to its world"""
         self._told: set[str] = set()
         self._collective = False  # that one failed has been told
 
     def raised(self, where: str, error: BaseException) -> None:
         if not isinstance(error, Exception):
             return
-        failed = collective_failed(error)
-        if where != "collective" or failed:  # else it was not begun: this backend does not have it, say
+        failed_in = _world() if collective_failed(error) else None
+        if where != "collective" or failed_in is not None:  # else it was not begun: this backend does not have it, say
             at, what = _line_of(error), type(error).__name__
-            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed
+            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed_in
 
     def thread_ended(self, name: str, error: BaseException) -> None:
         key, what = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
@@ -135,11 +140,14 @@ class Swallowed(Events):
 
     def _tell(self, step: int, *, last: bool = False) -> None:
         raised, self._raised = self._raised, {}
-        for key, (words, failed) in raised.items():
-            if failed and not self._collective:
-                self._collective = True
-                put_finding(self._box, ScriptFinding("collective", step, words, last=last))
-            elif not failed and key not in self._told and len(self._told) < MOST_SWALLOWED:
+        for key, (words, failed_in) in raised.items():
+            if failed_in is not None:
+                world = _world()()
+                # a script that has made a new group of all ranks since has not overlooked it
+                if not self._collective and (world is None or world is failed_in()):
+                    self._collective = True
+                    put_finding(self._box, ScriptFinding("collective", step, words, last=last))
+            elif key not in self._told and len(self._told) < MOST_SWALLOWED:
                 self._told.add(key)
                 put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
 
@@ -214,6 +222,13 @@ def collective_failed(error: BaseException) -> bool:
     """Whether an error says that a collective was begun and has failed: a lost peer, a timeout, another size."""
     names = {base.__name__ for base in type(error).__mro__}
     return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
+
+
+def _world() -> Callable[[], Any]:
+    """A reference to the process group of all ranks that there is now; to None, where there is none."""
+    module: Any = distributed()
+    world = None if module is None else module._world.default_pg
+    return (lambda: None) if world is None else weakref.ref(world)
 
 
 def _line_of(error: BaseException) -> str:
