@@ -76,13 +76,21 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
 
 def test_sigterm_ends_a_process_that_was_forked_meanwhile():
     with noticing() as request:
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        reader, writer = os.pipe()
+        process = multiprocessing.get_context("fork").Process(target=begun, args=(writer,))
         process.start()
+        os.read(reader, 1)
+        os.close(reader), os.close(writer)
         process.terminate()  # as `with Pool()` does at its end
         process.join(PATIENCE_SECONDS)
     code = process.exitcode
     process.kill()
     assert (code, request.by) == (-signal.SIGTERM, None)
+
+
+def begun(told: int) -> None:
+    os.write(told, b".")
+    time.sleep(600)
 
 
 def test_the_second_signal_may_be_another_one(noting):
