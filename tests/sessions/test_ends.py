@@ -51,6 +51,31 @@ def test_a_session_that_ends_well_says_in_its_summary_what_it_has_cost(tmp_path:
     assert summary["seconds"] > 0 and summary["peak_memory_bytes"] > 1 << 20 and 0 <= summary["data_share"] <= 1
 
 
+EXITS = """
+import sys, torch, paceline
+s = paceline.session("run")
+model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+for epoch in s.epochs(2):
+    for x in s.loader(torch.arange(16.0).reshape(8, 2) / 16, global_batch=2):
+        if s.step == 3 and s.rank == s.size - 1:
+            sys.exit(int(sys.argv[1]))
+        optimizer.zero_grad()
+        s.backward(model(x).mean())
+        optimizer.step()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "code"), [(1, 3), (2, 3)])
+def test_a_rank_that_exits_in_a_loop_ends_at_once_with_its_code(tmp_path: Path, ranks: int, code: int) -> None:
+    (tmp_path / "loop.py").write_text(EXITS)
+    done = run_script(ranks, "loop.py", code, cwd=tmp_path, timeout=30.0)
+    assert done.returncode == max(code, ranks - 1), done.stderr  # the other rank's exchange fails
+    if ranks == 1:
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert (summary["exit"], summary["steps"]) == (1, 3)
+
+
 LOADED = """
 import os, sys, time
 import torch, paceline

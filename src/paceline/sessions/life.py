@@ -8,7 +8,7 @@ import traceback
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy
 import torch
@@ -222,6 +222,14 @@ class Life(Loop):
             "behind `if s.last:`, or let each rank have one micro-batch in a step"
         )
 
+    exited: tuple[Any, int] | None = None
+    """the exit code that sys.exit was given in a training loop, and after which step"""
+
+    def note_exit(self, code: Any) -> None:
+        """The script calls sys.exit(code). At the process's end nobody knows that any more."""
+        if self._live:
+            self.exited = code, self.step
+
     def close(self, error: BaseException | None = None) -> None:
         """End in good order, or with the error that ends the loop. Also called at the process's end."""
         if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
@@ -230,6 +238,9 @@ class Life(Loop):
         for hook in self._hooks:
             hook.remove()
         reword(error)
+        if error is None and self.exited is not None and self.exited[1] == self.step:
+            error = SystemExit(self.exited[0])
+        in_loop = isinstance(error, SystemExit) and (self._live > 0 or self.exited is not None)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
             error = None  # an end in good order
         error = error or self._broken
@@ -237,7 +248,7 @@ class Life(Loop):
             if error is not None:
                 self._fail(error)
             elif self._stopped or self._complete:
-                if self._complete and not self._stopped:
+                if self._complete and not self._stopped and not in_loop:  # else the other ranks may be elsewhere
                     self._check_reached()
                     self._compare_replicas()
                 self._guard.box.enter(Phase.CLOSE)
@@ -318,6 +329,12 @@ def install() -> None:
             leave(tell(error))
         before(kind, error, trace)
 
+    def exit(code: Any = None) -> NoReturn:
+        for one in open_sessions:
+            one.note_exit(code)
+        leaves(code)
+
+    leaves, sys.exit = sys.exit, exit
     hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
     sys.excepthook = hook
     if not getattr(close_all, "is_registered", False):
