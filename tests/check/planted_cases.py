@@ -58,6 +58,9 @@ TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding
 ACCELERATED = (
     "same batches", "past DDP", "last window divided", "padded score", "batch norm", "same augmentation", "one file",
 )  # fmt: skip
+RIGHT = ("plain", "tensors", "streamed", "closures", "trainer", "accelerated", "with_lightning")
+CLOSURES = ("same batches", "same order", "last window divided", "no sync")
+LIGHTNING = ("same batches", "last window divided", "padded score")
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,14 @@ class Outcome:
 def cases() -> list[Case]:
     """All of them."""
     clean = [Case(f"clean/{path.name}") for path in sorted((HERE / "clean").glob("*.py"))]
-    right = [Case(f"planted/{name}.py") for name in ("plain", "tensors", "streamed", "trainer", "accelerated")]
+    right = [Case(f"planted/{name}.py") for name in RIGHT]
     windows = [Case(f"planted/{name}.py", "windows") for name in ("plain", "trainer", "accelerated")]
     planted = [Case("planted/plain.py", plant, rule) for plant, rule in PLAIN.items()]
     planted += [Case(f"planted/{name}.py", "same batches", "same batches") for name in ("tensors", "streamed")]
     planted += [Case("planted/trainer.py", plant, PLAIN[plant]) for plant in TRAINER]
     planted += [Case("planted/accelerated.py", plant, PLAIN[plant]) for plant in ACCELERATED]
+    planted += [Case("planted/closures.py", plant, PLAIN[plant]) for plant in CLOSURES]
+    planted += [Case("planted/with_lightning.py", plant, PLAIN[plant]) for plant in LIGHTNING]
     return clean + right + windows + planted
 
 

@@ -48,6 +48,27 @@ def test_gradients_cleared_within_a_window_and_a_weighted_sampler_are_found_with
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("plant", ["", "same order", "last window divided"])
+def test_a_sampler_that_counts_its_epochs_and_steps_with_a_closure_are_as_in_a_plain_script(plant: str) -> None:
+    outcome = checked(Case("planted/closures.py", plant, PLAIN.get(plant, "")))
+    assert outcome.found and not outcome.others, outcome.text
+    notes = {one["rule"] for one in outcome.findings if one["level"] == "note"}
+    assert notes <= {"learning rate", "slow", "batch shrinks"}, outcome.text
+    if plant:
+        assert outcome.on_its_line
+    else:
+        rights = {one["words"] for one in outcome.findings if one["level"] == "right"}
+        assert {"windows of 3 micro-batches end with each epoch", "every epoch has an order of its own"} <= rights
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("script", ["labels", "shards"])
+def test_data_of_each_rank_s_own_with_the_same_labels_are_right(script: str) -> None:
+    outcome = checked(Case(f"clean/{script}.py"))
+    assert outcome.found and not outcome.counted, outcome.text
+
+
+@pytest.mark.ranks
 def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right() -> None:
     outcome = checked(Case(SCRIPT, "fails"))
     assert outcome.counted == []
