@@ -32,7 +32,7 @@ from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
 from paceline.sessions.registered import Registered
-from paceline.sessions.wording import as_keywords, reword, script_name
+from paceline.sessions.wording import CUT, as_keywords, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
@@ -208,16 +208,19 @@ class Life(Loop):
             raise self._broken
 
     def explained(self, error: BaseException | None) -> UsageError | None:
-        """The error in words, if it came of gradients that are not there before a step's last micro-batch."""
+        """The error in words, if it came of gradients that are shared out, or not there before the last micro-batch."""
         body = self._steps.body
-        if body is None or body.is_last or not body.weights or not isinstance(error, NO_GRADIENT):
-            return None
-        if isinstance(error, PacelineError) or any(part.has_gradients for part in self._parts):
+        if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
         lines = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]
         place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+        told = f"{type(error).__name__}{place}: {error}."
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return UsageError(f"{told} {CUT}")
+        if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
+            return None
         return UsageError(
-            f"{type(error).__name__}{place}: {error}. It came between s.backward and the end of a micro-batch that is "
+            f"{told} It came between s.backward and the end of a micro-batch that is "
             "not the step's last. There .grad is None: gradients are complete in the last only. Put what uses .grad "
             "behind `if s.last:`, or let each rank have one micro-batch in a step"
         )

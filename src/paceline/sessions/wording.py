@@ -71,9 +71,7 @@ def _is_plain(value: object) -> bool:
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of keywords, and one of torch's about cut tensors say what to do."""
-    if "mixed torch.Tensor and DTensor" in str(error) and error is not None:
-        error.add_note(CUT)
+    """Let an error of ours speak of keywords."""
     if isinstance(error, PacelineError):
         error.args = (as_keywords(str(error)), *error.args[1:])
 
