@@ -58,6 +58,7 @@ def test_what_is_asked_of_a_job_reaches_the_agent() -> None:
         "stall_after": Windows.parse("6"), "nodes": 7, "min_nodes": 6, "secret": "5ec4", "cwd": "/here",
         "env": {"A": "B"}, "modules": ("m",), "activate": "conda:ml", "plain_store": True, "detached": True,
         "show": "all", "preload": True, "collectives": "shared", "on_drift": "warn",
+        "rdzv_id": "mine", "role": "trainer", "stdin_rank": 1,
     }  # fmt: skip
     assert {"argv", "nproc", "run_id", "threads", *told} == {*Shared.__struct_fields__}
     job = Job(("x",), 2, "5f", 1, **told)

@@ -167,6 +167,7 @@ def test_what_a_worker_sees(launch) -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": zero["MASTER_PORT"],
         "OMP_NUM_THREADS": "1",

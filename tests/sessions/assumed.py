@@ -671,6 +671,8 @@ LAYOUTS: dict[str, Callable[[list[Any]], Any]] = {
         "of": torch.arange(len(items)).repeat_interleave(6),
     },
     "packed": lambda items: torch.nn.utils.rnn.pack_sequence([x[: 1 + i % 6] for x, i in items], enforce_sorted=False),
+    "pairs": lambda items: ((default_collate(items)[0], torch.ones(len(items), 2)), torch.zeros(len(items))),
+    "boxes": lambda items: ([x for x, _ in items], [{"boxes": torch.ones(1 + i % 3, 4)} for _, i in items]),
     "number": lambda items: {"scale": torch.tensor([1.0]), "x": default_collate(items)[0]},
 }  # fmt: skip
 
@@ -682,6 +684,10 @@ def rows_of(kind: str, batch: Any) -> Tensor:
         return (torch.cat([found["x"][:1], found["y"]]) if isinstance(found, dict) else found).T
     if kind == "one_more_dimension":
         return batch[0]
+    if kind == "pairs":
+        return batch[0][0]
+    if kind == "boxes":
+        return torch.stack(batch[0])
     if kind == "dicts":
         return torch.stack([one["x"] for one in batch])
     if kind == "packed":

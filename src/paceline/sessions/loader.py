@@ -349,7 +349,7 @@ class CountingCollate:
         """Whether the last dimension of a batch's tensors that is as long as `items` is 1 in a batch of one of them."""
         if self._batch_is_later is None:
             batches = (self._alone(item) for item in items)
-            alone = [*_sizes(next((batch for batch in batches if batch is not None), None))]
+            alone = [*_sizes(next((batch for batch in batches if batch is not None), None), {1})]
             pairs = [*zip(sizes, alone, strict=False)]
             is_same = len(sizes) == len(alone) and all(len(a) == len(b) for a, b in pairs)
             self._batch_is_later = is_same and all(
@@ -384,8 +384,9 @@ def _samples_of(
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
     if isinstance(batch, list) and batch and not any(isinstance(one, (Tensor, list, tuple)) for one in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - an object for each sample
-    sizes = [*_sizes(batch)]
-    sizes = [size for size in sizes if size[0] != 1 or given in size] or sizes  # without a number for the whole batch
+    sizes = [*_sizes(batch, {given, kept})]
+    if kept != 1:  # without a number for the whole batch
+        sizes = [size for size in sizes if size[0] != 1 or given in size] or sizes
     lengths = {size[0] for size in sizes}
     if not sizes or kept in lengths:
         # more rows than samples: of nodes, tokens or views. Fewer: perhaps of samples that are left
@@ -395,8 +396,11 @@ def _samples_of(
     return lengths.pop() if len(lengths) == 1 else -1
 
 
-def _sizes(value: Any, depth: int = 0) -> Iterator[Size]:
-    """Of its tensors and lists, but not of the outermost list or tuple, whose parts are those of a sample."""
+def _sizes(value: Any, counts: set[int], depth: int = 0) -> Iterator[Size]:
+    """Of its tensors, and of lists with an entry for each sample: as many as one of `counts`, or without tensors.
+
+    Other lists, and the outermost, have the parts of a sample.
+    """
     if isinstance(value, PackedSequence):
         yield (int(value.batch_sizes[0]),)
         return
@@ -410,7 +414,8 @@ def _sizes(value: Any, depth: int = 0) -> Iterator[Size]:
         value = [*value.values()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     elif not isinstance(value, (list, tuple)):
         return
-    elif depth:
+    elif depth and (len(value) in counts or not any(isinstance(one, (Tensor, list, tuple, Mapping)) for one in value)):  # pyright: ignore
         yield (len(value),)  # pyright: ignore[reportUnknownArgumentType]
+        return
     for part in value if depth < 3 else ():  # pyright: ignore[reportUnknownVariableType]
-        yield from _sizes(part, depth + 1)
+        yield from _sizes(part, counts, depth + 1)
