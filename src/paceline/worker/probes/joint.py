@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from paceline.contract.box import Box
 from paceline.worker.probes.hooks import Events
 
 LEAST_STEPS = 4  # before most of them say anything
@@ -43,6 +42,7 @@ class Turn:
     replica: weakref.ref[Any] | None = None
     steps: int = 0
     met: int = 0  # steps since whose last one the rank has met others
+    has_met: bool = False  # before the last step
     since: Seen | None = None  # what is new when a step begins; None: nothing is known
     past: bool = False
     before: Seen | None = None
@@ -58,12 +58,14 @@ class Turn:
 class Joint(Events):
     """Of this process's optimizers. It listens before those that ask it."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
+    def __init__(self, calls: Callable[[], int]) -> None:
+        """`calls` counts the collectives that the process has called."""
+        self._calls = calls
         self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
         self._replicas: WeakSet[Any] = WeakSet()
         self._made = 0
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._stepped: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()  # by replica: until its last step
         self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
         self._backwards = self._synced = 0
         self.through = 0
@@ -75,6 +77,11 @@ class Joint(Events):
     def replicas(self) -> Iterator[Any]:
         """Those that there are."""
         return iter(self._replicas)
+
+    @property
+    def called(self) -> bool:
+        """Whether a collective has been called yet."""
+        return self._calls() > 0
 
     @property
     def version(self) -> object:
@@ -130,14 +137,18 @@ class Joint(Events):
         turn = self._turns.setdefault(optimizer, Turn())
         now = self._seen(turn)
         turn.steps += 1
-        turn.met += now.met > (turn.before or Seen()).met
+        turn.has_met = now.met > (turn.before or Seen()).met
+        turn.met += turn.has_met
         turn.before = now
+        replica = turn.replica and turn.replica()
+        if replica is not None:
+            self._stepped[replica] = now
         self._own = self._own or turn.own
 
     def _seen(self, turn: Turn) -> Seen:
         replica = turn.replica and turn.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
-        return Seen(self._backwards, forwards, synced, self._box.get("ops") + self._synced)
+        return Seen(self._backwards, forwards, synced, self._calls() + self._synced)
 
     def _look_whose(self, turn: Turn, optimizer: Any) -> None:
         version = self.version, [len(group["params"]) for group in optimizer.param_groups]
@@ -148,8 +159,7 @@ class Joint(Events):
         replica = next((ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None)
         if replica is not None and (turn.replica is None or turn.replica() is not replica):
             turn.replica = weakref.ref(replica)
-            if turn.before is not None:
-                turn.before.forwards = turn.before.synced = 0
+            turn.before = self._stepped.get(replica, Seen(turn.before.backwards if turn.before else 0))
         turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
 
 

@@ -77,7 +77,7 @@ class Fingerprints(Events):
 
     def __init__(self, box: Box, names: Names, joint: Joint | None = None) -> None:
         self._box, self._names, self._later = box, names, Later()
-        self._joint = joint or Joint(box)
+        self._joint = joint or Joint(lambda: box.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # optimizers so far, and the last step marked in each table: of those of no replica, and of a replica
         self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)

@@ -25,7 +25,7 @@ def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
     What is returned must be called when the script has ended with exit code 0.
     """
     box, names, marker, failed = guard.box, Names(guard.box), None, None
-    joint = Joint(box)
+    joint = Joint(lambda: box.get("ops"))
     listeners: list[Events] = [joint, Counted(box, joint)]
     if guard.on:
         steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)

@@ -47,6 +47,8 @@ class Counted(Events):
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
+        if self._joint is not None and self._joint.of(optimizer).past:
+            return
         before = max(0, self.done - self._alone - 1)  # one that comes later steps beside those that are there, or after
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
         if self._joint is not None:
