@@ -23,7 +23,7 @@ from paceline.worker.unseen import unseen
 MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_ALONE = 1000  # the same, as long as nothing is known that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
-MAX_EACH, EACH_STEPS = 512, 32  # parameters that are looked at one by one, in so many first steps of an optimizer
+MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
 NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged
 LOOKS = 16
 
@@ -47,9 +47,10 @@ class StepWatch(Events):
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: Joint | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or Joint(lambda: 0)
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
-        self._looked: defaultdict[int, int] = defaultdict(int)  # steps of which each parameter is known
+        self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients
         self._records: Counter[str] = Counter()
-        self._exchanged = self._called_ns = 0  # the last: of the first module since any step
+        self._stepped, self._called_ns = True, 0  # has no module been called since the last step? when was the first?
+        self._exchanged = 0
         self._replicas: dict[int, SeenReplica] = {}
         self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
         self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # the same, and by the modules in it
@@ -129,7 +130,8 @@ class StepWatch(Events):
 
     def _called(self, module: Any, _: Any) -> None:
         """A module goes forward: perhaps a replica's, past it, or to evaluate."""
-        self._called_ns = self._called_ns or time.monotonic_ns()
+        if self._stepped:
+            self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
         known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
         if record is None or known is None or known() is not module:
             return
@@ -266,8 +268,8 @@ class StepWatch(Events):
             past=turn.past,
             exchanged=self._exchanged,
         )
-        if plain and len(parameters) <= MAX_EACH and self._looked[number] < EACH_STEPS:
-            self._looked[number] += 1
+        if plain and self._looked[number] + len(parameters) <= MAX_EACH:
+            self._looked[number] += len(parameters)
             step.outside = [n for n, one in enumerate(parameters) if id(one) not in self._averaged]
             step.each = [digest_of([one.grad]) for one in parameters]
             step.each_before = [digest_of([one]) for one in parameters]
@@ -295,7 +297,7 @@ class StepWatch(Events):
         self._depth -= 1
         if self._depth:
             return
-        self._exchanged = self._called_ns = 0
+        self._stepped = True
         if self._step is not None:
             parameters = _parameters(optimizer)
             self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
