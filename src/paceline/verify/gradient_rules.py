@@ -73,9 +73,7 @@ def _of_optimizers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             yield Remark("different start", "right", "all ranks start from the same weights", first.site)
 
 
-def _without_own(
-    rows: list[list[SeenStep]], *, replicas: bool
-) -> tuple[list[list[SeenStep]], Remark | None]:
+def _without_own(rows: list[list[SeenStep]], *, replicas: bool) -> tuple[list[list[SeenStep]], Remark | None]:
     """The same without parameters that each rank has for itself: parts of a classifier, of a table, experts.
 
     They belong to no replica, their gradients differ, some of them differ from the start, and ranks exchange tensors
@@ -237,7 +235,9 @@ def steps_of(facts: ScriptFacts) -> list[list[SeenStep]]:
             found[step.optimizer].append(step)
     steps = [found[number] for number in sorted(found)]
     own = [one for one in steps if any(step.own for step in one)]
-    met = [one for one in steps if one not in own and len(one) >= LEAST_STEPS and 2 * sum(s.met for s in one) > len(one)]
+    met = [
+        one for one in steps if one not in own and len(one) >= LEAST_STEPS and 2 * sum(s.met for s in one) > len(one)
+    ]
     return [*own, *met] or steps
 
 

@@ -37,7 +37,9 @@ def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
-        yield Remark("uneven steps", "wrong", "ranks take different numbers of steps", steps_of(ranks[0])[0][0].site, do, told)
+        yield Remark(
+            "uneven steps", "wrong", "ranks take different numbers of steps", steps_of(ranks[0])[0][0].site, do, told
+        )
 
 
 def _lost(facts: ScriptFacts) -> Iterator[Remark]:

@@ -90,7 +90,7 @@ class Joint(Events):
 
     def of(self, optimizer: Any) -> Turn:
         """What is known of it."""
-        return self._turns.get(optimizer) or Turn()
+        return (self._turns.get(optimizer) if self._turns else None) or Turn()
 
     def private(self, optimizer: Any) -> bool:
         """Whether its last step is the rank's own: another optimizer is joint, or it has left its replica."""
@@ -156,7 +156,9 @@ class Joint(Events):
             return
         turn.version = version
         parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-        replica = next((ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None)
+        replica = next(
+            (ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None
+        )
         if replica is not None and (turn.replica is None or turn.replica() is not replica):
             turn.replica = weakref.ref(replica)
             turn.before = self._stepped.get(replica, Seen(turn.before.backwards if turn.before else 0))

@@ -11,9 +11,9 @@ from functools import wraps
 from typing import Any
 
 from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.worker.guard import Guard
 from paceline.worker.probes.digests import MOST, digest_of, hashed, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
-from paceline.worker.guard import Guard
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.joint import Joint, is_sharded
 from paceline.worker.probes.loading import LoaderWatch
@@ -24,7 +24,8 @@ MAX_STEPS = 100  # after which a script without epochs is ended
 MAX_ALONE = 1000  # the same, as long as nothing is known that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
 MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
-NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged
+NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged, and is no tensor of weight
+PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose shapes may differ between ranks
 LOOKS = 16
 
 
@@ -225,7 +226,7 @@ class StepWatch(Events):
     def backward_ended(self) -> None:
         if self._called_ns and self._joint.called:
             calls = Guard.of_process().box.calls_since(self._called_ns)
-            self._exchanged = sum(op.shape not in NUMBERS for _, _, op in calls)
+            self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
         if not self._depth:
             for window in self._windows.values():
                 window.filled = any(map(_has_gradient, _parameters(window.optimizer)))

@@ -1,8 +1,8 @@
 """Steps and phases of a script that nobody changed, into its box: what `watch` shows, and by what slow ranks are found.
 
-A step is one of the optimizer that has stepped most, of those that are joint (joint.py). What lies between the hooks is the script's own code. Under DDP a
-rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and where it calls a
-collective itself (see the ledger).
+A step is one of the optimizer that has stepped most, of those that are joint (joint.py). What lies between the hooks is
+the script's own code. Under DDP a rank waits for the others in backward, for rank 0 in the forward of a model with
+buffers, and where it calls a collective itself (see the ledger).
 """
 
 from __future__ import annotations
