@@ -631,14 +631,15 @@ def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> Non
     assert shrinks("") == []
 
 
-def shards(rank: int, *, exchanged: int = 2, start: str = "differs", **more: Any) -> list[SeenStep]:
+def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
     """Of a shared parameter, and of one that each rank has for itself."""
-    told: dict[str, Any] = {"own": True, "outside": [1], "strangers": 1, "exchanged": exchanged}
-    own = f"w{rank}" if start == "differs" else "w"
-    return [
-        step(gradients=f"g{rank}", parameters=f"p{rank}" if start == "differs" else "p", after=f"a{rank}",
-             each=["g", f"h{rank}"], each_before=["p", own], each_after=["a", own], **(told | more))
-    ] * 8  # fmt: skip
+    own, whole = (f"w{rank}", f"p{rank}") if start == "differs" else ("w", "p")
+    told: dict[str, Any] = {
+        "own": True, "outside": [1], "strangers": 1, "exchanged": 2,
+        "gradients": f"g{rank}", "parameters": whole, "after": f"a{rank}",
+        "each": ["g", f"h{rank}"], "each_before": ["p", own], "each_after": ["a", own],
+    }  # fmt: skip
+    return [step(**(told | more))] * 8
 
 
 def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_the_others_judged() -> None:

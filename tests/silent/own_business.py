@@ -1,4 +1,4 @@
-"""What ranks do for themselves beside and after a training through DDP: `own_business.py WHAT`. And mistakes like it."""
+"""What ranks do for themselves beside and after training through DDP, and mistakes like it: `own_business.py WHAT`."""
 
 import copy
 import sys
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 WHAT, STEPS = sys.argv[1], 60
 dist.init_process_group("gloo")
@@ -39,7 +39,7 @@ def probed(steps: int) -> None:
 
 if WHAT == "a probe before" and rank == 1:
     probed(200)
-ddp = DDP(inner)
+ddp = DistributedDataParallel(inner)
 optimizer = torch.optim.AdamW(inner.parameters(), lr=0.01)
 for number in range(1, STEPS + 1):
     time.sleep(0.02)

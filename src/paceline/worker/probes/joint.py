@@ -40,6 +40,7 @@ class Turn:
 
     own: bool = False  # parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
+    model: int = 0  # within the replica: its identity; 0: of no replica
     steps: int = 0
     met: int = 0  # steps since whose last one the rank has met others
     has_met: bool = False  # before the last step
@@ -66,6 +67,7 @@ class Joint(Events):
         self._made = 0
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()  # by replica: until its last step
+        self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
         self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
         self._backwards = self._synced = 0
         self.through = 0
@@ -124,7 +126,9 @@ class Joint(Events):
         self._look_whose(turn, optimizer)
         now, before = self._seen(turn), turn.before or Seen()
         turn.since = new = Seen(
-            now.backwards - before.backwards, now.forwards - before.forwards, now.synced - before.synced
+            now.backwards - max(before.backwards, self._taken(turn)),
+            max(0, now.forwards - before.forwards),  # of a replica that is gone there are none
+            max(0, now.synced - before.synced),
         )
         replica = turn.replica and turn.replica()
         gone = turn.replica is not None and replica is None
@@ -140,10 +144,15 @@ class Joint(Events):
         turn.has_met = now.met > (turn.before or Seen()).met
         turn.met += turn.has_met
         turn.before = now
+        self._taken_by[turn.model] = now.backwards
         replica = turn.replica and turn.replica()
         if replica is not None:
             self._stepped[replica] = now
         self._own = self._own or turn.own
+
+    def _taken(self, turn: Turn) -> int:
+        """Backwards until the last step of an optimizer of another model: these were that one's."""
+        return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
 
     def _seen(self, turn: Turn) -> Seen:
         replica = turn.replica and turn.replica()
@@ -160,7 +169,7 @@ class Joint(Events):
             (ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None
         )
         if replica is not None and (turn.replica is None or turn.replica() is not replica):
-            turn.replica = weakref.ref(replica)
+            turn.replica, turn.model = weakref.ref(replica), id(replica.module)
             turn.before = self._stepped.get(replica, Seen(turn.before.backwards if turn.before else 0))
         turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
 
