@@ -1,4 +1,4 @@
-"""Check eleven clean scripts and every planted pitfall; a table of what was found, on which line, and what else was.
+"""Check the clean scripts and every planted pitfall; a table of what was found, on which line, and what else was.
 
 python tests/check/soak_check.py [--only WORD] [--out benchmarks/results/check.md]
 
