@@ -69,6 +69,19 @@ def test_data_of_each_rank_s_own_with_the_same_labels_are_right(script: str) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("script", "note"),
+    [("probe_alone", ""), ("own_folds", "past DDP"), ("own_classes", "own parameters"), ("experts", "own parameters")],
+)
+def test_what_ranks_rightly_have_or_train_for_themselves_is_noted_and_not_wrong(script: str, note: str) -> None:
+    outcome = checked(Case(f"clean/{script}.py"))
+    assert outcome.counted == [] and outcome.code == 0, outcome.text
+    rules = {(one["rule"], one["level"]) for one in outcome.findings}
+    assert not note or (note, "note") in rules
+    assert ("gradients", "right") in rules, "what ranks train together is judged as ever"
+
+
+@pytest.mark.ranks
 def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right() -> None:
     outcome = checked(Case(SCRIPT, "fails"))
     assert outcome.counted == []

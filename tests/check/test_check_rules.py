@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -628,3 +629,51 @@ def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> Non
     assert one.words.endswith("total // world is 4 on 2 ranks")
     assert one.seen == "8 samples a step; on 8 ranks 1 on each of them"
     assert shrinks("") == []
+
+
+def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
+    """Of a shared parameter, and of one that each rank has for itself."""
+    own, whole = (f"w{rank}", f"p{rank}") if start == "differs" else ("w", "p")
+    told: dict[str, Any] = {
+        "own": True, "outside": [1], "strangers": 1, "exchanged": 2,
+        "gradients": f"g{rank}", "parameters": whole, "after": f"a{rank}",
+        "each": ["g", f"h{rank}"], "each_before": ["p", own], "each_after": ["a", own],
+    }  # fmt: skip
+    return [step(**(told | more))] * 8
+
+
+def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_the_others_judged() -> None:
+    def levels(of_rank: Callable[[int], list[SeenStep]], **more: Any) -> set[tuple[str, str]]:
+        found = judged([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
+        return {
+            (one.rule, one.level) for one in found if one.rule in ("own parameters", "gradients", "different start")
+        }
+
+    fine = {("own parameters", "note"), ("gradients", "right"), ("different start", "right")}
+    assert levels(shards) == fine == levels(lambda rank: shards(rank, outside=[0, 1], own=False), replicas=[])
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, exchanged=0)), "nobody uses them together"
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal")), "DDP was made without it"
+    assert ("gradients", "wrong") in levels(lambda rank: shards(rank, outside=[])), "DDP has it"
+
+    def unwrapped(rank: int) -> list[SeenStep]:
+        return shards(rank, outside=[0, 1], own=False, each=[f"g{rank}", f"h{rank}"])
+
+    assert ("gradients", "wrong") in levels(unwrapped, replicas=[])
+
+
+def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unless_weights_drift() -> None:
+    joint = [step(own=True, met=True, parameters=f"p{n}", after=f"p{n + 1}") for n in range(6)]
+
+    def private(rank: int) -> list[SeenStep]:
+        return [step(gradients=f"g{rank}{n}", shapes="other", loader=-1) for n in range(300 * (1 - rank))]
+
+    def told(of_rank: Callable[[int], list[SeenStep]]) -> list[tuple[str, str]]:
+        found = judged([right(rank, steps=of_rank(rank)) for rank in range(2)])
+        return [(one.rule, one.level) for one in found if one.level == "wrong" or one.rule == "past DDP"]
+
+    first = [msgspec.structs.replace(one, optimizer=-1) for one in private(0)]
+    assert told(lambda rank: [*first[: 300 * (1 - rank)], *joint]) == [], "their optimizer is another one"
+    alone = [step(own=True, past=True, forwards=0, gradients=f"g{n}") for n in range(9)]
+    assert told(lambda rank: [*joint, *alone[rank : 3 + 4 * rank]]) == [("past DDP", "note")]
+    drifts = msgspec.structs.replace(joint[5], parameters="other")
+    assert told(lambda rank: [*joint, *alone[:rank], drifts if rank else joint[5]]) == [("gradients", "wrong")]

@@ -308,3 +308,21 @@ def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> N
     assert proven(asleep(21, -1, 5), asleep(46, -1, 5), windows="300") == [None, None]
     swapped = VerdictKind.MISMATCH
     assert proven(asleep(21, -1, -1, kind=swapped), asleep(46, -1, -1, kind=swapped)) == [False, True]
+
+
+def test_steps_of_a_rank_for_itself_before_the_training_do_not_count() -> None:
+    samples = [rank(n, step(5, 1), step=5 + 500 * (n == 1), alone=500 * (n == 1)) for n in range(3)]
+    assert seen(*samples, last=True) is None
+    found = seen(*(replace(one, step=one.step + (one.rank == 2)) for one in samples), last=True)
+    assert found is not None and found.guilty == (2,)
+
+
+def test_that_all_ranks_leave_ddp_is_said_once_and_of_some_nothing() -> None:
+    left = (ScriptFinding("left", 60, "trains on past DDP"),)
+    looks = silent()
+    assert looks.see([rank(0, findings=left), rank(1, findings=left), rank(2)], last=True) == []
+    assert not looks.notices
+    for _ in range(2):
+        assert looks.see([rank(n, findings=left) for n in range(3)]) == []
+    (told,) = looks.notices
+    assert told.kind == "left" and told.words.startswith("after step 60 no rank trains through DDP any more")

@@ -67,8 +67,8 @@ def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, rank
 
 
 LAYOUTS = [
-    "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "pairs", "boxes",
-    "number",
+    "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "pairs",
+    "boxes", "number",
 ]  # fmt: skip
 
 

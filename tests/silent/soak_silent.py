@@ -47,6 +47,7 @@ CODES = {
     "an exception in forward, swallowed": 0,
 }  # fmt: skip
 OTHERS = 6
+MAY_BE_SAID = {("own_folds", "left")}  # of which clean script: once, and it goes on
 
 
 class Row(NamedTuple):
@@ -115,7 +116,9 @@ def clean(script: str) -> Row:
     """A script in which nothing is wrong: it is well if nothing is said."""
     with tempfile.TemporaryDirectory() as folder:
         code, _ = started([*LAUNCH, str(RANKS), str(CLEAN / f"{script}.py")], Path(folder))
-        told = [noted.words for noted in notices(Path(folder) / "run" / "attempt-1")]
+        told = [
+            one.words for one in notices(Path(folder) / "run" / "attempt-1") if (script, one.kind) not in MAY_BE_SAID
+        ]
     return Row("clean", script, not told and code == 0, "", code, "; ".join(told))
 
 

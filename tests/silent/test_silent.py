@@ -110,6 +110,33 @@ def test_ranks_that_form_a_group_again_after_an_error_of_a_collective_end_with_0
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "what", ["a probe before", "a probe now and then", "a look ahead", "new optimizers beside probes"]
+)
+def test_what_a_rank_trains_for_itself_is_no_step_of_the_others_training(what: str, run: Run) -> None:
+    one = run(what, script=SCRIPT.with_name("own_business.py"))
+    assert one.finish() == ExitCode.DONE, one.stderr
+    assert one.stderr == "" and not [*notices(one.folder)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["alone", "a new optimizer alone", "without DDP"])
+def test_ranks_that_all_go_on_alone_after_a_training_are_told_once_and_not_stopped(what: str, run: Run) -> None:
+    one = run(what, script=SCRIPT.with_name("own_business.py"))
+    assert one.finish() == ExitCode.DONE, one.stderr
+    (told,) = notices(one.folder)
+    assert told.kind == "left" and told.words.startswith("after step 60 no rank trains through DDP any more")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", ["past DDP by mistake", "one step more"])
+def test_a_rank_that_alone_goes_past_ddp_or_steps_once_more_is_found(what: str, run: Run) -> None:
+    one = run(what, script=SCRIPT.with_name("own_business.py"))
+    assert one.finish() == ExitCode.DIVERGED, one.stderr
+    assert read_verdict(one.folder / "verdict-1").verdict.guilty == (1,)
+
+
+@pytest.mark.ranks
 def test_off_leaves_nothing_of_it(run: Run) -> None:
     one = run("nan in one batch", steps=20, stall_after="off")
     assert one.finish() == ExitCode.DONE

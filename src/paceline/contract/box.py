@@ -65,6 +65,7 @@ _NAMES = (
     "uneven",  # 1: ranks may rightly take different numbers of steps
     "regroups",  # by the agent: 1: hosts come or go: save after the next step, and end
     "notes_stops",  # 1: a signal that asks to stop is noted, and acted on between two steps
+    "alone",  # of the steps: those that a script's rank has taken for itself, before it trained with others
 )
 _INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}

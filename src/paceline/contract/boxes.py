@@ -28,6 +28,7 @@ class Counters:
     script: bool = False  # seen from outside
     notes_stops: bool = False  # it acts on signals that ask to stop between two steps
     uneven: bool = False  # ranks may rightly take different numbers of steps
+    alone: int = 0  # of the steps: the rank's own
     marks: int = 0
     findings: int = 0
 
@@ -52,6 +53,7 @@ def read_counters(descriptor: int) -> Counters:
         script=bool(value["script"]),
         notes_stops=bool(value["notes_stops"]),
         uneven=bool(value["uneven"]),
+        alone=value["alone"],
         marks=value["marks"],
         findings=value["findings"],
     )

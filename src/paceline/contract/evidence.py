@@ -107,7 +107,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a rank that runs a script has seen of itself."""
 
-    kind: Literal["not finite", "swallowed", "collective", "stale", "thread"]
+    kind: Literal["not finite", "swallowed", "collective", "stale", "thread", "left"]
     step: int  # that it was about to make, from 1
     words: str  # what was found, for a sentence that begins with the rank
     own: bool = True  # it began here: not a gradient that was summed over ranks
@@ -135,10 +135,16 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     met: bool = False  # it has called a collective
     script: bool = False  # that nobody changed: its steps and phases are seen from outside
     uneven: bool = False  # ranks may rightly take different numbers of steps
+    alone: int = 0  # of its steps: those that it took for itself before it trained with others
     marks: bytes = b""  # what ranks must have in common: see marks.py
     orders: bytes = b""  # of its collectives
     findings: tuple[ScriptFinding, ...] = ()
     queued_seconds: float = 0.0  # that its main thread has waited for a core, so far
+
+    @property
+    def joint_steps(self) -> int:
+        """Those that it took with other ranks; all, where it trains with none."""
+        return self.step - self.alone
 
     @property
     def runs(self) -> bool:

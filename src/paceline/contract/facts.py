@@ -61,6 +61,7 @@ class SeenLoader(msgspec.Struct):
     batch_sampler: str = ""  # the class of a batch sampler that is not torch's
     divided: str = ""  # its batch size, as the script has it, where that is divided by the number of ranks
     probes: list[list[str]] = []  # of a few samples of the data set: the digest of each tensor in it
+    private: bool = False  # trained on by this rank for itself, beside or after what ranks train together
     random: dict[str, str] = {}  # generators that fetching a batch used -> the digest of their state before
     passes: list[Pass] = []
 
@@ -93,6 +94,14 @@ class SeenStep(msgspec.Struct):
     settings: str = ""  # a digest of all settings of the optimizer: learning rates, momentum, ...
     local: float = 0.0  # a linear function of the gradients after the last backward; only without a replica
     applied: float = 0.0  # the same when the step begins
+    own: bool = False  # some of the parameters belong to a replica, or are sharded
+    met: bool = False  # since the last step collectives were called, or replicas have gone forward
+    past: bool = False  # the replica was trained through DDP before, and went forward only past it now
+    exchanged: int = 0  # tensors, no numbers, that were exchanged between forward and the end of the last backward
+    outside: list[int] = []  # which parameters belong to no replica; these and the next only of the first steps
+    each: list[str] = []  # digests of gradients, one by one
+    each_before: list[str] = []  # and of parameters
+    each_after: list[str] = []
     strangers: int = 0  # parameters with gradients that no replica averages, where there is a replica
     norm: float = 0.0  # of gradients that were clipped last, to this limit
     limit: float = 0.0

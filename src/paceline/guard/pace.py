@@ -216,6 +216,7 @@ class Stillness:
             met=counters.met,
             script=counters.script,
             uneven=counters.uneven,
+            alone=counters.alone,
             marks=read_marks(box) if counters.marks else b"",
             orders=read_orders(box) if counters.marks else b"",
             findings=tuple(read_findings(box)) if counters.findings else (),

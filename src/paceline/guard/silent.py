@@ -51,6 +51,7 @@ class Silent:
         """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
         self._swallowed(ranks)
         self._stale(ranks, last=last)
+        self._left(ranks)
         collective = self._collective(ranks, last=last)
         if collective is not None and last and (uneven := self._uneven(ranks)) is not None:
             collective = replace(collective, sentences=(*collective.sentences, *uneven.sentences))
@@ -119,13 +120,20 @@ class Silent:
                     Notice("stale", f"rank {rank} {found.words} (step {found.step})") for rank, found in alike
                 ]
 
+    def _left(self, ranks: Sequence[Sample]) -> None:
+        """All ranks train on alone, after they have trained through DDP; it may be meant so."""
+        told = {one.rank: found.step for one in ranks for found in one.findings if found.kind == "left"}
+        if len(told) == self._size > 1 and self._new("left"):
+            words = f"after step {min(told.values())} no rank trains through DDP any more: from then on its steps and "
+            self.notices.append(Notice("left", words + "parameters are its own, and are not compared"))
+
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
         """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
-        ordered = sorted(one.step for one in ranks)
+        ordered = sorted(one.joint_steps for one in ranks)
         for one in ranks if len(ranks) > 1 else ():
-            others = median_without(ordered, one.step)
-            if one.step < SHORT * others and self._new("shadowed", one.rank):
-                words = f"rank {one.rank} took {one.step} steps, the others {others:g}: Join hides it, "
+            others = median_without(ordered, one.joint_steps)
+            if one.joint_steps < SHORT * others and self._new("shadowed", one.rank):
+                words = f"rank {one.rank} took {one.joint_steps} steps, the others {others:g}: Join hides it, "
                 self.notices.append(Notice("shadowed", words + "should its data have ended too early"))
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
@@ -192,7 +200,7 @@ class Silent:
 
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
         ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))
-        steps = {one.rank: one.step for one in ranks}
+        steps = {one.rank: one.joint_steps for one in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
         if not (ddp or self._comparison.proven):

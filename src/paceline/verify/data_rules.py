@@ -31,6 +31,8 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
     trained = False
     for loaders in loaders_of(ranks):
+        if all(loader.private for loader in loaders.values()):
+            continue
         if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
             trained = True
             shares = [*_shares(loaders)]

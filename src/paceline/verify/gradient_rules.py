@@ -7,18 +7,43 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import or_
 
+from msgspec.structs import replace
+
 from paceline.contract.facts import ScriptFacts, SeenStep
 from paceline.verify.finding import Remark, differs, ranks_named
 
 CLOSE = 1e-3  # sums of floats in another order
+LEAST_STEPS = 4  # of an optimizer, before most of them say anything
+PAST = {
+    "rule": "gradients",
+    "words": "gradients are not averaged: the model is called past DDP",
+    "type_instead": "call the DDP model itself: ddp(x), not ddp.module(x), or a method of it",
+}
 LEAST_LOOKS = 8  # steps, before it is said of all that they were summed
 
 
 def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """All of them."""
+    found = [*_of_optimizers(ranks)]
+    drifted = any(one.level == "wrong" for one in found)
+    past = next((step for facts in ranks for step in facts.steps if step.past), None)
+    if past is not None and drifted:  # between steps through DDP
+        site = next((one.past_site for facts in ranks for one in facts.replicas if one.past_site), past.site)
+        found = [replace(one, **PAST, site=site) if one.rule == "replicas" else one for one in found]
+    elif past is not None:
+        alone = [facts.rank for facts in ranks if any(step.past for step in facts.steps)]
+        words = f"{ranks_named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
+        do = "ddp(x), not ddp.module(x), if this is not meant"
+        found.append(Remark("past DDP", "note", words, past.backward_site, do, "after steps through DDP"))
+    yield from found
+
+
+def _of_optimizers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     told = set[str]()
     for of_ranks in zip(*map(steps_of, ranks), strict=False):
-        rows = _met(of_ranks)
+        rows, own = _without_own(_met(of_ranks), replicas=bool(ranks[0].replicas))
+        if own is not None:
+            yield own
         if not rows or differs(step.shapes for step in rows[0]) or not rows[0][0].gradients:
             continue
         apart = [row for row in rows if differs(step.gradients for step in row)]
@@ -46,6 +71,37 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             yield Remark("different start", "wrong", words, site, do, "they differ before the first step")
         elif not start:
             yield Remark("different start", "right", "all ranks start from the same weights", first.site)
+
+
+def _without_own(rows: list[list[SeenStep]], *, replicas: bool) -> tuple[list[list[SeenStep]], Remark | None]:
+    """The same without parameters that each rank has for itself: parts of a classifier, of a table, experts.
+
+    They belong to no replica, their gradients differ, some of them differ from the start, and ranks exchange tensors
+    between forward and backward. Where nothing else is trained, and no DDP is there, the model is not wrapped.
+    """
+    looked = [row for row in rows if all(step.each for step in row)]
+    if not looked or differs(len(step.each) for row in looked for step in row):
+        return rows, None
+    outside = set[int].intersection(*(set(step.outside) for row in looked for step in row))
+    own = {n for n in outside if any(differs(step.each[n] for step in row) for row in looked)}
+    first, exchanged = looked[0], sum(all(step.exchanged for step in row) for row in looked)
+    kept = [n for n in range(len(first[0].each)) if n not in own]
+    if not any(differs(step.each_before[n] for step in first) for n in own):
+        return rows, None
+    if 2 * exchanged <= len(looked) or not (kept or replicas):
+        return rows, None
+    words = f"{len(own)} parameters are each rank's own: they differ from the start, and ranks exchange what they give"
+    do = "DistributedDataParallel(model) with them in it, if they are meant to be equal"
+    remark = Remark("own parameters", "note", words, first[0].site, do, f"in {exchanged} of {len(looked)} steps")
+    return [[_of_parameters(step, kept) for step in row] for row in looked], remark
+
+
+def _of_parameters(step: SeenStep, kept: Sequence[int]) -> SeenStep:
+    gradients, before, after = (
+        ",".join(digests[n] for n in kept if n < len(digests))
+        for digests in (step.each, step.each_before, step.each_after)
+    )
+    return replace(step, gradients=gradients, parameters=before, after=after, shapes="", strangers=0)
 
 
 def _met(of_ranks: Sequence[Sequence[SeenStep]]) -> list[list[SeenStep]]:
@@ -151,8 +207,7 @@ def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) ->
         words = f"gradients are never averaged over ranks: no model is wrapped{apart}"
         do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
     elif not step.forwards and replica.past_site:
-        words = "gradients are not averaged: the model is called past DDP"
-        do, site = "call the DDP model itself: ddp(x), not ddp.module(x), or a method of it", replica.past_site
+        words, do, site = PAST["words"], PAST["type_instead"], replica.past_site
     elif step.synced < step.forwards and replica.no_sync_site:
         words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
         do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
@@ -170,8 +225,22 @@ def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) ->
 
 
 def steps_of(facts: ScriptFacts) -> list[list[SeenStep]]:
-    """By optimizer."""
+    """What ranks take together, by optimizer: those of replicas first, then those whose steps mostly meet others.
+
+    Where there are such, others are the rank's own; so is a step past DDP, after some through it.
+    """
     found: defaultdict[int, list[SeenStep]] = defaultdict(list)
     for step in facts.steps:
-        found[step.optimizer].append(step)
-    return [found[number] for number in sorted(found)]
+        if not step.past:
+            found[step.optimizer].append(step)
+    steps = [found[number] for number in sorted(found)]
+    own = [one for one in steps if any(step.own for step in one)]
+    met = [
+        one for one in steps if one not in own and len(one) >= LEAST_STEPS and 2 * sum(s.met for s in one) > len(one)
+    ]
+    return [*own, *met] or steps
+
+
+def joint_steps(facts: ScriptFacts) -> list[SeenStep]:
+    """The same, of all optimizers."""
+    return [step for steps in steps_of(facts) for step in steps]

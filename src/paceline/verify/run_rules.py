@@ -36,6 +36,7 @@ KINDS = {
     ),
     "shadowed": Kind("note"),  # epochs are cut, and Join is meant for ranks with fewer batches
     "slow": Kind("note"),  # depends on what else the machine does
+    "left": Kind("note"),
     "round-off": Kind("note"),
 }
 OTHER = Kind("wrong")

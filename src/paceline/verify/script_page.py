@@ -11,6 +11,7 @@ from paceline.contract.facts import ScriptFacts
 from paceline.observe.notices import Noted
 from paceline.verify.data_rules import data_findings
 from paceline.verify.finding import LEVELS, Remark
+from paceline.verify.gradient_rules import joint_steps
 from paceline.verify.run_rules import run_findings
 from paceline.verify.step_rules import step_findings
 
@@ -43,7 +44,7 @@ def mistakes(findings: Sequence[Remark]) -> int:
 def script_page(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Remark], code: int = 0) -> str:
     """In words; `code` is the exit code of the script."""
     number = {level: sum(one.level == level for one in findings) for level in LEVELS}
-    steps = max((len(facts.steps) for facts in ranks), default=0)
+    steps = max((len(joint_steps(facts)) for facts in ranks), default=0)
     found = f"{number['wrong']} wrong, {number['costs']} slower than need be" if mistakes(findings) else "nothing wrong"
     if code:
         found = f"not complete, the script ended with exit code {code}" + (f"; {found}" if mistakes(findings) else "")

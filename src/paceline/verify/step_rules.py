@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenStep
+from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 from paceline.verify.finding import Remark, differs, ranks_named
-from paceline.verify.gradient_rules import gradient_findings, steps_of
+from paceline.verify.gradient_rules import gradient_findings, joint_steps, steps_of
 
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
 LONGER = 1.5  # ranks have a half of the steps of one process, or less
@@ -37,7 +37,9 @@ def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
-        yield Remark("uneven steps", "wrong", "ranks take different numbers of steps", ranks[0].steps[0].site, do, told)
+        yield Remark(
+            "uneven steps", "wrong", "ranks take different numbers of steps", steps_of(ranks[0])[0][0].site, do, told
+        )
 
 
 def _lost(facts: ScriptFacts) -> Iterator[Remark]:
@@ -163,11 +165,16 @@ def _threads(facts: ScriptFacts) -> Iterator[Remark]:
         yield Remark("threads", "right", f"{facts.local_world} ranks x {facts.threads} threads, {facts.cores} cores")
 
 
+def _trained(facts: ScriptFacts) -> SeenLoader | None:
+    """The first loader that ranks train on together."""
+    return next((one for one in facts.loaders if one.training and not one.private), None)
+
+
 def _rate(facts: ScriptFacts) -> Iterator[Remark]:
-    loader = next((one for one in facts.loaders if one.training), None)
-    if loader is None or not facts.steps or not loader.training[0].sizes or facts.world < 2:
+    loader, steps = _trained(facts), joint_steps(facts)
+    if loader is None or not steps or not loader.training[0].sizes or facts.world < 2:
         return
-    batch, rate = loader.training[0].sizes[0], facts.steps[0].learning_rate
+    batch, rate = loader.training[0].sizes[0], steps[0].learning_rate
     words = f"{facts.world} ranks x batch {batch} = {facts.world * batch} samples, learning rate {rate:g}"
     do = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
     yield Remark("learning rate", "note", words, loader.made, do)
@@ -175,10 +182,10 @@ def _rate(facts: ScriptFacts) -> Iterator[Remark]:
 
 def _schedule(facts: ScriptFacts) -> Iterator[Remark]:
     """One that goes a step with each batch, and is exactly as long as the training of one process would be."""
-    loader = next((one for one in facts.loaders if one.training), None)
+    loader = _trained(facts)
     if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
         return
-    epochs, steps = len(loader.training), len(facts.steps)
+    epochs, steps = len(loader.training), len(joint_steps(facts))
     alone = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
     for one in facts.schedules:
         own = one.steps == steps == sum(len(seen.sizes) for seen in loader.passes)

@@ -18,7 +18,9 @@ from paceline.contract.birth import WorkerBirth
 from paceline.contract.facts import ScriptFacts, facts_file
 from paceline.disk import writing
 from paceline.worker import bootstrap
+from paceline.worker.guard import Guard
 from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.joint import Joint
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.probes.noting import SideWatch
 from paceline.worker.probes.seeing import StepWatch
@@ -67,7 +69,8 @@ def watch(folder: Path) -> tuple[Events, ...]:
     )
     loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
     atexit.register(written.finish, noting, loading)
-    return loading, StepWatch(facts, loading), noting, written
+    joint = Joint(lambda: Guard.of_process().box.get("ops"))
+    return joint, loading, StepWatch(facts, loading, joint), noting, written
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -31,6 +31,7 @@ from paceline.worker.sites import call_site, user_site
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
 MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that is looked at, and in a later one
 MAX_PASSES = 20  # a script that goes on longer is ended
+MAX_ALONE = 200  # the same, as long as nothing is known that the rank trains with others in these passes
 PROBES = 6
 
 
@@ -101,6 +102,7 @@ class LoaderWatch(Events):
         self._began: dict[int, float] = {}
         self._fetched = Fetched()
         self._generators: Generators | None = None
+        self.joint = set[int]()  # loaders whose batches ranks have trained on together
         self.fed = -1
         self.given = 0  # batches, of all loaders
 
@@ -143,7 +145,8 @@ class LoaderWatch(Events):
             self._numbers[loader] = self._number(loader)
         number = batches.loader_number = self._numbers[loader]  # the loader may be gone in the loop: `in DataLoader(x)`
         record = self._facts.loaders[number]
-        if record.training and len(record.passes) >= MAX_PASSES:
+        most = MAX_PASSES if number in self.joint else MAX_ALONE
+        if record.training and len(record.passes) >= most:
             raise SystemExit(0)
         record.passes.append(Pass())
         self._began[number] = time.monotonic()

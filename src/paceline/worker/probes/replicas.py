@@ -6,7 +6,7 @@ follows from the number of the step, so ranks that are in the same step mark the
 output's bias, is marked at each step: so even a short run shows whether ranks have the same while it changes.
 
 Not marked is what may differ by right: shards (FSDP, DTensor, ZeRO: their layouts differ), what DDP leaves out, and
-replicas that step on their own for a while (local SGD).
+replicas that step on their own for a while (local SGD), or have left DDP (joint.py): such steps do not count either.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from paceline.contract.box import Box
 from paceline.contract.marks import PARTS, SAME_BY_DDP, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.joint import Joint, Turn, kept_equal
 from paceline.worker.probes.later import Later, may_compute
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # of all elements, that a step marks
@@ -61,6 +62,7 @@ class WatchedOptimizer:
     """One optimizer's parameters."""
 
     table: int
+    own: bool  # of a replica
     count: int = 0
     version: object = None
     layout: int = 0
@@ -73,54 +75,54 @@ class WatchedOptimizer:
 class Fingerprints(Events):
     """Of this process's optimizers, four at a time."""
 
-    def __init__(self, box: Box, names: Names) -> None:
+    def __init__(self, box: Box, names: Names, joint: Joint | None = None) -> None:
         self._box, self._names, self._later = box, names, Later()
+        self._joint = joint or Joint(lambda: box.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
-        self._known, self._numbers = 0, [0] * TABLES  # optimizers so far; the last step marked in each table
-        self._replicas: WeakSet[Any] = WeakSet()
-        self._forwards: WeakKeyDictionary[Any, bool] = (
-            WeakKeyDictionary()
-        )  # since its last step: were any to be synced?
+        # optimizers so far, and the last step marked in each table: of those of no replica, and of a replica
+        self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)
         self._size = int(os.environ.get("WORLD_SIZE", "1"))
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
-    def replica_made(self, ddp: Any) -> None:
-        self._replicas.add(ddp)
-
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if sys.modules["torch"].is_grad_enabled():
-            self._forwards[ddp] = self._forwards.get(ddp, False) or bool(ddp.require_backward_grad_sync)
-
     def step_ended(self, optimizer: Any) -> None:
         self._later.look()
-        if self._size == 1 or self._box.get("uneven"):
+        turn = self._joint.of(optimizer)
+        if self._size == 1 or self._box.get("uneven") or turn.past:
             return
         watched = self._watched.get(optimizer)
-        if watched is None:
-            watched = self._watched[optimizer] = self._next_table()
+        if watched is None or (turn.own and not watched.own):
+            watched = self._watched[optimizer] = self._next_table(own=turn.own)
         if watched.table >= TABLES:
             return
         watched.count += 1
-        self._numbers[watched.table] = watched.count
-        version = [len(self._replicas), *(len(group["params"]) for group in optimizer.param_groups)]
+        self._numbers[watched.own][watched.table] = watched.count
+        version = [self._joint.version, *(len(group["params"]) for group in optimizer.param_groups)]
         if watched.version != version:
             watched.version = version
             self._lay_out(watched, optimizer)
-        if watched.pieces and self._meets_others(watched):
+        if watched.pieces and self._meets_others(watched, turn):
             self._mark(watched)
 
-    def _next_table(self) -> WatchedOptimizer:
-        """In turn, so that all ranks have the same; one that comes later counts on from where others are."""
-        table, taken = self._known % TABLES, {one.table for one in self._watched.values()}
-        self._known += 1
-        number = max(self._numbers[table], max(self._numbers) - 1)
-        return WatchedOptimizer(TABLES) if table in taken else WatchedOptimizer(table, number)
+    def _next_table(self, *, own: bool) -> WatchedOptimizer:
+        """In turn, so that all ranks have the same; one that comes later counts on from where others are.
 
-    def _meets_others(self, watched: WatchedOptimizer) -> bool:
+        Those of replicas are numbered by themselves, and come first: a rank may have others that no other rank has.
+        """
+        numbers, table = self._numbers[own], self._known[own] % TABLES
+        self._known[own] += 1
+        for other in self._watched.values():
+            if other.table == table and (own <= other.own):
+                return WatchedOptimizer(TABLES, own)
+            if other.table == table:
+                other.table = TABLES
+        return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
+
+    def _meets_others(self, watched: WatchedOptimizer, turn: Turn) -> bool:
         ddp = watched.replica and watched.replica()
         if ddp is None:
             return True
-        synced = self._forwards.pop(ddp, True)  # none at all: the module was called without DDP, which is no right way
+        # without any forward the module was called without DDP, which is no right way
+        synced = turn.since is None or not turn.since.forwards or turn.since.synced > 0
         if watched.alone < ALONE_STEPS:
             watched.alone = 0 if synced else watched.alone + 1
         hooks = getattr(ddp, "_comm_hooks", ())
@@ -130,7 +132,7 @@ class Fingerprints(Events):
         """Find out which of its parameters are to be compared, and among whom."""
         watched.pieces, watched.replica = [], None
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.numel()]
-        known = {id(one): (name, ddp) for ddp in self._replicas for name, one in _kept_equal(ddp)}
+        known = {id(one): (name, ddp) for ddp in self._joint.replicas for name, one in kept_equal(ddp)}
         shared = [one for one in parameters if id(one) in known]
         torch = sys.modules["torch"]
         plain = all(type(one) in (torch.nn.Parameter, torch.Tensor) and _dense(one) for one in shared or parameters)
@@ -175,11 +177,6 @@ class Fingerprints(Events):
 
 def _four(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:
     return (*values, *[filling] * PARTS)[:PARTS]
-
-
-def _kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
-    left_out: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    return ((name, one) for name, one in ddp.module.named_parameters() if name not in left_out)
 
 
 def _dense(tensor: Any) -> bool:

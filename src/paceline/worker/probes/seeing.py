@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.worker.guard import Guard
 from paceline.worker.probes.digests import MOST, digest_of, hashed, leaf_digests
 from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_of
 from paceline.worker.probes.hooks import Events, hang
+from paceline.worker.probes.joint import Joint, is_sharded
 from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words, user_site
 from paceline.worker.unseen import unseen
 
 MAX_STEPS = 100  # after which a script without epochs is ended
-MAX_RECORDS = 400
+MAX_ALONE = 1000  # the same, as long as nothing is known that the rank trains with others
+MAX_RECORDS, MAX_PRIVATE = 400, 100
+MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
+NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged, and is no tensor of weight
+PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose shapes may differ between ranks
 LOOKS = 16
 
 
@@ -38,8 +45,13 @@ class Window:
 class StepWatch(Events):
     """Of one process."""
 
-    def __init__(self, facts: ScriptFacts, loading: LoaderWatch) -> None:
-        self._facts, self._loading = facts, loading
+    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: Joint | None = None) -> None:
+        self._facts, self._loading, self._joint = facts, loading, joint or Joint(lambda: 0)
+        self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
+        self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients
+        self._records: Counter[str] = Counter()
+        self._stepped, self._called_ns = True, 0  # has no module been called since the last step? when was the first?
+        self._exchanged = 0
         self._replicas: dict[int, SeenReplica] = {}
         self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
         self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # the same, and by the modules in it
@@ -83,7 +95,7 @@ class StepWatch(Events):
     def _window(self, optimizer: Any) -> Window | None:
         """Its window; None where its gradients cannot be read."""
         window = self._windows.get(id(optimizer))
-        if window is None and not any(_is_sharded(one) for one in _parameters(optimizer)):
+        if window is None and not any(is_sharded(one) for one in _parameters(optimizer)):
             window = self._windows[id(optimizer)] = Window(optimizer)
         return window
 
@@ -97,7 +109,7 @@ class StepWatch(Events):
             if not self._depth and not self._unclipped:
                 self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
             clip(of, max_norm, total_norm, *args, **kwargs)
-            if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(_is_sharded, of)):
+            if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(is_sharded, of)):
                 self._clipped = {id(one) for one in of}, finite(total_norm), finite(max_norm), user_site()
 
         return clipped
@@ -119,6 +131,8 @@ class StepWatch(Events):
 
     def _called(self, module: Any, _: Any) -> None:
         """A module goes forward: perhaps a replica's, past it, or to evaluate."""
+        if self._stepped:
+            self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
         known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
         if record is None or known is None or known() is not module:
             return
@@ -210,6 +224,9 @@ class StepWatch(Events):
             window.held, window.batch, window.at = window.held + 1, batch, at
 
     def backward_ended(self) -> None:
+        if self._called_ns and self._joint.called:
+            calls = Guard.of_process().box.calls_since(self._called_ns)
+            self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
         if not self._depth:
             for window in self._windows.values():
                 window.filled = any(map(_has_gradient, _parameters(window.optimizer)))
@@ -223,10 +240,15 @@ class StepWatch(Events):
         number = len(self._optimizers) if known is None else known
         if known is None:
             self._optimizers.append(optimizer)
-        if len(self._facts.steps) >= MAX_RECORDS:
+        turn, private = self._joint.of(optimizer), self._joint.private(optimizer)
+        self._note_loader(private=private)
+        self._taken[number] += not private
+        kind = "private" if private else "joint" if self._joint.level else "unknown"
+        self._records[kind] += 1
+        if self._records[kind] > (MAX_PRIVATE if private else MAX_RECORDS):
             return
         parameters = _parameters(optimizer)
-        plain = not any(_is_sharded(p) for p in parameters)
+        plain = not any(is_sharded(p) for p in parameters)
         step = SeenStep(
             optimizer=number,
             site=user_site(),
@@ -243,7 +265,15 @@ class StepWatch(Events):
             learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
             settings=_settings(optimizer),
             parameters=digest_of(parameters) if plain else "",
+            own=turn.own,
+            past=turn.past,
+            exchanged=self._exchanged,
         )
+        if plain and self._looked[number] + len(parameters) <= MAX_EACH:
+            self._looked[number] += len(parameters)
+            step.outside = [n for n, one in enumerate(parameters) if id(one) not in self._averaged]
+            step.each = [digest_of([one.grad]) for one in parameters]
+            step.each_before = [digest_of([one]) for one in parameters]
         if self._averaged:
             step.strangers = sum(p.grad is not None and id(p) not in self._averaged for p in parameters)
         what, norm, limit, place = self._clipped
@@ -268,13 +298,28 @@ class StepWatch(Events):
         self._depth -= 1
         if self._depth:
             return
+        self._stepped = True
         if self._step is not None:
-            self._step.after, self._step = digest_of(_parameters(optimizer)), None
+            parameters = _parameters(optimizer)
+            self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
+            if self._step.each:
+                self._step.each_after = [digest_of([one]) for one in parameters]
+            self._step = None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
         shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
-        if not shortened and sum(step.optimizer == 0 for step in self._facts.steps) >= MAX_STEPS:
+        most = MAX_STEPS if self._joint.level else MAX_ALONE
+        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= most:
             raise SystemExit(0)
+
+    def _note_loader(self, *, private: bool) -> None:
+        """Whose the batches are that this step was taken with."""
+        number = self._at[0]
+        if number < 0 or not self._joint.level:
+            return
+        if not private:
+            self._loading.joint.add(number)
+        self._facts.loaders[number].private = number not in self._loading.joint
 
 
 def _parameters(optimizer: Any) -> list[Any]:
@@ -303,12 +348,7 @@ def _total(optimizer: Any) -> float:
     torch: Any = sys.modules["torch"]
     total = 0.0
     for parameter in _parameters(optimizer):
-        if parameter.grad is not None and not _is_sharded(parameter):
+        if parameter.grad is not None and not is_sharded(parameter):
             some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
             total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
     return finite(total)
-
-
-def _is_sharded(parameter: Any) -> bool:
-    """Whether each rank holds a part of its own: of FSDP, or a DTensor."""
-    return any(hasattr(parameter, name) for name in ("_fsdp_flattened", "_is_flat_param", "device_mesh"))

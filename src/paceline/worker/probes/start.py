@@ -13,6 +13,7 @@ from paceline.worker.guard import Guard
 from paceline.worker.probes.calls import OrderMarks
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.hooks import Events, Hooks
+from paceline.worker.probes.joint import Joint
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import Counted, ScriptPhases, Stale, Swallowed
 from paceline.worker.unseen import unseen
@@ -24,13 +25,14 @@ def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
     What is returned must be called when the script has ended with exit code 0.
     """
     box, names, marker, failed = guard.box, Names(guard.box), None, None
-    listeners: list[Events] = [Counted(box)]
+    joint = Joint(lambda: box.get("ops"))
+    listeners: list[Events] = [joint, Counted(box, joint)]
     if guard.on:
-        steps, batches, marker = ScriptPhases(box), Batches(), OrderMarks(box, names)
+        steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
         swallowed = Swallowed(box, steps)
         failed = partial(swallowed.raised, "collective")
-        judging = Finite(box, steps, batches), swallowed, Stale(box, steps)
-        listeners = [batches, *judging, steps, Joins(box), Fingerprints(box, names)]
+        judging = Finite(box, steps, batches), swallowed, Stale(box, steps, joint)
+        listeners = [joint, batches, *judging, steps, Joins(box), Fingerprints(box, names, joint)]
     hooks = Hooks(guard.complain).listen(*listeners, *also).install()
     guard.looks_on(lambda: hooks.dismiss(*listeners), marker, failed)
     return hooks.end

@@ -1,8 +1,8 @@
 """Steps and phases of a script that nobody changed, into its box: what `watch` shows, and by what slow ranks are found.
 
-A step is one of the optimizer that has stepped most. What lies between the hooks is the script's own code. Under DDP a
-rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and where it calls a
-collective itself (see the ledger).
+A step is one of the optimizer that has stepped most, of those that are joint (joint.py). What lies between the hooks is
+the script's own code. Under DDP a rank waits for the others in backward, for rank 0 in the forward of a model with
+buffers, and where it calls a collective itself (see the ledger).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from paceline.contract.failure import is_victim
 from paceline.contract.marks import put_finding
 from paceline.worker.probes.digests import leaf_digests
 from paceline.worker.probes.hooks import Events
+from paceline.worker.probes.joint import Joint
 from paceline.worker.recorder import distributed
 from paceline.worker.sites import Owner, frame_of, owner, site_words, user_site
 
 USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
-ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD)
+ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
+PAST_STEPS = 3  # in a row, before it is said that an optimizer has left DDP
 MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
@@ -38,24 +40,35 @@ PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps 
 class Counted(Events):
     """Counts steps: all that is left where the guard is off."""
 
-    def __init__(self, box: Box) -> None:
-        self._box = box
+    def __init__(self, box: Box, joint: Joint | None = None) -> None:
+        self._box, self._joint = box, joint
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._level = self._alone = 0
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        before = max(0, self.done - 1)  # one that comes later steps beside those that are there, or after them
+        if self._joint is not None and self._joint.of(optimizer).past:
+            return
+        before = max(0, self.done - self._alone - 1)  # one that comes later steps beside those that are there, or after
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
-        if count > self.done:
-            self.done = count
-            self._box.set_step(count)
+        if self._joint is not None:
+            if self._joint.private(optimizer):
+                return
+            if self._joint.level > self._level:  # what was counted until now was this rank's own
+                self._level, count = self._joint.level, self._joint.of(optimizer).steps
+                self._counts[optimizer] = count
+                self._alone = max(0, self.done + 1 - count)
+                self._box.put("alone", self._alone)
+        if count + self._alone > self.done:
+            self.done = count + self._alone
+            self._box.set_step(self.done)
 
 
 class ScriptPhases(Counted):
     """Says in the box, too, what the script does."""
 
-    def __init__(self, box: Box) -> None:
-        super().__init__(box)
+    def __init__(self, box: Box, joint: Joint | None = None) -> None:
+        super().__init__(box, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
         self._seen_ns = dict.fromkeys(ASIDE, 0)
 
@@ -155,12 +168,13 @@ class Swallowed(Events):
 class Stale(Events):
     """Tells of a step that has no gradients of its own, of a step or batch left out, of a batch that comes again.
 
-    It may be meant so: only what other ranks do not tell is passed on.
+    It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
     """
 
-    def __init__(self, box: Box, steps: Counted) -> None:
-        self._box, self._steps = box, steps
-        self._backwards = 0
+    def __init__(self, box: Box, steps: Counted, joint: Joint | None = None) -> None:
+        self._box, self._steps, self._joint = box, steps, joint
+        self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
+        self._past = 0  # steps in a row
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
         """by optimizer: backwards until its last step, how many of them were its own, how often so many in a row"""
         self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
@@ -178,6 +192,10 @@ class Stale(Events):
         self._given += 1
 
     def step_begins(self, optimizer: Any) -> None:
+        if self._is_private(optimizer):
+            self._backwards = self._before_step
+            return
+        self._before_step = self._backwards
         if self._given:
             given, self._given = self._given, 0
             if given > self._usual_given and self._times_given >= USUAL_STEPS:
@@ -185,17 +203,32 @@ class Stale(Events):
             self._times_given = self._times_given + 1 if given == self._usual_given else 0
             self._usual_given = given
         backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
-        own = self._backwards - backwards
-        if own == 0 and times >= USUAL_STEPS:
+        own = self._of(optimizer) - backwards
+        if own == 0 < usual and times >= USUAL_STEPS:
             self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
         elif own > usual and times >= USUAL_STEPS:
             self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
-        self._stepped[optimizer] = self._backwards, own, times + 1 if own == usual else 0
+        self._stepped[optimizer] = self._of(optimizer), own, times + 1 if own == usual else 0
 
     def step_ended(self, optimizer: Any) -> None:
         """What its closure does after the first time (L-BFGS) belongs to this step: as often as it likes."""
         if optimizer in self._stepped:
-            self._stepped[optimizer] = self._backwards, *self._stepped[optimizer][1:]
+            self._stepped[optimizer] = self._of(optimizer), *self._stepped[optimizer][1:]
+
+    def _of(self, optimizer: Any) -> int:
+        """Backwards that it may have gradients of, so far: with a replica, only what came through one."""
+        through = self._joint is not None and self._joint.of(optimizer).replica is not None
+        return self._joint.through if self._joint is not None and through else self._backwards
+
+    def _is_private(self, optimizer: Any) -> bool:
+        if self._joint is None:
+            return False
+        past = self._joint.of(optimizer).past
+        if past or not self._joint.private(optimizer):
+            self._past = self._past + 1 if past else 0
+        if self._past == PAST_STEPS and past:
+            put_finding(self._box, ScriptFinding("left", self._steps.done, "trains on past DDP"))
+        return self._joint.private(optimizer)
 
     def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done
