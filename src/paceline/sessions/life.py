@@ -231,7 +231,7 @@ class Life(Loop):
     def note_exit(self, code: Any) -> None:
         """The script calls sys.exit(code). At the process's end nobody knows that any more."""
         if self._live:
-            self.exited = code, self.step
+            self.exited = code, self._course.step
 
     def close(self, error: BaseException | None = None) -> None:
         """End in good order, or with the error that ends the loop. Also called at the process's end."""
@@ -241,7 +241,7 @@ class Life(Loop):
         for hook in self._hooks:
             hook.remove()
         reword(error)
-        if error is None and self.exited is not None and self.exited[1] == self.step:
+        if error is None and self.exited is not None and self.exited[1] == self._course.step:
             error = SystemExit(self.exited[0])
         in_loop = isinstance(error, SystemExit) and (self._live > 0 or self.exited is not None)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
