@@ -57,9 +57,11 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Prepared, "_check_received", _nothing),
     (Prepared, "_check_assigned", _nothing),
     (Prepared, "_note_left", _nothing),
+    (Loop, "_look_at_leaves", _nothing),
+    (Loop, "_look_around", _nothing),
     (Prepared, "before_update", _nothing),
     (Prepared, "stepped", _nothing),
-    (Trainee, "hide_hooks", lambda *_: []),
+    (Trainee, "hide_hooks", lambda *_, **__: []),
     (Trainee, "show_hooks", _nothing),
     (Steps, "_check_linear", _nothing),
 ]
