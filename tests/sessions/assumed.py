@@ -381,6 +381,9 @@ def changing(kind: str) -> Any:
         model = net()
         model, optimizer = s.prepare(model, sgd) if s else (model, sgd(model.parameters()))
         made: Any = DataLoader(data, batch_size=8, sampler=sampler if kind == "losses" else None)
+        if kind == "ended":  # the sampler draws once more at its end, which is looked at a batch ahead
+            generator = torch.Generator().manual_seed(2)
+            made = DataLoader(data, batch_size=12, shuffle=True, generator=generator, drop_last=True)
         train = s.loader(made) if s else made
         for _ in epochs:
             if kind == "subset":
@@ -406,11 +409,12 @@ def changing(kind: str) -> Any:
         torch.save(through(None, range(3)), note)
     s = paceline.session("run", resume=True, checkpoint_every=1)
     return apart(
-        through(s, s.epochs(3), -1 if again else {"subset": 3, "losses": 11, "dataset": 7}[kind]), torch.load(note)
+        through(s, s.epochs(3), -1 if again else {"subset": 3, "losses": 11, "dataset": 7, "ended": 3}[kind]),
+        torch.load(note),
     )
 
 
-CASES |= {f"changing_{name}": lambda name=name: changing(name) for name in ("subset", "losses", "dataset")}
+CASES |= {f"changing_{name}": lambda name=name: changing(name) for name in ("subset", "losses", "dataset", "ended")}
 
 
 class Twice(Sampler[int]):

@@ -79,7 +79,7 @@ def test_the_samples_of_a_batch_are_counted_wherever_their_dimension_is(tmp_path
     assert code == 0 and found < 1e-12, told
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("subset", 0), ("losses", 0), ("dataset", USAGE)])
+@pytest.mark.parametrize(("kind", "wanted"), [("subset", 0), ("losses", 0), ("ended", 0), ("dataset", USAGE)])
 def test_data_that_the_loop_draws_or_changes_are_the_same_after_a_resume(
     tmp_path: Path, kind: str, wanted: int
 ) -> None:

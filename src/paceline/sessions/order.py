@@ -64,8 +64,8 @@ class SampleOrder:
 
     @property
     def drawn(self) -> int:
-        """Batches that were drawn so far."""
-        return self._next
+        """How many batches the sampler was asked for so far: one more than there are, once it has ended."""
+        return self._next + self._is_over
 
     def batch(self, batch: int) -> Tensor:
         """(n,) int64: its samples."""
