@@ -668,6 +668,9 @@ LAYOUTS: dict[str, Callable[[list[Any]], Any]] = {
     "time_first": lambda items: padded(items)[:, :, 0],
     "time_first_pair": lambda items: (padded(items)[:, :, 0], torch.tensor([i for _, i in items])),
     "time_first_two": lambda items: {"x": padded(items)[:-1, :, 0], "y": padded(items)[1:, :, 0]},
+    "time_first_number": lambda items: {
+        "scale": torch.tensor([1.0]), "x": padded(items)[:-1, :, 0], "y": padded(items)[1:, :, 0],
+    },
     "one_more_dimension": lambda items: default_collate(items)[0][None],
     "dicts": lambda items: [{"x": x, "i": i} for x, i in items],
     "nodes": lambda items: {

@@ -68,7 +68,7 @@ def test_its_numbers_are_those_of_the_plain_loop(tmp_path: Path, kind: str, rank
 
 LAYOUTS = [
     "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "pairs",
-    "boxes", "number",
+    "boxes", "number", "time_first_number",
 ]  # fmt: skip
 
 

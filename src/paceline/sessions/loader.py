@@ -17,6 +17,7 @@ from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
+from paceline.seeding import preserved_streams
 from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
 from paceline.sessions.order import (
     DrawnPlan,
@@ -343,18 +344,23 @@ class CountingCollate:
             if (stand_in := self._stand_in()) is None:
                 raise
             return stand_in  # the function leaves out all of these samples, and fails on what is left: nothing
-        return Counted(batch, _samples_of(batch, given, len(kept), names, partial(self._is_one_sample, kept)))
+        return Counted(batch, _samples_of(batch, given, len(kept), names, partial(self._is_batch_later, batch, kept)))
 
-    def _is_one_sample(self, items: list[Any], sizes: list[Size]) -> bool:
-        """Whether the last dimension of a batch's tensors that is as long as `items` is 1 in a batch of one of them."""
+    def _is_batch_later(self, batch: Any, items: list[Any]) -> bool | None:
+        """Whether the batch dimension of a batch's tensors is not their first; None if that is not known.
+
+        It is the one that is as long as `items`, and 1 in a batch of one of them.
+        """
         if self._batch_is_later is None:
-            batches = (self._alone(item) for item in items)
-            alone = [*_sizes(next((batch for batch in batches if batch is not None), None), {1})]
-            pairs = [*zip(sizes, alone, strict=False)]
-            is_same = len(sizes) == len(alone) and all(len(a) == len(b) for a, b in pairs)
-            self._batch_is_later = is_same and all(
-                any(long == len(items) and one == 1 for long, one in zip(a[1:], b[1:], strict=True)) for a, b in pairs
-            )
+            with preserved_streams():  # the function may draw from them
+                batches = (self._alone(item) for item in items)
+                one = next((batch for batch in batches if batch is not None), None)
+            pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(one, {1})], strict=False)]
+            if len(sizes) != len(alone) or any(len(a) != len(b) for a, b in pairs):
+                return None
+            of_samples = [(a[1:], b[1:]) for a, b in pairs if a != b]  # the others are of the whole batch
+            later = [(len(items), 1) in zip(a, b, strict=True) for a, b in of_samples]
+            self._batch_is_later = bool(later) and all(later)
         return self._batch_is_later
 
     def _alone(self, item: Any) -> Any:
@@ -372,13 +378,10 @@ class CountingCollate:
         return None
 
 
-def _samples_of(
-    batch: Any, given: int, kept: int, names: set[int], has_batch_dimension: Callable[[list[Size]], bool]
-) -> int:
+def _samples_of(batch: Any, given: int, kept: int, names: set[int], is_batch_later: Callable[[], bool | None]) -> int:
     """How many samples a batch has, of so many that were `given`, of which so many are not None and have these ids.
 
-    -1 if that is not known. `has_batch_dimension`: whether these dimensions, one of each tensor, become 1 in a batch of
-    one sample.
+    -1 if that is not known. `is_batch_later`: whether the batch dimension is not the first; None if that is not known.
     """
     if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
         return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
@@ -391,8 +394,10 @@ def _samples_of(
     if not sizes or kept in lengths:
         # more rows than samples: of nodes, tokens or views. Fewer: perhaps of samples that are left
         return kept if kept < given or all(size[0] >= given or given in size for size in sizes) else -1
-    if all(kept in size for size in sizes) and has_batch_dimension(sizes):  # time comes first, say
-        return kept
+    if all(kept in size for size in sizes):  # time comes first, say; or other samples are left, with so many features
+        later = is_batch_later()
+        if later or later is None:
+            return kept if later else -1
     return lengths.pop() if len(lengths) == 1 else -1
 
 
