@@ -838,6 +838,14 @@ def frozen_by_rank() -> Any:
 
 
 @case
+def failing_in_parts() -> Any:
+    """An error of the loop's own between s.backward and the end of a micro-batch."""
+    s = paceline.session(virtual_ranks=4)
+    model, optimizer = s.prepare(net(), sgd)
+    trained(s, model, optimizer, lambda x, i: (s.backward(loss_of(model, x, i)), x @ x))
+
+
+@case
 def clipped_in_parts() -> Any:
     s = paceline.session(virtual_ranks=4)
     model, optimizer = s.prepare(net(), sgd)

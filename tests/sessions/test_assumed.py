@@ -124,6 +124,11 @@ def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
     assert code == WRONG[kind] and not found, told
 
 
+def test_an_error_of_the_loops_own_keeps_its_code_and_traceback(tmp_path: Path) -> None:
+    code, found, told = run(1, "failing_in_parts", tmp_path)
+    assert code == 1 and found is None and "Traceback" in told and "RuntimeError" in told
+
+
 ALONE = [
     "scheduler_lost",
     "gradient_in_parts_after",

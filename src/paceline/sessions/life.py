@@ -49,7 +49,8 @@ from paceline.worker.guard import Guard
 from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
 
 WATCH_EVERY = 100
-NO_GRADIENT = (AttributeError, TypeError, RuntimeError, IndexError)  # what code says that finds None in .grad
+NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # what code raises that finds None in .grad
+CLIPPING = "torch/nn/utils/clip_grad.py"  # raises an error that does not name None
 UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
 
 
@@ -212,17 +213,19 @@ class Life(Loop):
         body = self._steps.body
         if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
-        lines = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [one for one in frames if "site-packages" not in one.filename]
         place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
         told = f"{type(error).__name__}{place}: {error}."
         if "mixed torch.Tensor and DTensor" in str(error):
             return UsageError(f"{told} {CUT}")
         if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
             return None
+        if "NoneType" not in str(error) and not any(one.filename.endswith(CLIPPING) for one in frames):
+            return None
         return UsageError(
-            f"{told} It came between s.backward and the end of a micro-batch that is "
-            "not the step's last. There .grad is None: gradients are complete in the last only. Put what uses .grad "
-            "behind `if s.last:`, or let each rank have one micro-batch in a step"
+            f"{told} This micro-batch is not the step's last, so .grad is None: gradients are complete in the last "
+            "one only. Put code that uses .grad behind `if s.last:`, or let each rank have one micro-batch in a step"
         )
 
     exited: tuple[Any, int] | None = None
@@ -332,12 +335,16 @@ def install() -> None:
             leave(tell(error))
         before(kind, error, trace)
 
-    def exit(code: Any = None) -> NoReturn:
-        for one in open_sessions:
-            one.note_exit(code)
-        leaves(code)
+    if not getattr(sys.exit, "of_paceline", False):
+        plain_exit = sys.exit
 
-    leaves, sys.exit = sys.exit, exit
+        def noted_exit(code: Any = None) -> NoReturn:
+            for one in open_sessions:
+                one.note_exit(code)
+            plain_exit(code)
+
+        noted_exit.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
+        sys.exit = noted_exit
     hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
     sys.excepthook = hook
     if not getattr(close_all, "is_registered", False):
