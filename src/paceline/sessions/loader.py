@@ -138,16 +138,18 @@ class Loader:
             self._sampler.put_back(put_back.get("sampler", {}))
         put_global_streams(put_back)
         order = SampleOrder(self.existing)
-        if "later" in put_back:  # an evaluation in the epoch may have drawn from them
+        if "at_checkpoint" in put_back:  # an evaluation in the epoch may have drawn from them
             order.has(put_back["drawn"] - 1)
-            put_global_streams(put_back["later"])
+            put_global_streams(put_back["at_checkpoint"])
         if trains:
-            self._streams = {name: value for name, value in put_back.items() if name not in ("order", "drawn", "later")}
+            self._streams = {
+                name: value for name, value in put_back.items() if name not in ("order", "drawn", "at_checkpoint")
+            }
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
-        if "later" in put_back:  # what the loop has changed in the epoch
-            self._sampler.put_back(put_back["later"]["sampler"])
+        if "at_checkpoint" in put_back:  # what the loop has changed in the epoch
+            self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
         plan = DrawnPlan(
             p.num_samples, first, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.tail, order, steps or 1
@@ -213,8 +215,8 @@ class Loader:
             return None
         assert self._sampler is not None
         hashed, drawn = self._order.hash_at(where["batch"] - 1), self._order.drawn
-        later = {**global_streams(), "sampler": self._sampler.now()}
-        return {**self._streams, "order": hashed, "drawn": drawn, "later": later}
+        now = {**global_streams(), "sampler": self._sampler.now()}
+        return {**self._streams, "order": hashed, "drawn": drawn, "at_checkpoint": now}
 
     @staticmethod
     def draw_ahead(plan: BatchPlan) -> None:

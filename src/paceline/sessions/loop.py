@@ -423,7 +423,8 @@ class Loop(Ranks):
         for part in self._parts:
             part.stepped()
         if self._steps.saves:
-            self._look_around(self._registered.step_ended)
+            if self._registered.step_ended():
+                self._look_around(self._registered.look_again)
             if self.saved:
                 savable(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)

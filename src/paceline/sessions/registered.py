@@ -16,10 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 from paceline.checkpoint.state import Held, Source
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
+from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
 from paceline.sessions.elsewhere import is_cut, own_share
-from paceline.sessions.kept import GENERATORS, Container, Generator, held_by, storages
-from paceline.sessions.lost import Containers
 from paceline.sessions.prepared import PreparedOptimizer
+from paceline.sessions.unsaved import Containers
 from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
@@ -133,18 +133,21 @@ class Registered:
                 )
         self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
-    def step_ended(
+    def step_ended(self) -> bool:
+        """Whether to `look_again`: after the first steps, and after the step that follows a look."""
+        return self._containers.step_ended()
+
+    def look_again(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
     ) -> None:
-        """After the first steps, and after the step that follows a look: look at lists and dicts of tensors again.
+        """Look at lists and dicts of tensors again.
 
         Raises:
             UsageError: as `look_around` does.
         """
-        if self._containers.step_ended():
-            began = time.perf_counter()
-            self._containers.look([*models], optimizers, self._known(), say, again=True)
-            self._next_look += 100 * (time.perf_counter() - began)
+        began = time.perf_counter()
+        self._containers.look([*models], optimizers, self._known(), say, again=True)
+        self._next_look += 100 * (time.perf_counter() - began)
 
     def _known(self) -> list[Any]:
         """What was registered, as it was given."""

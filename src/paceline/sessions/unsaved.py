@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.sessions.assumptions import STATE
+from paceline.sessions.containers import held_by, is_plain, parts_of, storage, storages
 from paceline.sessions.elsewhere import own_share
-from paceline.sessions.kept import held_by, is_plain, parts_of, storage, storages
 from paceline.train.alike import checksum
 from paceline.worker.sites import LIBRARY, USER, owner
 
