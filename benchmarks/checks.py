@@ -29,6 +29,7 @@ import paceline
 from paceline.sessions.loader import Loader
 from paceline.sessions.loop import Loop
 from paceline.sessions.prepared import Prepared
+from paceline.sessions.registered import Registered
 from paceline.stepping.steps import Steps
 from paceline.stepping.trainee import Trainee
 
@@ -58,7 +59,7 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Prepared, "_check_assigned", _nothing),
     (Prepared, "_note_left", _nothing),
     (Loop, "_look_at_leaves", _nothing),
-    (Loop, "_look_around", _nothing),
+    (Registered, "step_ended", lambda _: False),
     (Prepared, "before_update", _nothing),
     (Prepared, "stepped", _nothing),
     (Trainee, "hide_hooks", lambda *_, **__: []),

@@ -40,6 +40,7 @@ Run = Callable[["Loader"], Iterator[Any]]
 COMPARED = 64  # batches of an evaluation whose order is compared before the first
 Size = tuple[int, ...]
 MOST_TRIED = 1000  # samples in search of one that is not None
+OF_CHECKPOINT = ("order", "drawn", "at_checkpoint")  # in a position; the rest is of the epoch's begin
 SAME_ORDER = "orders of samples of this DataLoader"
 
 
@@ -142,9 +143,7 @@ class Loader:
             order.has(put_back["drawn"] - 1)
             put_global_streams(put_back["at_checkpoint"])
         if trains:
-            self._streams = {
-                name: value for name, value in put_back.items() if name not in ("order", "drawn", "at_checkpoint")
-            }
+            self._streams = {name: value for name, value in put_back.items() if name not in OF_CHECKPOINT}
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
