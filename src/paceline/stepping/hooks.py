@@ -112,7 +112,7 @@ def own_functions(loss: Tensor) -> str:
     own = {kind for kind in _kinds_of(torch.autograd.Function) if _is_own(kind.__module__)}
     if not own:
         return ""
-    for node in _nodes(loss):
+    for node in nodes_of(loss):
         function = getattr(node, "_forward_cls", None)
         if function in own:
             return f"the autograd function {function.__name__}"
@@ -161,10 +161,10 @@ class TensorHooks:
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The tensors that a backward of `loss` accumulates gradients for."""
-    return (node.variable for node in _nodes(loss) if hasattr(node, "variable"))
+    return (node.variable for node in nodes_of(loss) if hasattr(node, "variable"))
 
 
-def _nodes(loss: Tensor) -> Iterator[Any]:
+def nodes_of(loss: Tensor) -> Iterator[Any]:
     """The nodes of its graph."""
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]

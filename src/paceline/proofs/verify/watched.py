@@ -29,6 +29,7 @@ from paceline.sessions.loader import Bodies, Loader
 from paceline.sessions.order import DrawnPlan
 from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Reduction
+from paceline.stepping.hooks import nodes_of
 from paceline.train.fit import StepRecord
 from paceline.verify.spec import LoopCase, LoopSpec
 from paceline.worker.world import World
@@ -304,16 +305,8 @@ def _version(gradient: Tensor | None) -> int:
 
 def _own_functions(loss: Tensor) -> list[str]:
     """The names of the autograd functions, written in Python, in a loss's graph."""
-    found, seen, left = set[str](), set[Any](), [loss.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.add(type(node).__name__.removesuffix("Backward"))
-        left += [following for following, _ in node.next_functions]
-    return sorted(found)
+    nodes = (node for node in nodes_of(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))
+    return sorted({type(node).__name__.removesuffix("Backward") for node in nodes})
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
