@@ -50,6 +50,18 @@ def loss_of(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
     return ((model(x) - i[:, None] / COUNT) ** 2).mean()
 
 
+def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, i: Tensor) -> None:
+    optimizer.zero_grad()
+    s.backward(loss_of(model, x, i))
+    optimizer.step()
+
+
+def interrupt(s: paceline.Session, step: int, wanted: bool) -> None:
+    """The loop is interrupted before this step, to be resumed."""
+    if s.step == step and wanted:
+        raise RuntimeError("planned")
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -227,9 +239,7 @@ def resumed(kind: str) -> Any:
             if s.step == 7 and not again:
                 s.main(note.write_text, json.dumps(epoch_2))
                 raise RuntimeError("planned")
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             if epoch == 1:
                 epoch_2 += s.gather(i).tolist()
     return sorted(epoch_2)
@@ -260,9 +270,7 @@ def lazily(workers: int) -> Any:
     model, optimizer = s.prepare(net(), sgd)
     found: list[int] = []
     for x, i in s.loader(loader()):
-        optimizer.zero_grad()
-        s.backward(loss_of(model, x, i))
-        optimizer.step()
+        take_step(s, model, optimizer, x, i)
         found += s.gather(i).tolist()
     pairs = zip(range(0, COUNT, 8), range(8, COUNT + 8, 8), strict=True)
     return all(sorted(found[a:b]) == sorted(wanted[a:b]) for a, b in pairs)
@@ -294,9 +302,7 @@ def order_shared() -> Any:
         random.Random(epoch).shuffle(order)
         found.append([])
         for x, i in train:
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             found[-1] += s.gather(i).tolist()
         assert sorted(found[-1]) == list(range(COUNT))
     return len({tuple(one) for one in found})
@@ -317,9 +323,7 @@ def resumed_evaluated() -> Any:
             if s.step == 8 and not again:
                 s.main(note.write_text, json.dumps(epoch_2))
                 raise RuntimeError("planned")
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             epoch_2 += s.gather(i).tolist() if epoch == 1 else []
             if s.last and s.batch == 1:
                 with torch.no_grad():
@@ -453,9 +457,7 @@ def batches(said: int | None) -> Any:
     found = [0, 0]
     for _ in s.epochs(2):
         for x, i in s.loader(DataLoader(Rows(), batch_sampler=Batches(said))):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             found = [found[0] + 1, found[1] + int(s.sum(len(i)))]
     return found
 
@@ -484,9 +486,7 @@ def growing(by: int, existing: bool) -> Any:
     for _ in s.epochs(3):
         count = 0
         for x, i in train:
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             count += int(s.sum(s.samples))
         found.append(count)
         data.count += by
@@ -514,9 +514,7 @@ def endless() -> Any:
     s = paceline.session()
     model, optimizer = s.prepare(net(), sgd)
     for x, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=Endless())):
-        optimizer.zero_grad()
-        s.backward(loss_of(model, x, i))
-        optimizer.step()
+        take_step(s, model, optimizer, x, i)
         if s.step == 6 and s.last:
             break
     return s.step
@@ -528,9 +526,7 @@ def split_by_rank() -> Any:
     model, optimizer = s.prepare(net(), sgd)
     part, _ = torch.utils.data.random_split(Rows(), [30, 10], generator=torch.Generator().manual_seed(s.rank))
     for x, i in s.loader(part, global_batch=10):
-        optimizer.zero_grad()
-        s.backward(loss_of(model, x, i))
-        optimizer.step()
+        take_step(s, model, optimizer, x, i)
 
 
 @case
@@ -551,9 +547,7 @@ def words_as_indices(kind: str) -> Any:
     with paceline.session() as s:
         model, optimizer = s.prepare(net(), sgd)
         for x, i in s.loader(DataLoader(Named(), batch_size=8, sampler=keys)):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
 
 
 CASES |= {"indices_words": lambda: words_as_indices("words"), "indices_tuples": lambda: words_as_indices("tuples")}
@@ -832,9 +826,7 @@ def frozen_by_rank() -> Any:
     for x, i in s.loader(Rows(), global_batch=8):
         if s.step == 2 and s.rank == 1:
             model[2].weight.requires_grad_(False)
-        optimizer.zero_grad()
-        s.backward(loss_of(model, x, i))
-        optimizer.step()
+        take_step(s, model, optimizer, x, i)
 
 
 @case
@@ -965,11 +957,8 @@ def peeked() -> Any:
     assert x.shape[1] == 6
     for _ in s.epochs(2):
         for x, i in train:
-            if s.step == 7 and not again:
-                raise RuntimeError("planned")
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            interrupt(s, 7, not again)
+            take_step(s, model, optimizer, x, i)
     return s.step
 
 
@@ -978,9 +967,7 @@ def outside_epochs() -> Any:
     s = paceline.session("run", resume=True)
     model, optimizer = s.prepare(net(), sgd)
     for x, i in s.loader(Rows(), global_batch=8):
-        optimizer.zero_grad()
-        s.backward(loss_of(model, x, i))
-        optimizer.step()
+        take_step(s, model, optimizer, x, i)
 
 
 @case
@@ -991,9 +978,7 @@ def iterator_kept() -> Any:
     for _ in s.epochs(3):
         for _ in range(2):
             x, i = next(batches)
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
 
 
 def frozen_later(kind: str) -> Any:
@@ -1012,11 +997,8 @@ def frozen_later(kind: str) -> Any:
             else:
                 made[0].requires_grad_(False)
         for x, i in train:
-            if s.step == 12 and not again:
-                raise RuntimeError("planned")
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            interrupt(s, 12, not again)
+            take_step(s, model, optimizer, x, i)
     return [one.requires_grad for one in model.parameters()]
 
 
@@ -1068,9 +1050,7 @@ def phases() -> Any:
         for epoch in s.epochs(count):
             found[-1].append(epoch)
             for x, i in s.loader(Rows(), global_batch=8):
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                take_step(s, model, optimizer, x, i)
     return found
 
 
@@ -1086,11 +1066,8 @@ def phases_resumed() -> Any:
         for epoch in s.epochs(count):
             found[-1].append(epoch)
             for x, i in train:
-                if s.step == 17 and not again:
-                    raise RuntimeError("planned")
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                interrupt(s, 17, not again)
+                take_step(s, model, optimizer, x, i)
     return [found, s.step]
 
 
@@ -1103,11 +1080,8 @@ def two_loops_resumed() -> Any:
     for _ in s.epochs(2):
         for train in loaders:
             for x, i in train:
-                if s.step == 7 and not again:
-                    raise RuntimeError("planned")
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                interrupt(s, 7, not again)
+                take_step(s, model, optimizer, x, i)
     return s.step
 
 
@@ -1145,11 +1119,8 @@ def averaged(kind: str) -> Any:
         train = s.loader(Rows(), global_batch=8)
         for _ in s.epochs(2):
             for x, i in train:
-                if s.step == 7 and stops:
-                    raise RuntimeError("planned")
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                interrupt(s, 7, stops)
+                take_step(s, model, optimizer, x, i)
                 if s.last and kind == "copied":
                     for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                         mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
@@ -1199,11 +1170,8 @@ def averaged_by_hand(kind: str, how: str) -> Any:
         train = s.loader(Rows(), global_batch=8)
         for _ in s.epochs(2):
             for x, i in train:
-                if s.step == 7 and stops:
-                    raise RuntimeError("planned")
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                interrupt(s, 7, stops)
+                take_step(s, model, optimizer, x, i)
                 if s.last:
                     updated(shadow.values, model)
         parts = shadow.values if kind == "list" else shadow.values.values()
@@ -1229,9 +1197,7 @@ def average_rebound() -> Any:
     s.register("average", values)
     for _ in s.epochs(2):
         for x, i in s.loader(Rows(), global_batch=8):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             if s.last:
                 values = [0.9 * a + 0.1 * p.detach() for a, p in zip(values, model.parameters(), strict=True)]
 
@@ -1252,11 +1218,8 @@ def average_best() -> Any:
         train = s.loader(Rows(), global_batch=8)
         for epoch in s.epochs(3):
             for x, i in train:
-                if s.step == 12 and stops:
-                    raise RuntimeError("planned")
-                optimizer.zero_grad()
-                s.backward(loss_of(model, x, i))
-                optimizer.step()
+                interrupt(s, 12, stops)
+                take_step(s, model, optimizer, x, i)
                 drawn = float(torch.rand((), generator=noise[0])) + noise[1].random() + noise[2].random()
                 optimizer.param_groups[0]["lr"] = 0.05 * drawn
             if epoch == 1:
@@ -1303,9 +1266,7 @@ def average_of_batch_norm(merged: bool) -> Any:
     s.register("average", average)
     for _ in s.epochs(1):
         for x, i in s.loader(Rows(), global_batch=8):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
             if s.last and merged:
                 with s.evaluating():
                     average.update_parameters(model)
@@ -1329,11 +1290,8 @@ def group_added_and_resumed() -> Any:
         if epoch == 1 and len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
         for x, i in train:
-            if s.step == 8 and not again and len(sys.argv) == 2:
-                raise RuntimeError("planned")
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            interrupt(s, 8, not again and len(sys.argv) == 2)
+            take_step(s, model, optimizer, x, i)
     return float(flat(model).sum())
 
 
@@ -1451,9 +1409,7 @@ def pickled() -> Any:
     for epoch in s.epochs(2):
         train.sampler.set_epoch(epoch)
         for x, i in train:
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
     torch.save(model, f"model{s.rank}.pt")
     again = torch.load(f"model{s.rank}.pt", weights_only=False)
     x = Rows().x
@@ -1469,9 +1425,7 @@ def scheduled(kind: str) -> Any:
             s.register("scheduler", scheduler)
     for epoch in s.epochs(3):
         for x, i in s.loader(Rows(), global_batch=8):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i))
-            optimizer.step()
+            take_step(s, model, optimizer, x, i)
         if kind in ("zero", "rank"):
             optimizer.param_groups[0]["lr"] = 0.05 / (1 + s.rank * epoch)
 

@@ -45,8 +45,8 @@ SLOW_SECONDS = 1.0  # to read a few samples: then they are read once only
 
 
 CHANGED_DATA = (
-    "If the loop draws or changes its data itself, it must come to the same data after a resume: draw them from the "
-    "number of the epoch, random.Random(epoch), or from torch's, Python's or numpy's global stream at the epoch's begin"
+    "If the loop draws or changes its data, the data must be the same after a resume. Draw them from the number of the "
+    "epoch, random.Random(epoch), or at the start of the epoch from torch's, Python's or numpy's global generator"
 )
 
 

@@ -67,8 +67,8 @@ def refuse_max_norm(model: nn.Module) -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UsageError(
                 f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward changes "
-                "the weights of the samples at hand, so ranks would have different weights. Leave max_norm away, and "
-                "after each optimizer.step() shrink all rows, as torch.renorm(weight.data, 2, 0, max_norm) does"
+                "the weights of the samples of the rank, so the ranks would have different weights. Remove max_norm, "
+                "and call torch.renorm(weight.data, 2, 0, max_norm) after each optimizer.step()"
             )
 
 
