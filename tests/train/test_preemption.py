@@ -69,7 +69,11 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
     process = noting()
     assert ask(process) == "None"
     process.send_signal(number)
-    assert ask(process) == number.name
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (
+        ask(process) != number.name
+    ):  # the kernel may give the signal to another thread, which notes it a moment later
+        assert time.monotonic() < deadline
     process.send_signal(number)
     assert process.wait(PATIENCE_SECONDS) == -number
 
