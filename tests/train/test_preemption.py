@@ -72,7 +72,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (
         ask(process) != number.name
-    ):  # the kernel may give the signal to another thread, which notes it a moment later
+    ):  # another thread may receive it, and note it a moment later
         assert time.monotonic() < deadline
     process.send_signal(number)
     assert process.wait(PATIENCE_SECONDS) == -number
