@@ -70,9 +70,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(not
     assert ask(process) == "None"
     process.send_signal(number)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while (
-        ask(process) != number.name
-    ):  # another thread may receive it, and note it a moment later
+    while ask(process) != number.name:  # another thread may receive it, and note it a moment later
         assert time.monotonic() < deadline
     process.send_signal(number)
     assert process.wait(PATIENCE_SECONDS) == -number
