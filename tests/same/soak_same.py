@@ -28,6 +28,7 @@ THROUGH = {
     "launch": ("paceline", "launch", "--nproc-per-node=2"),
 }
 MARKED = re.compile(r"MARK (.*?)(?=MARK |\n|$)")  # ranks may write into one line
+OWN_FAULT = "paceline: the hang guard of this process has a fault"
 RANK_ENDS = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
@@ -70,6 +71,8 @@ def seen(case: Case, by: str) -> Seen:
                 timer.cancel()
         if by == "launch":  # the verdict shows a failed rank's last lines once more
             said = "".join(line for line in said.splitlines(keepends=True) if line.startswith("[rank "))
+        if OWN_FAULT in said:
+            return Seen(process.wait(), (said,), {})
         saved = {
             str(one.relative_to(folder)): one.read_text(errors="replace")
             for one in sorted(Path(folder).glob("saved-*"))

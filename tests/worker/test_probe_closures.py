@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -178,6 +179,36 @@ def test_nan_in_a_closure_is_told_of_its_rank_at_its_step_and_line(
     assert others == ["not finite, step 3, own False: "]
     assert len(own) == 1 and own[0].startswith("not finite, step 3, own True: its loss was nan at test_probe_closures.")
     assert " in closure" in own[0]
+
+
+def nan_under_fsdp2(rank: int, size: int) -> list[str]:
+    """Five steps of sharded parameters; in the third one, rank 1's data are NaN. What is found there."""
+    box = Box(make_box(0))
+    steps, batches = ScriptPhases(box), Batches()
+    Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    for module in (model[0], model):
+        fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        x = torch.full((2, 3), float("nan") if (step, rank) == (2, 1) else 1.0 + step)
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
+    box.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_nan_under_fsdp2_is_told_of_its_rank_without_a_collective_of_our_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    others, own = run_ranks(nan_under_fsdp2, 2, tmp_path)
+    assert others == ["not finite, step 3, own False: "]
+    assert own[0].startswith("not finite, step 3, own True: its loss was nan at test_probe_closures.")
+    assert "hang guard" not in capfd.readouterr().err
 
 
 class Searching(torch.optim.SGD):
