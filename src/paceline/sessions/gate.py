@@ -35,8 +35,8 @@ class Gate(Steps):
     merged = False
     """whether models have the buffers of all virtual ranks"""
     notes = Notes()
-    optimizers = 0
-    """how many there are"""
+    optimizers: tuple[int, ...] = ()
+    """the ids of those that were prepared"""
     saves = False
     """whether checkpoints are written"""
 

@@ -27,7 +27,7 @@ from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PARAMETERS, PL
 from paceline.sessions.gate import Gate
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import Prepared
+from paceline.sessions.prepared import COMPARED, Prepared
 from paceline.sessions.ranks import Ranks
 from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
@@ -246,16 +246,17 @@ class Loop(Ranks):
         self._next_pass()
 
     def _compare_place(self, loader: Loader) -> None:
-        """Have what must be the same on all ranks compared in this step."""
-        where, compared = self._where, self._course.order.compared
-        compared["epoch"], compared["loop"], compared["batch"] = where["epoch"], where["passes"], where["batch"]
-        compared["data"] = self._fingerprints[id(loader.dataset)][2] or 0
-        compared["order"] = loader.order_hash(where["batch"])
-        compared["hooks"] = sum(part.hooks for part in self._parts)
-        compared["trained"] = hash(tuple(part.trained for part in self._parts))
+        """Have what must be the same on all ranks compared in this step; `_compared_names` has the names."""
+        where, batch = self._where, self._where["batch"]
+        data = self._fingerprints[id(loader.dataset)][2] or 0
+        numbers = (where["epoch"], where["passes"], batch, data, loader.order_hash(batch))
         for part in self._parts:
-            compared[f"gradients {part.number}"] = part.digest
-            compared[f"learning rates {part.number}"] = hash(tuple(map(float, part.rates())))
+            numbers += part.compared()
+        self._course.order.compared = numbers
+
+    def _compared_names(self) -> list[str]:
+        of_parts = [f"{name} {part.number}" for part in self._parts for name in COMPARED]
+        return ["epoch", "loop", "batch", "data", "order", *of_parts]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
         """The error for numbers of `_compare_place` that differ over ranks."""
@@ -271,7 +272,7 @@ class Loop(Ranks):
             return GRADIENTS.error(gradients[0].differing_gradients())
         if "data" in differing:
             return DATA.error(f"at {self._at}: the loop has changed it in another way on each rank")
-        if "trained" in differing:
+        if any(name.startswith("trained") for name in differing):
             self._is_damaged = True
             return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {self._at}")
         if any(name.startswith("learning rates") for name in differing):
@@ -288,9 +289,12 @@ class Loop(Ranks):
         It trains something that losses of s.backward depend on, and that is in no prepared model.
         """
         body = self._steps.body
-        if body is None or not body.weights or (self.size == 1 and self._steps.phases.alone):
-            return
-        if any(one.optimizer is optimizer for part in self._parts for one in part.optimizers):
+        if (
+            id(optimizer) in self._steps.optimizers
+            or body is None
+            or not body.weights
+            or (self.size == 1 and self._steps.phases.alone)
+        ):
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._steps.foreign_leaves()}:
@@ -366,7 +370,7 @@ class Loop(Ranks):
         if self._opened:
             return
         self._opened = True
-        self._course.order.explain = self._explain
+        self._course.order.explain, self._course.order.names = self._explain, self._compared_names
         definition: dict[str, Any] = {
             **self._settings, "task": self._name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in self._parts],

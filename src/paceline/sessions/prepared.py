@@ -14,6 +14,7 @@ state_dict and schedulers that were made before all work.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ NO_OTHER_BACKWARD = (
     "and cannot compute it. Use another strategy"
 )
 Grads = list[Tensor | None]
-Look = tuple[Any, int]
-"""a weak reference to a gradient, or None, and its version"""
+_grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
+"""for `map`, which is faster than a loop: these run in each step, over all parameters"""
+
+
+COMPARED = ("hooks", "trained", "gradients", "learning rates")
 
 
 class PreparedOptimizer:
@@ -160,8 +164,9 @@ class Prepared(Trainee):
         self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
         self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
         self._received = Received()
-        self._summed: list[Look] | None = None  # gradients, as the exchange has left them
-        self._left: list[Look] = [(None, -1)] * len(self._parameters)  # those that were put there by the session
+        self._summed: Grads | None = None  # until the step ends: gradients, as the exchange has left them
+        self._versions: list[int] = []  # of those that are tensors
+        self._left: list[Any] = [None] * len(self._parameters)  # weakly: gradients that the session has put there
         self._was_looked_at, self._covered = False, (0, False)
         self._updates, self._changed, self._digests = 0, list[int](), dict[int, int]()
         self.optimizers: list[PreparedOptimizer] = []
@@ -218,8 +223,8 @@ class Prepared(Trainee):
             own = {id(p) for one in self.optimizers for p in one.parameters}
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 raise UsageError("this model was prepared already with an optimizer that trains the same parameters")
-        made = PreparedOptimizer(self, optimizer, scheduler, self.gate.optimizers)
-        self.gate.optimizers += 1
+        made = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
+        self.gate.optimizers += (id(optimizer),)
         self.optimizers.append(made)
         return made
 
@@ -233,8 +238,11 @@ class Prepared(Trainee):
 
     def stepped(self) -> None:
         """A step has ended: after the first one the state must be one that can be saved."""
-        if self.gate.saves and not self._was_looked_at:
-            self._was_looked_at = True
+        self._summed = None
+        if self._was_looked_at:
+            return
+        self._was_looked_at = True
+        if self.gate.saves:
             self.state()
         if self._waiting_state or any(one.groups for one in self.optimizers):
             raise UsageError(
@@ -244,17 +252,17 @@ class Prepared(Trainee):
 
     def begin(self) -> None:
         """A step begins."""
-        self._at_begin = [p.grad for p in self._parameters] if self._waiting else None
+        self._at_begin = self.shown() if self._waiting else None
         self.replica.keep_buffers()
 
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
+        shown = self.shown()
         self._check_received()
-        self._check_assigned()
+        self._check_assigned(shown)
         if self.must_check:
             self.check_parameters()
-        shown: Grads = [p.grad for p in self._parameters]
-        if any(grad is not None for grad in shown):
+        if _present(shown):
             if any(isinstance(grad, Elsewhere) for grad in shown):
                 raise UsageError(
                     "gradients of an earlier backward are still there: a strategy that cuts them over ranks cannot add "
@@ -285,8 +293,8 @@ class Prepared(Trainee):
 
     def close(self, reached: bool) -> None:
         """After a backward that is not the step's last; one that has not reached it leaves what is shown as it was."""
-        now: Grads = [p.grad for p in self._parameters]
-        self._aside = now if any(grad is not None for grad in now) else None
+        now = self.shown()
+        self._aside = now if _present(now) else None
         self._put(None)
         if not reached:
             self.drop()
@@ -317,7 +325,9 @@ class Prepared(Trainee):
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
             self._note_left()
-            self._summed = self._left if self.replica.world.size > 1 else None
+            if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
+                self._summed = self.shown()
+                self._versions = [*map(_tensor_version, _present(self._summed))]
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
         """See Trainee."""
@@ -388,15 +398,11 @@ class Prepared(Trainee):
         """Parameters change now, unless a gradient is not one of `s.backward`, or differs over ranks."""
         self._check_received()
         self._updates += 1
-        replica = self.replica
-        if replica.world.size == 1 or replica.sharded or replica.host is not None or self._summed is None:
+        if self._summed is None:
             return
-        changed = [
-            i
-            for i, (parameter, (then, version)) in enumerate(zip(self._parameters, self._summed, strict=True))
-            if (grad := parameter.grad) is not (None if then is None else then())
-            or (grad is not None and grad._version != version)  # pyright: ignore[reportPrivateUsage]
-        ]
+        shown, changed = self.shown(), []
+        if not all(map(is_, shown, self._summed)) or [*map(_tensor_version, _present(shown))] != self._versions:
+            changed = self._changed_since()
         early = self._updates <= 2
         if early:  # also what p.grad.data was changed by, which no version tells
             looked = range(len(self._parameters))
@@ -407,17 +413,24 @@ class Prepared(Trainee):
         self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
         self._changed = changed
         if early and (differing := self.differing_gradients()):
-            raise told_once(GRADIENTS.error(differing), replica.world)
+            raise told_once(GRADIENTS.error(differing), self.replica.world)
 
-    @property
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters are trained: the same on all ranks."""
-        return tuple([p.requires_grad for p in self._parameters])
+    def _changed_since(self) -> list[int]:
+        """The parameters, by number, whose gradients the loop has changed since the exchange."""
+        assert self._summed is not None
+        versions = iter(self._versions)
+        then = [(grad, None if grad is None else next(versions)) for grad in self._summed]
+        now = [(grad, None if grad is None else _tensor_version(grad)) for grad in self.shown()]
+        pairs = enumerate(zip(now, then, strict=True))
+        return [i for i, ((grad, one), (before, other)) in pairs if grad is not before or one != other]
 
-    @property
-    def digest(self) -> int:
-        """Of the gradients that the loop has changed, which must be the same on all ranks."""
-        return hash(tuple(self._digests.items()))
+    def compared(self) -> tuple[int, ...]:
+        """Numbers that must be the same on all ranks in each step; `COMPARED` has their names.
+
+        How many hooks there are, which parameters are trained, the gradients that the loop has changed, learning rates.
+        """
+        trained = hash(tuple(map(_requires_grad, self._parameters)))
+        return self.hooks, trained, hash(tuple(self._digests.items())), hash(tuple(map(float, self.rates())))
 
     def differing_gradients(self) -> str:
         """The first parameter whose changed gradient differs over ranks; empty if none does (a collective)."""
@@ -427,7 +440,7 @@ class Prepared(Trainee):
 
     def shown(self) -> Grads:
         """The gradients as they are."""
-        return [p.grad for p in self._parameters]
+        return [*map(_grad, self._parameters)]
 
     def after_update(self, shown: Grads) -> None:
         """Parameters have changed; `shown` are the gradients from before: a strategy may have let go of them."""
@@ -508,14 +521,13 @@ class Prepared(Trainee):
     def check_between(self) -> None:
         """See Trainee."""
         self._check_received()
-        self._check_assigned()
+        self._check_assigned(self.shown())
 
-    def _check_assigned(self) -> None:
+    def _check_assigned(self, shown: Grads) -> None:
         """Raise UsageError for a gradient that was not left there by a backward or a step of this session."""
         if self.replica.world.size == 1 and self.gate.phases.alone:
             return  # it is the plain loop's
-        for number, (parameter, (left, _)) in enumerate(zip(self._parameters, self._left, strict=True)):
-            grad = parameter.grad
+        for number, (grad, left) in enumerate(zip(shown, self._left, strict=True)):
             if grad is not None and (left is None or left() is not grad):
                 raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
 
@@ -531,10 +543,7 @@ class Prepared(Trainee):
 
     def _note_left(self) -> None:
         if self.replica.world.size > 1 or not self.gate.phases.alone:
-            self._left = [
-                (None, -1) if (grad := p.grad) is None else (weakref.ref(grad), grad._version)  # pyright: ignore[reportPrivateUsage]
-                for p in self._parameters
-            ]
+            self._left = [None if grad is None else weakref.ref(grad) for grad in self.shown()]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
@@ -552,6 +561,10 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
         return kind.step(self, *args, **kwargs) if gate.is_over else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+
+
+def _present(grads: Grads) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
 
 
 def _version(grad: Tensor | None) -> int:

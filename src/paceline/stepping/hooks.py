@@ -7,8 +7,9 @@ it sees in a plain loop.
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,13 @@ HiddenHooks = list[tuple[nn.Parameter, Hooks, Hooks]]
 """of each parameter that has any: hooks on its gradient, and hooks after the gradient was added to `.grad`"""
 
 
-def count_hooks(parameters: Iterable[nn.Parameter]) -> int:
+_hooks_before, _hooks_after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+def count_hooks(parameters: Sequence[nn.Parameter]) -> int:
     """How many hooks they have, whoever has put them there."""
-    count = 0
-    for parameter in parameters:
-        if before := parameter._backward_hooks:  # pyright: ignore[reportPrivateUsage]
-            count += len(before)
-        if after := parameter._post_accumulate_grad_hooks:  # pyright: ignore
-            count += len(after)
-    return count
+    before, after = map(_hooks_before, parameters), map(_hooks_after, parameters)
+    return sum(map(len, filter(None, before))) + sum(map(len, filter(None, after)))
 
 
 def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:

@@ -43,8 +43,10 @@ class CallOrder:
         self._agreed = 0
         # True once the guard's hash, which contains every line, was too strict.
         self._hashes_itself = False
-        self.compared: dict[str, int] = {}
+        self.compared: tuple[int, ...] = ()
         """numbers that must be the same on all ranks in each step: they are a part of the hash"""
+        self.names: Callable[[], Sequence[str]] = tuple
+        """of these numbers"""
         self.explain: Callable[[dict[str, list[int]]], PacelineError] | None = None
         """(the numbers that differ, by name, of all ranks) -> the error"""
 
@@ -56,7 +58,7 @@ class CallOrder:
         mine = self._take()
         own = _hashed(self._taken(), self._local) if self._hashes_itself else mine
         if self.compared:
-            own = (own + hash(tuple(self.compared.values()))) % 2 ** (8 * HASH_BYTES)
+            own = (own + hash(self.compared)) % 2 ** (8 * HASH_BYTES)
         slots[self._world.rank] = float(own)
         return slots
 
@@ -75,7 +77,8 @@ class CallOrder:
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
-        told = gather_words([self.compared, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
+        mine = dict(zip(self.names(), self.compared, strict=True))
+        told = gather_words([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
         numbers: list[dict[str, int]] = [of_rank for of_rank, _ in told]
         names = {name for of_rank in numbers for name in of_rank}
         differing = {name: [of_rank.get(name, 0) for of_rank in numbers] for name in sorted(names)}
