@@ -3,7 +3,8 @@
 1. A leak fixture fails a test that leaves a process, a thread, a listening port, a file in /dev/shm or a changed
    environment variable behind, and removes what it can, so that the next test is not the one to suffer.
 2. A backstop ends the whole run when a test is stuck where pytest-timeout's signal cannot reach it.
-3. In CI a skipped test is a failed one, unless it waits for a GPU.
+3. `make test` runs one of n tests that are marked `sample(n)`, CI all of them.
+4. In CI a skipped test is a failed one, unless it waits for a GPU.
 
 Markers of what a test needs (`root`, `needs`, `gpu`) stand in pyproject.toml.
 """
@@ -21,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,7 +263,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-# ---- 3. what a test needs ----------------------------------------------------------------------------------------
+# ---- 3. what `make test` runs ------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the tests that are marked `sample(n)`, all but each n-th are slow."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        node, marker = next(item.iter_markers_with_node("sample"), (item, None))
+        if marker is not None:
+            of = node.nodeid.partition("[")[0]  # a module, or all cases of one function
+            counts[of] += 1
+            if counts[of] % marker.args[0] != 1:
+                item.add_marker(pytest.mark.slow)
+
+
+# ---- 4. what a test needs ----------------------------------------------------------------------------------------
 
 
 def in_ci() -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sample(2)
+
 CONFTEST = Path(__file__).with_name("conftest.py").read_text()
 
 LEAKY = """

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sample(3)
+
 ROOT = Path(__file__).parents[1]
 CONFTEST = (ROOT / "tests" / "conftest.py").read_text()
 

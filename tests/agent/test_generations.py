@@ -8,6 +8,8 @@ import socket
 import pytest
 from tests.launch.launch_harness import wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 LOST = 'DistNetworkError("Connection closed by peer [127.0.0.1]:5120")'
 

@@ -22,6 +22,8 @@ from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.story import Told, read_verdict
 
+pytestmark = pytest.mark.sample(3)
+
 WINDOW_SECONDS = 3
 PRELOADED = Path(__file__).with_name("preloaded.py")
 HEAD = """

@@ -18,6 +18,8 @@ from tests.agent.nodes_harness import Nodes, several
 
 from paceline.observe.machine import ClockAhead, read_machine
 
+pytestmark = pytest.mark.sample(3)
+
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()"
 
 

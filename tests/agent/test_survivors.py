@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import carriers, survivors, wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 # each rank is hard to end in its own way, and has a child of its own
 STUBBORN = """
 grandchild()

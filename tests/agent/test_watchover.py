@@ -18,7 +18,7 @@ from tests.launch.launch_harness import wait_until
 from paceline.guard.story import read_verdict
 from paceline.host.procfs import processes, read_process
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 SCRIPT = """
 import os, sys, time
 from pathlib import Path

@@ -10,6 +10,8 @@ from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
 from paceline.cli import launch
 from paceline.errors import UsageError
 
+pytestmark = pytest.mark.sample(5)
+
 SCRIPT = "planted/plain.py"
 SEVERAL = (
     "same order", "same augmentation in workers", "mean over padding", "unused parameters", "threads",

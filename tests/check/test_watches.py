@@ -113,6 +113,7 @@ def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch
     assert not seen.cut_off and slow.epoch == 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_sampler_of_a_loader_counts_its_epochs_as_uncut(num_workers: int, drop_last: bool, tmp_path: Path) -> None:
@@ -376,6 +377,7 @@ def test_a_batch_of_another_loader_or_epoch_begins_anew() -> None:
     assert [one.lost for one in facts.steps] == [0, 0, 0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["numpy", "old numpy", "random", "torch"])
 def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: str) -> None:
     draws: dict[str, Any] = {

@@ -17,6 +17,8 @@ from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved
 from paceline.store.files import room_for
 from paceline.store.store import Checkpoints
 
+pytestmark = pytest.mark.sample(3)
+
 SCRIPT = Path(__file__).with_name("crash_points.py")
 
 

@@ -19,6 +19,8 @@ from paceline.checkpoint.snapshot import Pair, SnapshotWriter, inherited, newest
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 
+pytestmark = pytest.mark.sample(2)
+
 MakeFiles = Callable[[int], list[Pair]]
 
 

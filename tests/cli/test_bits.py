@@ -11,7 +11,7 @@ import pytest
 from tests.run_script import run_script
 from tests.soak_bits import KILLED, Lab, bits, last_step, workers_killed, write_mnist
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]  # 5 to 15 s on 2 idle cores
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]  # 5 to 15 s on 2 idle core, pytest.mark.sample(2)]
 
 SMALL: Mapping[str, object] = {**KILLED, "steps": 30, "strategy": "exact"}
 

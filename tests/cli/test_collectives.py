@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.cli.test_bad_input import WITHOUT_TORCH
 
+pytestmark = pytest.mark.sample(2)
+
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
 from torch import nn

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.sample(2)
+
 SSH = '#!/bin/bash\nexec bash -c "${@: -1}"\n'  # a host that is this machine
 SCRIPT = """
 import time

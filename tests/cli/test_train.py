@@ -10,7 +10,7 @@ from safetensors import safe_open
 from paceline.config import load
 from paceline.observe.events import Samples, Step, read_events
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90), pytest.mark.sample(2)]
 TORCHRUN = ("-m", "torch.distributed.run")
 QUICK = ("--batch-size", 32, "--epochs", 1, "--log-interval", 4)
 

@@ -74,6 +74,7 @@ assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_no_optimizer_of_torch_imports_the_compiler_and_what_compiles_finds_torch_as_it_came():
     run = subprocess.run([sys.executable, "-c", OPTIMIZERS], cwd=ROOT, capture_output=True, text=True, timeout=120)

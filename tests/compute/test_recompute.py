@@ -12,6 +12,8 @@ from paceline.compute.precision import in_bf16
 from paceline.compute.recompute import COPIED_BYTES, recompute
 from paceline.errors import UsageError
 
+pytestmark = pytest.mark.sample(2)
+
 CPU = torch.device("cpu")
 
 

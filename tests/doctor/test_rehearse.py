@@ -16,7 +16,7 @@ from paceline.doctor.network import free_port
 from paceline.doctor.session import PROGRAM, HostProgram, ask_hosts, host_programs
 from paceline.launch.job import Command
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 COMMAND = Command("n1", (sys.executable, *PROGRAM))
 
 TASK = """

@@ -16,6 +16,8 @@ from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
 from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
 from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, Collection, bounded_evidence
 
+pytestmark = pytest.mark.sample(2)
+
 GIL = "import re\nready()\nre.match(r'(a+)+$', 'a' * 60 + 'b')  # holds it\n"
 
 

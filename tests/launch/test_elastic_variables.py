@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.agent.nodes_harness import several
 
 from paceline.agent.start import worker_environment
 from paceline.contract.node_plan import NodePlan
+
+pytestmark = pytest.mark.sample(2)
 
 WRITES = "(folder / f'env-{generation}-{rank}').write_text(__import__('json').dumps(dict(os.environ)))\n"
 DIFFER = {  # docs/torchrun.md has the reasons

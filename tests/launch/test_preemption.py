@@ -8,6 +8,8 @@ import time
 import pytest
 from tests.launch.launch_harness import wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 # ends with the code that stands at its rank's place, when it is asked to stop
 OBEDIENT = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({codes}[rank]))\nforever()"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); forever()"

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import PRELUDE, carriers, wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 LOST = 'DistNetworkError("Connection closed by peer [127.0.0.1]:5120")'
 
 # name -> (the worker, exit code, the verdict's headline without host and pid, a line that must stand in it)

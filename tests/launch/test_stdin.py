@@ -15,6 +15,8 @@ from tests.launch.terminals import on_terminal, read_until
 
 from paceline.host.procfs import reads_input
 
+pytestmark = pytest.mark.sample(4)
+
 LAUNCH = ("-P", "-m", "paceline", "launch", "--nproc=2")
 TWO = "import os\nrank = os.environ['RANK']\n"
 

@@ -15,6 +15,8 @@ from tests.launch.terminals import on_terminal, read_until
 
 from paceline.contract.birth import BOOTSTRAP
 
+pytestmark = pytest.mark.sample(4)
+
 IMPORTS = "import os, signal, time\nfrom pathlib import Path\nfolder, rank = Path(), os.environ['RANK']\n"
 NOTE = "def note(n, frame):\n    with (folder / f'heard-{rank}').open('a') as file: file.write(f'{n} ')\n"
 NOTES = f"{NOTE}for n in (1, 2, 3, 10, 12, 15): signal.signal(n, note)\n"

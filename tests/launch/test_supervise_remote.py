@@ -15,6 +15,8 @@ import pytest
 from tests import warm
 from tests.launch.launch_harness import MARK, Launch, kill_all, survivors, wait_until
 
+pytestmark = pytest.mark.sample(2)
+
 LAUNCHER = """
 import json, sys
 from paceline.errors import PacelineError

@@ -14,6 +14,8 @@ from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.story import read_verdict
 
+pytestmark = pytest.mark.sample(4)
+
 MOST_SECONDS = 15.0
 LATE_SECONDS = 20.0
 HEAD = """

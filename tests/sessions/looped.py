@@ -66,6 +66,7 @@ class Case:
     optimizer: str = "sgd"
     scheduler: str = "none"
     buffers: str = "none"
+    declared: bool = True  # whether the module declares that its counters are summed
     head: str = "fixed"
     phases: tuple[int, ...] = (2,)
     loops: int = 1
@@ -261,7 +262,13 @@ class Clamped(torch.autograd.Function):
         return gradient.clamp(-0.01, 0.01)
 
 
-REDUCTIONS = {"sum": {"total": "sum"}, "max": {"top": "max"}, "min": {"low": "min"}, "first": {"kept": "first"}}
+REDUCTIONS = {
+    "count": {"seen": "sum", "classes": "sum"},
+    "sum": {"total": "sum"},
+    "max": {"top": "max"},
+    "min": {"low": "min"},
+    "first": {"kept": "first"},
+}
 
 
 class Net(nn.Module):
@@ -304,7 +311,7 @@ class Net(nn.Module):
                 self.register_buffer("bank", torch.zeros(0, 6))
             case _:
                 pass
-        if case.buffers in REDUCTIONS:
+        if case.buffers in REDUCTIONS and (case.declared or case.buffers != "count"):
             self.buffer_reductions = REDUCTIONS[case.buffers]
         self.double()
         self.first.requires_grad_(not case.frozen)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from tests.run_script import run_script
 
+pytestmark = pytest.mark.sample(7)
+
 SCRIPT = Path(__file__).with_name("assumed.py")
 ONCE = [1] * 40
 USAGE, DIVERGED = 2, 6

@@ -13,6 +13,8 @@ from paceline.observe.folder import WEIGHTS
 from paceline.observe.summary import read_summary
 from paceline.train.weights import load
 
+pytestmark = pytest.mark.sample(3)
+
 SCRIPT = Path(__file__).with_name("buffers.py")
 BUFFERS = {"seen", "steps", "codes", "total", "top", "mean", "layer.weight", "layer.bias"}
 

@@ -9,6 +9,8 @@ import pytest
 from tests import warm
 from tests.run_script import run_script
 
+pytestmark = pytest.mark.sample(2)
+
 LOOP = """
 import errno, os
 import torch, paceline

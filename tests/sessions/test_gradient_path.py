@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from tests.run_script import run_script
 
+pytestmark = pytest.mark.sample(5)
+
 SCRIPT = Path(__file__).with_name("gradient_path.py")
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.run_script import run_script
 
+pytestmark = pytest.mark.sample(2)
+
 SCRIPT = Path(__file__).with_name("losses.py")
 
 

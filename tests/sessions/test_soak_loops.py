@@ -12,6 +12,7 @@ from tests.sessions.soak_loops import EXCLUDED, SAMPLE, Outcome, draw, examine, 
 SEED = 0
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("number", SAMPLE)
 def test_a_loop_that_is_drawn_equals_the_plain_one_or_is_rejected(number: int, tmp_path: Path) -> None:
     case = draw(SEED, number)

@@ -12,6 +12,8 @@ from tests.run_script import run_script
 
 from paceline.cli import ledger
 
+pytestmark = pytest.mark.sample(2)
+
 SCRIPT = Path(__file__).with_name("streamed.py")
 
 

@@ -14,6 +14,8 @@ from paceline.errors import ExitCode
 from paceline.guard.story import read_verdict
 from paceline.observe.notices import notices
 
+pytestmark = pytest.mark.sample(3)
+
 PRELOADED = Path(__file__).parents[1] / "agent" / "preloaded.py"
 SCRIPT = Path(__file__).with_name("ddp.py")
 Run = Callable[..., Launch]

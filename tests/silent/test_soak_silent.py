@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.silent.soak_silent import planted
 
+pytestmark = pytest.mark.sample(2)
+
 STEPS = 60
 
 

@@ -14,6 +14,8 @@ from paceline.strategies import STRATEGIES
 from paceline.verify.spec import Spec
 from paceline.worker.world import World
 
+pytestmark = pytest.mark.sample(2)
+
 TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
 # DDP refuses a model with unused parameters unless told; that is its own, loud, limit.
 REFUSES_UNUSED = {"ddp"}

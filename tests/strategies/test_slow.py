@@ -31,6 +31,8 @@ from paceline.strategies.fsdp import fsdp
 from paceline.strategies.outer import Between
 from paceline.strategies.zero import zero
 
+pytestmark = pytest.mark.sample(2)
+
 CPU = torch.device("cpu")
 VIRTUAL, RANKS, BATCH, SAMPLES, STEPS, SAVED_AT = 4, 4, 10, 26, 12, 5
 PLAN = BatchPlan(SAMPLES, BATCH, VIRTUAL)  # the last batch of an epoch has 6: of four shares two of 2, two of 1

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from paceline.tensor.context import share_along_context
 from paceline.tensor.scores import Scores
 
+pytestmark = pytest.mark.sample(2)
+
 
 class Encoder(nn.Module):
     """(B, LENGTH) -> (B, LENGTH, WORDS): torch's layers, the batch first or second, masks, several norms."""

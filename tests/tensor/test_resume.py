@@ -101,6 +101,7 @@ def _apart(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp_path: Path) -> None:
     pairs = [

@@ -18,6 +18,8 @@ from paceline import World
 from paceline.proofs.verify.worker import verify
 from paceline.verify.spec import Result, Spec
 
+pytestmark = pytest.mark.sample(3)
+
 HERE, EXAMPLES = Path(__file__).parent, Path(__file__).parents[2] / "examples"
 GPT = f"{HERE}/models.py:task"
 

@@ -10,6 +10,8 @@ from tests.run_script import SAVED, run_script
 
 from paceline.observe.summary import read_summary
 
+pytestmark = pytest.mark.sample(2)
+
 TASK = f"{Path(__file__).parents[2]}/examples/own_transformer.py:task"
 STEPS, STOP = 4, 1
 # how each is started: processes, and what it is given

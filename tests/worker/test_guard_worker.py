@@ -13,6 +13,8 @@ from tests.worker.guard_ranks import TORCH, calls, ranks, wait
 from paceline.contract import box, boxes
 from paceline.contract.evidence import Phase
 
+pytestmark = pytest.mark.sample(2)
+
 ONE_OF_EACH = f"""{TORCH}
 class Model(torch.nn.Module):
     def __init__(self):

@@ -15,7 +15,7 @@ from tests import warm
 
 from paceline.host.reach import why_unreachable
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 
 RANK = """
 import sys

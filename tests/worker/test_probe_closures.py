@@ -24,6 +24,8 @@ from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.probes.seeing import StepWatch
 from paceline.worker.probes.steps import ScriptPhases, Stale
 
+pytestmark = pytest.mark.sample(3)
+
 
 class Heard(Events):
     def __init__(self) -> None:

@@ -17,6 +17,8 @@ from paceline.worker.probes.joint import Joint
 from paceline.worker.probes.replicas import Fingerprints
 from paceline.worker.probes.steps import Counted, Stale
 
+pytestmark = pytest.mark.sample(3)
+
 
 class Replica:
     """As much of a DistributedDataParallel as is asked of it."""
