@@ -1,10 +1,11 @@
-"""What the checks of a session cost in each step: the same loop with and without them, in turn, in the same ranks.
+"""What the checks of a session cost in each step, each by itself, in the step that it is a part of.
 
     python benchmarks/checks.py --out benchmarks/results/checks.json
 
-The checks are those of `paceline.sessions.assumptions` that act in each step. They are switched off and on between
-steps. Microseconds of a rank's processor time: the lower quartile of each block, then median and quartiles over blocks.
-Torch operations of a step are counted, too: each is a kernel on a GPU, or a view.
+The checks are those of `paceline.sessions.assumptions` that act in each step. Each call is timed; what the timing of a
+call costs, that of a function that does nothing in the same step, is subtracted. Microseconds of a step: the median
+over steps, with quartiles. In other steps all of them are switched off, and torch's operations are counted with and
+without them: each is a kernel on a GPU, or a view.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -26,14 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.sessions.loader import Loader
 from paceline.sessions.loop import Loop
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.registered import Registered
 from paceline.stepping.steps import Steps
-from paceline.stepping.trainee import Trainee
 
-BLOCK, BLOCKS, BATCH = 100, 20, 32
+STEPS, WARM_UP, COUNTED, BATCH = 2000, 300, 20, 32
 
 
 def _nothing(*_: Any, **__: Any) -> Any:
@@ -53,7 +53,6 @@ class Counted(TorchDispatchMode):
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Loop, "_compare_place", _nothing),
     (Loop, "_check_optimizer", _nothing),
-    (Loader, "order_hash", lambda *_: 0),
     (Prepared, "check_between", _nothing),
     (Prepared, "_check_received", _nothing),
     (Prepared, "_check_assigned", _nothing),
@@ -62,53 +61,92 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Registered, "step_ended", lambda _: False),
     (Prepared, "before_update", _nothing),
     (Prepared, "stepped", _nothing),
-    (Trainee, "hide_hooks", lambda *_, **__: []),
-    (Trainee, "show_hooks", _nothing),
+    (Prepared, "hide_hooks", lambda *_, **__: []),
+    (Prepared, "show_hooks", lambda part, _: part._received.clear()),
     (Steps, "_check_linear", _nothing),
 ]
 """(class, method, what it does when it is switched off)"""
+EMPTY = "a call of nothing"
+
+
+class Timed:
+    """Nanoseconds of each step that calls have taken, by name."""
+
+    def __init__(self) -> None:
+        self.steps: list[Counter[str]] = [Counter()]
+        self.calls: list[Counter[str]] = [Counter()]
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter_ns()
+            found = call(*args, **kwargs)
+            self.steps[-1][name] += time.perf_counter_ns() - began
+            self.calls[-1][name] += 1
+            return found
+
+        return timed
+
+    def step(self) -> None:
+        """Another step begins."""
+        self.steps.append(Counter())
+        self.calls.append(Counter())
+
+    def microseconds(self) -> dict[str, list[float]]:
+        """Of each name: quartiles over steps; `all` of them together, too."""
+        overhead = median(one[EMPTY] / calls[EMPTY] for one, calls in zip(self.steps, self.calls, strict=True))
+        found: dict[str, list[float]] = defaultdict(list)
+        for spent, calls in zip(self.steps, self.calls, strict=True):
+            own = {name: (spent[name] - overhead * calls[name]) / 1e3 for name in spent if name != EMPTY}
+            for name, value in {**own, "all": sum(own.values())}.items():
+                found[name].append(value)
+        return {name: quantiles(values, n=4) for name, values in found.items()}
 
 
 def measure() -> dict[str, Any]:
-    """Microseconds of processor time of a step, with and without the checks, one number for each block."""
+    """Of one rank: the microseconds of each check, those of a step without timing, and counts of operations."""
     checks = [(kind, name, kind.__dict__[name], off) for kind, name, off in CHECKS]
-    spent: dict[bool, list[float]] = {True: [], False: []}
-    operations: dict[bool, list[int]] = {True: [], False: []}
+    timed, counted = Timed(), Counted()
+    nothing = timed.timed(EMPTY, _nothing)
+    steps: list[float] = []
+    operations: dict[str, list[int]] = {"with": [], "without": []}
     with paceline.session(threads=1) as s:
         torch.manual_seed(0)
-        size = BLOCK * (BLOCKS + 1) * BATCH * s.size
-        data = TensorDataset(torch.randn(size, 64), torch.randint(0, 10, (size,)))
+        data = TensorDataset(torch.randn(STEPS * BATCH * s.size, 64), torch.randint(0, 10, (STEPS * BATCH * s.size,)))
         sizes = [64, 256, 256, 256, 10]
         layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
         model, optimizer = s.prepare(nn.Sequential(*layers[:-1]), partial(torch.optim.AdamW, fused=True))
-        times: dict[bool, list[float]] = {True: [], False: []}
-        began, is_on, counted = 0.0, True, Counted()
+        began = time.perf_counter()
         for x, y in s.loader(DataLoader(data, batch_size=BATCH * s.size, shuffle=True)):
             optimizer.zero_grad()
             s.backward(F.cross_entropy(model(x), y))
             optimizer.step()
-            now = time.thread_time()
-            if s.step > 3 * BLOCK and s.step <= 3 * BLOCK + 20:
-                counted.__exit__(None, None, None)
-                operations[is_on].append(counted.count)
-            elif s.step > 2:
-                times[is_on].append(now - began)
-            if len(times[False]) == BLOCK:
-                if s.step > 3 * BLOCK:  # the first is a warm-up
-                    for on, found in times.items():
-                        spent[on].append(1e6 * quantiles(found, n=4)[0])
-                times = {True: [], False: []}
-            is_on = not is_on or s.step < 2
-            for kind, name, check, off in checks:
-                setattr(kind, name, check if is_on else off)
-            if s.step >= 3 * BLOCK and s.step < 3 * BLOCK + 20:
+            step = s.step
+            if WARM_UP <= step < 2 * WARM_UP:
+                steps.append(1e6 * (time.perf_counter() - began))
+            if step == 2 * WARM_UP:
+                for kind, name, check, _ in checks:
+                    setattr(kind, name, timed.timed(name, check))
+            if 2 * WARM_UP < step < STEPS - COUNTED:
+                timed.step()
+                nothing()
+                nothing()
+            if step >= STEPS - COUNTED:
+                if step > STEPS - COUNTED:
+                    counted.__exit__(None, None, None)
+                    operations["with" if step % 2 else "without"].append(counted.count)
+                for kind, name, check, off in checks:
+                    setattr(kind, name, off if step % 2 else check)
                 counted = Counted()
                 counted.__enter__()
-            began = time.thread_time()
+            began = time.perf_counter()
+        counted.__exit__(None, None, None)
         for kind, name, check, _ in checks:
             setattr(kind, name, check)
-    counts = {name: median(operations[on]) for name, on in (("with", True), ("without", False))}
-    return {"with": spent[True], "without": spent[False], "operations": counts}
+    timed.steps, timed.calls = timed.steps[2:-1], timed.calls[2:-1]
+    counts = {name: median(found) for name, found in operations.items()}
+    return {"checks": timed.microseconds(), "step": quantiles(steps, n=4), "operations": counts}
 
 
 def main() -> None:
@@ -118,13 +156,10 @@ def main() -> None:
     told = parser.parse_args()
     found: dict[str, Any] = {}
     for nproc in told.nproc:
-        times = paceline.run(measure, nproc)[0]
-        more = [on - off for on, off in zip(times["with"], times["without"], strict=True)]
-        low, _, high = quantiles(more, n=4)
-        whole = median(times["with"])
-        found[f"{nproc} ranks"] = {**times, "step": whole, "checks": median(more), "quartiles": [low, high]}
-        print(f"{nproc} ranks: {median(more):.1f} us ({low:.1f} to {high:.1f}) of a step of {whole:.0f} us", flush=True)
-        print(f"{nproc} ranks, torch operations: {times['operations']}", flush=True)
+        found[f"{nproc} ranks"] = one = paceline.run(measure, nproc)[0]
+        for name, (low, middle, high) in sorted(one["checks"].items(), key=lambda item: item[1][1]):
+            print(f"{nproc} ranks: {name:20} {middle:5.1f} us ({low:.1f} to {high:.1f})")
+        print(f"{nproc} ranks: a step takes {one['step'][1]:.0f} us; torch operations: {one['operations']}", flush=True)
     if told.out:
         told.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -116,8 +116,8 @@ class PreparedOptimizer:
         if gate.may_update(self.part, self.number):
             if gate.body is not None:
                 gate.body.has_failed = True  # until it has not: an error here leaves a step that is not whole
-            self.part.before_update()
             shown = self.part.shown()
+            self.part.before_update(shown)
             self._update()
             self.part.after_update(shown)
             if gate.body is not None:
@@ -168,7 +168,8 @@ class Prepared(Trainee):
         self._versions: list[int] = []  # of those that are tensors
         self._left: list[Any] = [None] * len(self._parameters)  # weakly: gradients that the session has put there
         self._was_looked_at, self._covered = False, (0, False)
-        self._updates, self._changed, self._digests = 0, list[int](), dict[int, int]()
+        self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
+        self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
         self.add_optimizer(replica.optimizer, scheduler)
         if not replica.in_lockstep:
@@ -324,10 +325,19 @@ class Prepared(Trainee):
         """See Trainee."""
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
-            self._note_left()
+            shown = self.shown()
+            self._note_left(shown)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
-                self._summed = self.shown()
-                self._versions = [*map(_tensor_version, _present(self._summed))]
+                self._summed, self._versions = shown, [*map(_tensor_version, _present(shown))]
+
+    def hide_hooks(self, *, alone: bool) -> HiddenHooks:
+        """See Trainee. If there were none, they are looked for again when one was registered."""
+        hooks = self.gate.tensor_hooks
+        assert hooks is not None
+        if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:
+            self._hooks_seen = hooks.on_leaves
+            return super().hide_hooks(alone=alone)
+        return []
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
         """See Trainee."""
@@ -362,7 +372,7 @@ class Prepared(Trainee):
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
                 parameter.grad = shared_out(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
-        self._note_left()
+        self._note_left(self.shown())
         if not self.replica.sharded:
             trained = {id(p) for one in self.optimizers for p in one.parameters}
             for name, parameter in self.replica.model.named_parameters():
@@ -394,13 +404,13 @@ class Prepared(Trainee):
 
     # what its optimizers ask
 
-    def before_update(self) -> None:
-        """Parameters change now, unless a gradient is not one of `s.backward`, or differs over ranks."""
+    def before_update(self, shown: Grads) -> None:
+        """Parameters change now, by these gradients, unless one is not of `s.backward`, or differs over ranks."""
         self._check_received()
         self._updates += 1
         if self._summed is None:
             return
-        shown, changed = self.shown(), []
+        changed: list[int] = []
         if not all(map(is_, shown, self._summed)) or [*map(_tensor_version, _present(shown))] != self._versions:
             changed = self._changed_since()
         early = self._updates <= 2
@@ -410,8 +420,10 @@ class Prepared(Trainee):
             looked = [changed[self._updates % len(changed)]]  # in each step another one
         else:
             looked = changed
-        self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
         self._changed = changed
+        if looked or self._digests:
+            self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
+            self._digest = hash(tuple(self._digests.items()))
         if early and (differing := self.differing_gradients()):
             raise told_once(GRADIENTS.error(differing), self.replica.world)
 
@@ -430,7 +442,7 @@ class Prepared(Trainee):
         How many hooks there are, which parameters are trained, the gradients that the loop has changed, learning rates.
         """
         trained = hash(tuple(map(_requires_grad, self._parameters)))
-        return self.hooks, trained, hash(tuple(self._digests.items())), hash(tuple(map(float, self.rates())))
+        return self.hooks, trained, self._digest, hash(tuple(map(float, self.rates())))
 
     def differing_gradients(self) -> str:
         """The first parameter whose changed gradient differs over ranks; empty if none does (a collective)."""
@@ -539,11 +551,11 @@ class Prepared(Trainee):
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
         if grads is not None:
-            self._note_left()
+            self._note_left(grads)
 
-    def _note_left(self) -> None:
+    def _note_left(self, shown: Grads) -> None:
         if self.replica.world.size > 1 or not self.gate.phases.alone:
-            self._left = [None if grad is None else weakref.ref(grad) for grad in self.shown()]
+            self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:

@@ -127,23 +127,34 @@ def _kinds_of(kind: type) -> Iterator[type]:
 
 
 class TensorHooks:
-    """Notes which hooks of the user's own code have changed the gradient of a tensor that is no leaf.
+    """Counts hooks that are registered on leaves, and notes which hooks of the user's own code change other gradients.
 
-    Autograd does not tell which hooks a tensor has, so `Tensor.register_hook` is replaced meanwhile.
+    Autograd does not tell which hooks a tensor has, so methods of `Tensor` are replaced meanwhile.
     """
+
+    _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 
     def __init__(self) -> None:
         self.changed = ""
-        """the last one, in words"""
-        self._register: Any = Tensor.register_hook
-        register, note = self._register, self._note
+        """the last hook that has changed the gradient of a tensor that is no leaf, in words"""
+        self.on_leaves = 0
+        """how many were registered on leaves"""
+        register: Any = Tensor.register_hook
+        register_after: Any = Tensor.register_post_accumulate_grad_hook
 
         def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+            self.on_leaves += tensor.is_leaf
             is_own = not tensor.is_leaf and _is_own(getattr(hook, "__module__", None) or "")
-            return register(tensor, partial(note, hook) if is_own else hook)
+            return register(tensor, partial(self._note, hook) if is_own else hook)
 
-        self._ours: Any = wraps(register)(register_hook)
-        Tensor.register_hook = self._ours
+        def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
+            self.on_leaves += 1
+            return register_after(tensor, hook)
+
+        self._before = [register, register_after]
+        self._ours: list[Any] = [wraps(register)(register_hook)]
+        self._ours.append(wraps(register_after)(register_post_accumulate_grad_hook))
+        self._replace(self._before, self._ours)
 
     def _note(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
         version = gradient._version  # pyright: ignore[reportPrivateUsage]
@@ -153,9 +164,13 @@ class TensorHooks:
         return found
 
     def remove(self) -> None:
-        """Put `Tensor.register_hook` back, unless somebody else has replaced it."""
-        if Tensor.register_hook is self._ours:
-            Tensor.register_hook = self._register
+        """Put the methods of `Tensor` back that nobody else has replaced."""
+        self._replace(self._ours, self._before)
+
+    def _replace(self, those: Sequence[Any], by: Sequence[Any]) -> None:
+        for name, before, after in zip(self._METHODS, those, by, strict=True):
+            if getattr(Tensor, name) is before:
+                setattr(Tensor, name, after)
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

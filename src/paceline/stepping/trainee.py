@@ -34,7 +34,7 @@ class Trainee:
         self._found: bool | Pending[bool] | None = None
         self._hooked = False
         self.hooks, self._own_hooks = 0, -1
-        """hooks on its parameters: the user's, in the last backward; and as many as there are if none is the user's"""
+        """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
         """Whether an optimizer of its own is among those, by number, that were asked to step."""
@@ -68,8 +68,7 @@ class Trainee:
         hidden = hide_hooks(self._parameters)
         self.hooks = sum(len(before) + len(after) for _, before, after in hidden)
         are_joint = have_joint_hooks(self._parameters)
-        if not hidden and not are_joint:
-            self._own_hooks = count
+        self._own_hooks = -1 if hidden or are_joint else count
         if are_joint and (not alone or self.replica.sharded):
             show_hooks(hidden)
             raise UsageError(
