@@ -95,6 +95,7 @@ AXES: dict[str, Weighted] = {
     "average": {"none": 8, "registered": 1.5, "unregistered": 0.15},
     "stop_how": {"before": 2, "after": 1, "between": 1, "term": 1},
     "every": {1: 12, 2: 1},
+    "clears": {True: 30, False: 1},
     "leaves": {0: 15, 3: 1},
     "closure": {False: 20, True: 1},
     "mode": {"train": 80, "eval": 1},
@@ -138,7 +139,7 @@ EXCLUDED: dict[str, Callable[[Case], bool]] = {
         case.closure and (case.optimizer == "two" or case.clip != "none" or case.every > 1 or case.loss == "combined")
     ),
     "gradients that are combined by hand are not added up over batches": lambda case: (
-        case.loss == "combined" and (case.every > 1 or case.path != "plain")
+        case.loss == "combined" and (case.every > 1 or case.path != "plain" or not case.clears)
     ),
     "losses are written down by the index in one dataset": lambda case: case.order == "mining" and case.loops == 2,
     "a model in eval mode counts nothing": lambda case: case.mode == "eval" and case.buffers != "none",
@@ -171,7 +172,7 @@ def draw(seed: int, number: int) -> Case:
         if wrong:
             kind = chance.choice(WRONG)
             plainest = {"optimizer": "momentum", "path": "plain", "frozen": False, "buffers": "none", "stop": 0}
-            plainest |= {"every": 1, "leaves": 0, "closure": False, "mode": "train", "touch": "none"}
+            plainest |= {"every": 1, "clears": True, "leaves": 0, "closure": False, "mode": "train", "touch": "none"}
             told |= {**plainest, "average": "none", "head": "fixed", "collate": "default", "loss": "mean"}
             told |= {"ranks": chance.choice([2, 3]), "clip": "none", "wrong": kind, "virtual_ranks": 0}
             if kind == "distributed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ def test_a_loop_that_is_drawn_equals_the_plain_one_or_is_rejected(number: int, t
     case = draw(SEED, number)
     outcome = examine(case, tmp_path)
     assert outcome.is_good, (outcome.word, outcome.what, settings(case))
+
+
+@pytest.mark.parametrize("stop", [1, 4, 9])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(optimizer="added_group", clip="torch", loops=2, phases=(2,)),
+        Case(optimizer="momentum", clears=False, ranks=2, virtual_ranks=2),
+    ],
+    ids=["not trained yet", "never cleared"],
+)
+def test_gradients_that_the_loop_does_not_clear_are_resumed(case: Case, stop: int, tmp_path: Path) -> None:
+    outcome = examine(replace(case, stop=stop), tmp_path)
+    assert outcome.word == "equal", outcome.what
 
 
 def test_the_comparison_sees_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ class Prepared(Trainee):
         self._summed: Grads | None = None  # until the step ends: gradients, as the exchange has left them
         self._versions: list[int] = []  # of those that are tensors
         self._left: list[Any] = [None] * len(self._parameters)  # weakly: gradients that the session has put there
-        self._was_looked_at, self._covered = False, (0, False)
+        self._was_looked_at, self._covered = False, (0, list[nn.Parameter]())
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
         self.optimizers: list[PreparedOptimizer] = []
@@ -326,7 +326,8 @@ class Prepared(Trainee):
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
             shown = self.shown()
-            self._note_left(shown)
+            if not self._is_plain:
+                self._note_left(shown)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
                 self._summed, self._versions = shown, [*map(_tensor_version, _present(shown))]
 
@@ -462,7 +463,10 @@ class Prepared(Trainee):
             )
         if self.replica.sharded or self.replica.host is not None or self._changed:
             self._put(shown)
-        self._waiting, first = False, next((grad for grad in shown if grad is not None), None)
+        # later steps may add to them: then a checkpoint has them. The first step does not tell whether they are cleared
+        may_add = self._adds_to_used or self._updates == 1 or any(p.grad is not None for p in self._untrained())
+        self._waiting = may_add and not self.replica.sharded
+        first = next((grad for grad in shown if grad is not None), None)
         if first is not None:
             self._used, self._used_version = weakref.ref(first), _version(first)
 
@@ -477,12 +481,15 @@ class Prepared(Trainee):
             self._adds_to_used = False
 
     def _clears_all(self) -> bool:
-        """Whether its only optimizer trains all parameters. It is looked at again when a group was added."""
-        groups = len(self.optimizers[0].optimizer.param_groups)
-        if self._covered[0] != groups or len(self.optimizers) > 1:
-            trained = {id(p) for p in self.optimizers[0].parameters}
-            covers = len(self.optimizers) == 1 and all(id(p) in trained for p in self._parameters)
-            self._covered = groups, covers
+        """Whether its only optimizer trains all parameters."""
+        return len(self.optimizers) == 1 and not self._untrained()
+
+    def _untrained(self) -> list[nn.Parameter]:
+        """The parameters that no optimizer trains. They are looked at again when a group was added."""
+        groups = sum([len(one.optimizer.param_groups) for one in self.optimizers])
+        if self._covered[0] != groups:
+            trained = {id(p) for one in self.optimizers for p in one.parameters}
+            self._covered = groups, [p for p in self._parameters if id(p) not in trained]
         return self._covered[1]
 
     # what may not change
@@ -537,8 +544,8 @@ class Prepared(Trainee):
 
     def _check_assigned(self, shown: Grads) -> None:
         """Raise UsageError for a gradient that was not left there by a backward or a step of this session."""
-        if self.replica.world.size == 1 and self.gate.phases.alone:
-            return  # it is the plain loop's
+        if self._is_plain:
+            return
         for number, (grad, left) in enumerate(zip(shown, self._left, strict=True)):
             if grad is not None and (left is None or left() is not grad):
                 raise BACKWARD.error(f"parameter {self._names()[number]} was given one by the loop")
@@ -550,12 +557,16 @@ class Prepared(Trainee):
     def _put(self, grads: Grads | None) -> None:
         for parameter, grad in zip(self._parameters, grads or [None] * len(self._parameters), strict=True):
             parameter.grad = grad
-        if grads is not None:
+        if grads is not None and not self._is_plain:
             self._note_left(grads)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the loop's gradients are those of a plain loop, whoever has computed them."""
+        return self.replica.world.size == 1 and self.gate.phases.alone
+
     def _note_left(self, shown: Grads) -> None:
-        if self.replica.world.size > 1 or not self.gate.phases.alone:
-            self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
+        self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
