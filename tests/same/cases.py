@@ -43,6 +43,7 @@ class Case:
     signals: tuple[signal.Signals, ...] = ()
     module: bool = False
     bare: bool = False  # without the prelude
+    needs: str = ""  # a package
 
 
 def _noting(*names: str) -> str:
@@ -158,7 +159,26 @@ SIGNALS = (
     Case("interrupt-in-a-child", "import subprocess\nchild = subprocess.Popen([sys.executable, '-c', \"import time\\ntry: print(1, flush=True), time.sleep(600)\\nexcept KeyboardInterrupt: pass\"], stdout=-1)\nchild.stdout.readline(); ready()\ntry: child.wait()\nexcept KeyboardInterrupt: mark(child.wait())", signals=(signal.SIGINT,)),
     Case("asyncio-interrupt", "import asyncio\nasync def f():\n    ready()\n    try: await asyncio.sleep(600)\n    except asyncio.CancelledError: mark('cancelled'); raise\ntry: asyncio.run(f())\nexcept KeyboardInterrupt: mark('interrupted')", signals=(signal.SIGINT,)),
 )  # fmt: skip
-CASES = (*PYTHON, *ENVIRONMENT, *INPUT, *TORCH, *SIGNALS)
+DATA = "torch.randn(32, 4, generator=torch.Generator().manual_seed(1))"
+LIGHTNING = (
+    "import torch, lightning as L\nL.seed_everything(0, verbose=False)\n"
+    "class Net(L.LightningModule):\n"
+    "    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(4, 2)\n"
+    "    def training_step(self, batch, i): return self.layer(batch).square().mean()\n"
+    "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+    f"loader = torch.utils.data.DataLoader({DATA}, batch_size=4)\n"
+    "quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False)\n"
+    "trainer = L.Trainer(accelerator='cpu', devices=world, strategy='ddp', max_epochs=2, enable_checkpointing=False, **quiet)\n"
+)
+FRAMEWORKS = (
+    Case("accelerate", f"import torch\nfrom accelerate import Accelerator\na = Accelerator(cpu=True, gradient_accumulation_steps=2)\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(4, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = torch.utils.data.DataLoader({DATA}, batch_size=4, shuffle=True)\nmodel, optimizer, loader = a.prepare(model, optimizer, loader)\nfor batch in loader:\n    with a.accumulate(model): a.backward(model(batch).square().mean()); optimizer.step(); optimizer.zero_grad()\nmark(a.num_processes, round(float(model.module.weight.detach().abs().sum()), 5))\na.end_training()", needs="accelerate"),
+    Case("accelerate-fails", "from accelerate import Accelerator\na = Accelerator(cpu=True)\nmark(a.process_index)\nif a.process_index: raise RuntimeError('bad sample')\na.wait_for_everyone()", needs="accelerate"),
+    Case("trainer", f"import torch\nfrom transformers import Trainer, TrainingArguments, set_seed\nset_seed(0)\nclass Net(torch.nn.Module):\n    def __init__(self): super().__init__(); self.layer = torch.nn.Linear(4, 2)\n    def forward(self, x, labels=None): return {{'loss': self.layer(x).square().mean()}}\ndata = [{{'x': one}} for one in {DATA}]\nargs = TrainingArguments('out', use_cpu=True, max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, report_to='none', save_strategy='no', logging_steps=1, disable_tqdm=True, remove_unused_columns=False)\nt = Trainer(Net(), args, train_dataset=data)\nt.train()\nmark([one['loss'] for one in t.state.log_history if 'loss' in one], round(float(t.model.layer.weight.detach().abs().sum()), 5))", needs="transformers"),
+    Case("lightning", f"{LIGHTNING}trainer.fit(Net(), loader)\nmark(trainer.world_size, trainer.global_step, round(float(trainer.model.module.layer.weight.detach().abs().sum()), 5))", needs="lightning"),
+    Case("lightning-interrupted", f"{LIGHTNING}import time\nclass Waits(L.Callback):\n    def on_train_start(self, *_): ready(); time.sleep(0.1)\n    def on_train_batch_end(self, *_): time.sleep(0.05)\ntrainer.fit_loop.max_epochs = 10_000\ntrainer.callbacks.append(Waits())\nimport signal; signal.signal(signal.SIGTERM, lambda *_: (mark('heard SIGTERM'), os._exit(0)))\ntrainer.fit(Net(), loader)", needs="lightning", signals=(signal.SIGTERM,)),
+    Case("fabric", f"import torch, lightning as L\nfabric = L.Fabric(accelerator='cpu', devices=world, strategy='ddp')\nfabric.launch()\nfabric.seed_everything(0, verbose=False)\nmodel = torch.nn.Linear(4, 2)\nmodel, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))\nfor batch in fabric.setup_dataloaders(torch.utils.data.DataLoader({DATA}, batch_size=4)):\n    optimizer.zero_grad(); fabric.backward(model(batch).square().mean()); optimizer.step()\nmark(fabric.world_size, round(float(model.weight.detach().abs().sum()), 5))", needs="lightning"),
+)  # fmt: skip
+CASES = (*PYTHON, *ENVIRONMENT, *INPUT, *TORCH, *SIGNALS, *FRAMEWORKS)
 
 DIFFERENCES = {  # docs/torchrun.md has the table
     "safe-path": "our interpreter runs with -P; the script's folder is on sys.path all the same",

@@ -9,6 +9,7 @@ a script differs, and `cases.DIFFERENCES` does not say so.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import re
 import subprocess
@@ -121,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out.exists():
         found = {one.name: one for one in msgspec.json.decode(options.out.read_bytes(), type=list[Compared])}
     cases = [one for one in CASES if one.name in options.names or (not options.names and one.name not in found)]
+    for case in [one for one in cases if one.needs and importlib.util.find_spec(one.needs) is None]:
+        print(f"left out: {case.name} needs {case.needs}")
+        cases.remove(case)
     random.Random(options.seed).shuffle(cases)
     for case in cases:
         found[case.name] = one = compare(case)
