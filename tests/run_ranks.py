@@ -51,7 +51,7 @@ def run_ranks(
     folder = tmp_path / f"ranks-{len(list(tmp_path.glob('ranks-*')))}"
     folder.mkdir()
     # The module by name, not the function: a test file is imported in the child as pytest imported it here.
-    call = (function.__module__, function.__qualname__)
+    call = (function.__module__, function.__qualname__, sys.path)
     patience = max(LEAST_PATIENCE_SECONDS, timeout / 2)  # a soak shares its machine: ranks start far apart
     (folder / "call.pickle").write_bytes(pickle.dumps(call) + pickle.dumps(args) + pickle.dumps(patience))
     processes = [_start(folder, rank, world_size) for rank in range(world_size)]
@@ -116,7 +116,7 @@ def rank_of(folder_name: str, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     try:
         with (folder / "call.pickle").open("rb") as file:
-            module, name = pickle.load(file)
+            module, name, sys.path[:] = pickle.load(file)
             function = getattr(importlib.import_module(module), name)
             args, patience = pickle.load(file), timedelta(seconds=pickle.load(file))
         store = dist.FileStore(str(folder / "store"), world_size)

@@ -14,10 +14,8 @@ PLANTED = {
     "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.optimizer"),
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
     "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.local"),
-    "The textbook needs torch and nothing else": ("scratch/reduce.py", "import paceline.errors"),
     "Rooms outside a rank import no torch, and none inside one": ("launch/job.py", "def f():\n    import torch"),
     "Rooms inside a rank import no launcher, no agent and no judge": ("train/step.py", "import paceline.guard.judge"),
-    "What trains does not lean on the textbook": ("strategies/exact.py", "import paceline.scratch.tree"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),
 }
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "paceline"
-TEXTBOOK = "paceline.scratch"  # says things again on purpose: one file, one lesson
 SMALL_LINES = 60
 
 
@@ -141,10 +140,7 @@ def _small(house: House) -> list[str]:
     return [
         f"{module}: {lines}, for {next(iter(house.importers[module]))}"
         for module, lines in house.lines.items()
-        if lines < SMALL_LINES
-        and len(house.importers[module]) == 1
-        and not module.startswith(TEXTBOOK)
-        and house.paths[module].name != "__init__.py"
+        if lines < SMALL_LINES and len(house.importers[module]) == 1 and house.paths[module].name != "__init__.py"
     ]
 
 

@@ -62,7 +62,6 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("verify mnist-cnn --strategies ddp,megatron", "unknown strategy 'megatron'"),
         ("verify mnist-cnn --optimizers lion", "unknown optimizer"),
         ("verify mnist-cnn --json nowhere/x.json", "does not exist"),
-        ("shards --ranks 0", "--ranks must be at least 1"),
     ],
 )
 def test_is_told_before_anything_is_started(paceline, tmp_path, arguments, words):

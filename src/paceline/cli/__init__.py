@@ -35,7 +35,6 @@ COMMANDS = {
     "export": "write a run's weights for plain torch or Hugging Face",
     "faults": "inject faults into small trainings, and score whether the right rank is named",
     "ledger": "prove that each sample was used once, over all attempts of a run",
-    "shards": "show which rank sees which sample, and what the textbook variants get wrong",
 }
 
 HELP = """usage: paceline COMMAND [OPTIONS]

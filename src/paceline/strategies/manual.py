@@ -1,8 +1,11 @@
-"""The textbook's first page: broadcast the model once, then all-reduce every gradient after backward."""
+"""Broadcast the model once, then all-reduce every gradient after backward."""
 
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.scratch.reduce import all_reduce_gradients
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.sums.buckets import trainable
@@ -40,3 +43,19 @@ def manual(
         sync_gradients=sync_gradients,
         reset=reset,
     )
+
+
+@torch.no_grad()
+def all_reduce_gradients(parameters: Sequence[nn.Parameter], divisor: Tensor | float) -> None:
+    """Replace each .grad by its sum over ranks, divided; None if no rank has one."""
+    if not parameters:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = grad.contiguous()  # a collective sends memory, so strides must be the same on every rank
+            dist.all_reduce(total)
+            wide = total.float() if total.element_size() < 4 else total  # 70,000 tokens are infinite in float16
+            parameter.grad = grad.copy_(wide.div_(divisor))

@@ -1,7 +1,7 @@
 """Normalise by the statistics of the whole global batch, though each rank holds only its share of it.
 
 Every rank learns the mean and variance of the union. torch's own SyncBatchNorm refuses CPU tensors; this one runs
-wherever its process group does. `scratch.batchnorm` says why, with an example, and is the same on one page.
+wherever its process group does. examples/textbook/batchnorm.py says why, with an example, and is the same on one page.
 """
 
 from typing import Any, NamedTuple, cast

@@ -12,7 +12,7 @@ Who holds a run of blocks adds up what lies wholly within it, and hands on the f
     all of them finish with       ((a+b) + (c+d)) + (e+f): the same additions in the same order
 
 That is log2 of the number of blocks in sums for each run. Shares must begin at a block: `shards` sees to it.
-`scratch.norm` is the same on one page, to be run.
+examples/textbook/norm.py is the same on one page, to be run.
 """
 
 import math

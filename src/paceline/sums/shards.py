@@ -13,8 +13,8 @@ of the parameters, and a bucket's gradients leave as soon as they are there. Wit
     bucket       a a a a a a b b b b | b b b b b b b b . .
     rank 0 updates a and the first 4 of b, rank 1 the other 8
 
-Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state. `scratch.zero` is the same on one
-page, to be run.
+Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state.
+examples/textbook/zero.py is the same on one page, to be run.
 """
 
 from collections.abc import Iterable, Sequence

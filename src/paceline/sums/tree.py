@@ -13,7 +13,8 @@ subtrees among them, and what is left of the tree above is added from the subtre
     any of them finishes with    ((a+b) + (c+d)) + (e+f): the same additions in the same order
 
 Memory: a rank that owns L leaves adds as a binary counter counts, and keeps up to log2(L) + 1 partial sums; up to
-2 log2(L) where its run does not begin with a large subtree. `scratch.tree` is the same on two pages, to be run.
+2 log2(L) where its run does not begin with a large subtree. examples/textbook/tree.py is the same on
+two pages, to be run.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,13 +28,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
-from paceline.scratch.reduce import all_reduce_gradients
 from paceline.stepping import summing as summing_module
 from paceline.stepping.trainee import Trainee
 from paceline.strategies import base
 from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.buffers import VirtualBuffers
+from paceline.strategies.manual import all_reduce_gradients
 from paceline.sums import Pending, Totals, batchnorm, reducer, transports
 from paceline.sums.batchnorm import Moments, SyncBatchNorm
 from paceline.sums.buckets import trainable

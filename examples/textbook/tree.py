@@ -12,7 +12,7 @@ subtrees among them, and what is left of the tree above is added from the subtre
     3 ranks own  ab, cd, ef      a+b, c+d, e+f
     any of them finishes with    ((a+b) + (c+d)) + (e+f): the same additions in the same order
 
-Run me: `torchrun --nproc-per-node 3 -m paceline.scratch.tree`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 3 examples/textbook/tree.py`, or alone with `python`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def sum_over_leaves(mine: Mapping[Leaves, Tensor], owned: Sequence[Leaves]) -> T
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, say_once
+    from demo import joined_world, say_once
 
     values = [1e8, 1.0, -1e8, 1.0, 0.5, 0.25]  # sums of them depend on the order
     with joined_world() as (rank, world_size):

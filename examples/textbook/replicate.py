@@ -4,7 +4,7 @@ Rank 0's parameters and buffers are broadcast, once, before training. From then 
 equal. Buffers (BatchNorm's running statistics) are no parameters, and are easily forgotten. A broadcast fits by
 position, not by name: `paceline.sums.replicate` compares the models first, and names the rank that has another one.
 
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.replicate`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/replicate.py`, or alone with `python`.
 """
 
 import torch
@@ -28,7 +28,7 @@ def copy_from_rank(module: nn.Module, src: int = 0) -> None:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
+    from demo import joined_world, of_all_ranks, say_once
 
     def show(what: str, mine: Tensor) -> None:
         say_once(f"{what:<18}" + "   ".join(f"rank {rank}: {values}" for rank, values in enumerate(of_all_ranks(mine))))

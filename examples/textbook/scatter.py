@@ -6,14 +6,13 @@ of the gradients' memory: that is what `zero` needs. The sums have the order of 
     2 ranks     rank 0 sends its gradients of share 1, and receives rank 1's of share 0
                 rank 0 keeps the sum of share 0, rank 1 of share 1
 
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.scatter`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/scatter.py`, or alone with `python`.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from paceline.scratch.tree import add_up
+from tree import add_up
 
 
 def sum_of_share(flat: Tensor) -> Tensor:
@@ -25,7 +24,7 @@ def sum_of_share(flat: Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
+    from demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (rank, world_size):
         gradients = torch.arange(2.0 * world_size) + 10 * rank

@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampler import DistributedSampler, chunked, dealt, global_batches, padded
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
-
-from paceline.scratch.sampler import DistributedSampler, chunked, dealt, global_batches, padded
 
 sizes = st.integers(0, 60)
 worlds = st.integers(1, 12)

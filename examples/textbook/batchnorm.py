@@ -10,7 +10,7 @@ Example, one channel, 2 ranks that hold 3 and 1 values:
     union:  1 2 3 6  count 4, mean 3, M2 = 2 + 0 + (6 - 2)^2 * 3 * 1 / 4 = 14, variance 14 / 4 = 3.5
 
 Not (mean of the means) = 4, and not E[x^2] - E[x]^2, which loses all digits where the mean is large.
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.batchnorm`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/batchnorm.py`, or alone with `python`.
 """
 
 from typing import Any
@@ -94,7 +94,7 @@ class _Normalised(torch.autograd.Function):
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
+    from demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (rank, world_size):
         shares = [[1.0, 2.0, 3.0], [6.0], [], [8.0, 10.0]]  # per rank, uneven on purpose; one even has none

@@ -12,7 +12,7 @@ So two functions are all there is: one is nothing on the way forward and a sum o
 A bias of `down` is added after the sum, or it would count N times.
 
 Memory of each rank, for P parameters: P/N weights, gradients and optimizer state, and its share of the hidden units.
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.tensor`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/tensor.py`, or alone with `python`.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ class SharedMLP(nn.Module):
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, say_once
+    from demo import joined_world, say_once
 
     with joined_world() as (rank, world_size):
         torch.manual_seed(0)

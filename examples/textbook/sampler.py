@@ -11,7 +11,7 @@ Three ways to share 10 samples among 4 ranks (`*` marks a sample that is read tw
 With a batch of 2 per rank, one device's first batch of 2 x 4 is {0..7}. Dealt and padded, the ranks' first batches
 together are {0 4, 1 5, 2 6, 3 7}: the same. Chunked, they are {0 1, 3 4, 6 7, 9 0}: another training altogether.
 
-`python -m paceline.scratch.sampler` prints this page.
+`python examples/textbook/sampler.py` prints this page.
 """
 
 import hashlib

@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import norm
 import pytest
 import torch
+import tree
+from batchnorm import GlobalBatchNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reduce import OverlappingReducer, all_reduce_gradients
+from replicate import copy_from_rank
+from sampler import dealt
+from scatter import sum_of_share
 from tests.run_ranks import run_ranks
 from tests.sums.odd_model import over_torch
 from tests.sums.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
 from tests.sums.test_tree import bits, cuts
 from tests.worlds import worlds
 from torch import nn
+from zero import ShardedOptimizer
 
+import pipeline as pipelining
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.scratch import norm, tree
-from paceline.scratch import pipeline as pipelining
-from paceline.scratch.batchnorm import GlobalBatchNorm
-from paceline.scratch.reduce import OverlappingReducer, all_reduce_gradients
-from paceline.scratch.replicate import copy_from_rank
-from paceline.scratch.sampler import dealt
-from paceline.scratch.scatter import sum_of_share
-from paceline.scratch.tensor import SharedMLP
-from paceline.scratch.zero import ShardedOptimizer
 from paceline.sums import buckets
 from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.norm import SharedNorm
@@ -34,6 +34,7 @@ from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
 from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.tree import Forest, subtrees
+from tensor import SharedMLP
 
 SIZES = (2, 3)
 

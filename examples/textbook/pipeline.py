@@ -12,7 +12,7 @@ micro-batches, which follow each other, S stages stand idle for (S-1)/(M+S-1) of
 Gradients of the micro-batches add up in .grad, as ever; what is summed is the loss's *sum*, divided once at the end.
 
 Memory of each rank, for P parameters: P/S weights, gradients, optimizer state; what M micro-batches leave for backward.
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.pipeline`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/pipeline.py`, or alone with `python`.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def bubble(stages: int, microbatches: int) -> float:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, say_once
+    from demo import joined_world, say_once
 
     def squares(out: Tensor, targets: Tensor) -> Tensor:
         return (out - targets).square().sum()

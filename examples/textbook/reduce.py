@@ -8,7 +8,7 @@ travel while backward still computes the gradients of earlier layers (`Overlappi
                         +-- all-reduce: [3, 5, 7] ---+
     rank 1: [2, 3, 4] --'                            '--> / 2 = [1.5, 2.5, 3.5]
 
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.reduce`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/reduce.py`, or alone with `python`.
 """
 
 from collections.abc import Iterable
@@ -111,7 +111,7 @@ def _divided(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
+    from demo import joined_world, of_all_ranks, say_once
 
     def show(what: str, mine: Tensor | None) -> None:
         assert mine is not None

@@ -11,18 +11,17 @@ updated beside it, so the result has the very same bits.
     rank 0 updates a and the first 3 of b, rank 1 the other 9
 
 Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state.
-Run me: `torchrun --nproc-per-node 2 -m paceline.scratch.zero`, or alone with `python -m`.
+Run me: `torchrun --nproc-per-node 2 examples/textbook/zero.py`, or alone with `python`.
 """
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from scatter import sum_of_share
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
-
-from paceline.scratch.scatter import sum_of_share
 
 VECTOR = 64  # elements: shares begin where a vector does, so an element meets the same instruction in any share
 
@@ -58,7 +57,7 @@ def _padded_like(values: Tensor, longer: Tensor) -> Tensor:
 
 
 def _main() -> None:
-    from paceline.scratch._demo import joined_world, of_all_ranks, say_once
+    from demo import joined_world, of_all_ranks, say_once
 
     with joined_world() as (_, world_size):
         torch.manual_seed(0)
