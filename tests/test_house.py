@@ -13,7 +13,7 @@ SPEC.loader.exec_module(house)
 
 # what is not yet within its limit, and must not get worse
 STILL = {
-    "lines of src": 65_700,  # 59,976 before issues 33 (4,700) and 34 (600): issue 36 takes them out again
+    "lines of src": 63_100,  # may only fall; "Shrink the codebase" asks for 47,000
 }
 
 

@@ -49,7 +49,7 @@ ENVIRONMENT = dict(os.environ)  # before a test changes it
 ROOM = {"WARM_ROOM": "-" * 40_000}  # in which a fork shows its own environment in /proc
 AGENT = "paceline.agent"
 OUT_OF_THE_WAY = 500  # the number of a file that no order asks for
-STARTING = {"train", "launch", "verify", "compare", "scale", "faults"}  # commands that may start one
+STARTING = {"train", "launch", "verify", "compare", "scale"}  # commands that may start one
 AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter; a fork can do it, too
 
 LIGHT = (

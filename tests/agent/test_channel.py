@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from benchmarks.faults.reading import said_by_paceline
 
 from paceline.agent import channel
 from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, introduce
 from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
-from paceline.faults.reading import said_by_paceline
 
 SECRET = b"s" * 32
 

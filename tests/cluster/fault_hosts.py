@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.run import PROGRAM, USERS, Launcher, Score, fault_environment, score, struck_now
+from benchmarks.faults.setups import Ran, run_command
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import FOLLOWER, HEAD, PACELINE, words
-
-from paceline.faults.fault import Fault
-from paceline.faults.run import PROGRAM, USERS, Launcher, Score, fault_environment, score, struck_now
-from paceline.faults.setups import Ran, run_command
 
 LAUNCHER_HOST, OTHER = "n1", "n4"
 LIMIT_SECONDS = 90.0

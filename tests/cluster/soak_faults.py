@@ -27,15 +27,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+from benchmarks.faults.__main__ import missing, score_line
+from benchmarks.faults.catalogue import FAULTS, chosen
+from benchmarks.faults.fault import Fault, Needs
+from benchmarks.faults.run import Launcher, Score, run_fault
+from benchmarks.faults.table import markdown
 from tests.cluster.fault_hosts import Hosts, run_on_hosts
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
-
-from paceline.cli.faults import missing, score_line
-from paceline.faults.catalogue import FAULTS, chosen
-from paceline.faults.fault import Fault, Needs
-from paceline.faults.run import Launcher, Score, run_fault
-from paceline.faults.table import markdown
 
 LAUNCHERS: tuple[Launcher, ...] = ("paceline", "torchrun")
 HEAD = """# Faults: who is named, how fast, what is left

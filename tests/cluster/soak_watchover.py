@@ -19,17 +19,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+from benchmarks.faults.catalogue import HANGS, LATE, MISMATCHES, QUIET, SUDDEN
+from benchmarks.faults.fault import Fault, Needs, Way
+from benchmarks.faults.run import Score
+from benchmarks.faults.table import ranks
 from tests.cluster.fault_hosts import Hosts
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.soak_faults import anonymous, machine
 from tests.cluster.ssh import SshHosts
 from tests.cluster.watched import WAYS, run_watched
-
-from paceline.faults.catalogue import HANGS, LATE, MISMATCHES, QUIET, SUDDEN
-from paceline.faults.fault import Fault, Needs, Way
-from paceline.faults.run import Score
-from paceline.faults.table import ranks
 
 WANTED = ("killed", "raises", "raises-and-cleans-up", "exits-early", "fewer-batches")  # of those that are no hangs
 FAULTS = {

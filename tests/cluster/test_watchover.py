@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.fault import Fate
 from tests.cluster.conftest import HINT
 from tests.cluster.fault_hosts import Hosts
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 from tests.cluster.watched import OURS, run_watched
-
-from paceline.faults.catalogue import FAULTS
-from paceline.faults.fault import Fate
 
 
 @pytest.mark.parametrize(

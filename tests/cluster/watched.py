@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.run import PROGRAM, USERS, Score, fault_environment, score
+from benchmarks.faults.setups import Ran, run_command
 from tests.cluster.fault_hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.cluster.training import FOLLOWER, HEAD, words
-
-from paceline.faults.fault import Fault
-from paceline.faults.run import PROGRAM, USERS, Score, fault_environment, score
-from paceline.faults.setups import Ran, run_command
 
 WAYS = ("torchrun", "torchrun on two hosts", "srun", "mpirun")
 LIMIT_SECONDS = 90.0

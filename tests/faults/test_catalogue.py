@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.faults.catalogue import FAULTS, chosen
+from benchmarks.faults.fault import Fate, Fault, Needs, Way
+from benchmarks.faults.run import MARKER, USERS, marked_lines
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import UsageError
-from paceline.faults.catalogue import FAULTS, chosen
-from paceline.faults.fault import Fate, Fault, Needs, Way
-from paceline.faults.run import MARKER, USERS, marked_lines
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}

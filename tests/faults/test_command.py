@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from paceline.faults.setups import run_command
+from benchmarks.faults.setups import run_command
 
 
 def run(folder: Path, program: str, *, limit_seconds: float = 20.0):

@@ -7,10 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
-
-from paceline.faults.catalogue import FAULTS
-from paceline.faults.fault import Fault, Needs, Way
-from paceline.faults.run import run_fault
+from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.fault import Fault, Needs, Way
+from benchmarks.faults.run import run_fault
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 STALL_SECONDS = "5"

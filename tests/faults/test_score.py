@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.faults.catalogue import FAULTS
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.run import USERS, Score, marked_lines, score
+from benchmarks.faults.setups import Ran
+from benchmarks.faults.table import markdown, rows, totals
 from msgspec.structs import replace as replaced
-
-from paceline.faults.catalogue import FAULTS
-from paceline.faults.fault import Fault
-from paceline.faults.run import USERS, Score, marked_lines, score
-from paceline.faults.setups import Ran
-from paceline.faults.table import markdown, rows, totals
 
 STALL = (
     "STALL after 5.6 s (world 3). GUILTY: rank {rank} (vm, pid 5)\n  rank 1 is in sleeps at strikes.py:{line}, state S"

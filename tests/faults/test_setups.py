@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from paceline.faults.setups import CGROUPS, surroundings
+from benchmarks.faults.setups import CGROUPS, surroundings
 
 MAKES = (
     "sh",

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.faults.setups import Ran, run_command
+from benchmarks.faults.setups import Ran, run_command
+
 from paceline.guard.story import read_verdict
 
 HERE = Path(__file__).parent

@@ -33,7 +33,6 @@ COMMANDS = {
     "scale": "measure how well training scales, where time is lost, and what more ranks would bring",
     "checkpoint": "list a run's checkpoints, and check every byte of them",
     "export": "write a run's weights for plain torch or Hugging Face",
-    "faults": "inject faults into small trainings, and score whether the right rank is named",
     "ledger": "prove that each sample was used once, over all attempts of a run",
 }
 

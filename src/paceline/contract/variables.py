@@ -68,5 +68,5 @@ OURS = (
     Variable(RUN_ID, "the agent, or the commands of `--on print`", "tells jobs apart: ranks of two runs never meet"),
     Variable(BIRTH, "the agent", "all else that it tells a worker, as JSON (`contract/birth.py`), which takes it out"),
     Variable(AGENT_MARK, "the agent", "inherited by whatever a worker starts, so that the agent can find and end it"),
-    Variable(FAULTS_MARK, "`paceline faults`", "the same, for what a planted fault starts"),
+    Variable(FAULTS_MARK, "`python -m benchmarks.faults`", "the same, for what a planted fault starts"),
 )

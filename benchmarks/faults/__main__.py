@@ -1,4 +1,7 @@
-"""`paceline faults`: injects faults into small trainings, and scores who names the right rank; torchrun beside it."""
+"""Injects faults into small trainings, and scores who names the right rank; torchrun beside it.
+
+python -m benchmarks.faults --list
+"""
 
 import os
 import shutil
@@ -10,15 +13,15 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
+from benchmarks.faults.catalogue import FAULTS, chosen
+from benchmarks.faults.fault import Fault, Needs
+from benchmarks.faults.run import Launcher, Score, run_fault
+from benchmarks.faults.table import markdown, print_table, ranks
 from rich.table import Table
 
 from paceline.cli.flags import check_out_file, check_positive, table_console, write_json
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
-from paceline.faults.catalogue import FAULTS, chosen
-from paceline.faults.fault import Fault, Needs
-from paceline.faults.run import Launcher, Score, run_fault
-from paceline.faults.table import markdown, print_table, ranks
 
 ROOT_PROGRAMS = ("unshare", "mount")
 TABLE_WIDTH = 160
@@ -44,9 +47,9 @@ class FaultsConfig:
     """keep each run's folder in this one (default: those of runs that went wrong, in a temporary one)"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `paceline faults ARGUMENTS`."""
-    config = tyro.cli(FaultsConfig, prog="paceline faults", args=arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `python -m benchmarks.faults ARGUMENTS`."""
+    config = tyro.cli(FaultsConfig, prog="python -m benchmarks.faults", args=arguments)
     _check(config)
     faults = chosen(config.run)
     if config.list:
@@ -128,3 +131,11 @@ def _list(faults: Sequence[Fault]) -> None:
         table.add_row(fault.name, str(fault.world), guilty, fault.does, " or ".join(fault.ends), needs)
     console.print(table)
     console.print(f"{len(faults)} faults")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        print(f"faults: {error}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

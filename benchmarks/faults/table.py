@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from benchmarks.faults.fault import Fault
+from benchmarks.faults.run import Launcher, Score
 from rich.console import Console
 from rich.table import Table
-
-from paceline.faults.fault import Fault
-from paceline.faults.run import Launcher, Score
 
 LAUNCHERS: tuple[Launcher, ...] = ("paceline", "torchrun")
 HEADS = ("rank", "line", "says", "verdict s", "exit s", "code", "left")

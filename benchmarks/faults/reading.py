@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.faults.fault import Fate
+
 from paceline.contract.evidence import Verdict
 from paceline.errors import ExitCode
-from paceline.faults.fault import Fate
 
 Lines = Sequence[tuple[float, str]]
 

@@ -7,8 +7,9 @@ with a fork that the kernel waits for), a slow network (kernels often lack netem
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from benchmarks.faults.fault import DIVERGED, DONE, FAILED, MISMATCH, STALLED, USAGE, Fate, Fault, Needs, Way
+
 from paceline.errors import unknown
-from paceline.faults.fault import DIVERGED, DONE, FAILED, MISMATCH, STALLED, USAGE, Fate, Fault, Needs, Way
 
 KILLED, SEGFAULT, ABORTED = 137, 139, 134
 ANY_FAILURE = (FAILED, STALLED, ABORTED)  # a rank that leaves takes others with it, in ways that luck decides

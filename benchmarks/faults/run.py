@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from benchmarks.faults.fault import Fate, Fault, Way
+from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun
+from benchmarks.faults.setups import Ran, Setup, run_command, surroundings
 
 from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
-from paceline.faults.fault import Fate, Fault, Way
-from paceline.faults.reading import Said, said_by_paceline, said_by_torchrun
-from paceline.faults.setups import Ran, Setup, run_command, surroundings
 from paceline.guard.story import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]

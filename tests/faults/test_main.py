@@ -1,14 +1,32 @@
-"""`paceline faults`: what it refuses, what it lists, what it writes."""
+"""`python -m benchmarks.faults`: what it refuses, what it lists, what it writes."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 
-def test_every_fault_is_listed_with_what_it_does(paceline):
-    done = paceline("faults", "--list")
+
+@pytest.fixture
+def faults(tmp_path):
+    """Run `python -m benchmarks.faults ARGUMENTS`, as in a clone."""
+
+    def run(*arguments: str, env: dict[str, str] | None = None):
+        words = (sys.executable, "-m", "benchmarks.faults", *arguments)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_every_fault_is_listed_with_what_it_does(faults):
+    done = faults("--list")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith(" faults")
     line = next(line for line in done.stdout.splitlines() if line.startswith("sleeps "))
     assert "behind" in line and " 1 " in line
@@ -24,22 +42,22 @@ def test_every_fault_is_listed_with_what_it_does(paceline):
         (("--stall-after", "soon"), "--stall-after must be"),
     ],
 )
-def test_wrong_use_is_refused_before_anything_is_started(paceline, arguments, words):
-    done = paceline("faults", *arguments)
+def test_wrong_use_is_refused_before_anything_is_started(faults, arguments, words):
+    done = faults(*arguments)
     assert done.returncode == 2 and words in done.stderr
 
 
-def test_what_needs_hosts_is_left_out_with_the_reason(paceline):
-    done = paceline("faults", "--run", "network-cut")
+def test_what_needs_hosts_is_left_out_with_the_reason(faults):
+    done = faults("--run", "network-cut")
     assert done.returncode == 0 and "network-cut: left out, it needs several hosts: `make soak-faults`" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_scores_are_written_and_the_folders_of_good_runs_removed(paceline, tmp_path):
+def test_the_scores_are_written_and_the_folders_of_good_runs_removed(faults, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    done = paceline("faults", "--run", "killed", "--out", "scores.json", env={"TMPDIR": str(temporary)})
+    done = faults("--run", "killed", "--out", "scores.json", env={"TMPDIR": str(temporary)})
     assert done.returncode == 0, done.stderr
     (score,) = json.loads((tmp_path / "scores.json").read_text())
     assert score["fault"] == "killed" and score["right_rank"] and score["code"] == 137
