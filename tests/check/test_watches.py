@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import sys
 import time
@@ -22,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.worker.imports import when_imported
-from paceline.worker.probes.generators import Generators
+from paceline.worker.probes.generators import SETTERS, Generators, watch_setters
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
@@ -394,6 +395,34 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
     torch.rand(8)
     assert {*generators.used(8)} == {OWN_GENERATORS, "torch"}
     assert generators.used(8) == generators.used(8) and Generators().used(8) == {}
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "random"])
+def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, (_, names) in SETTERS.items():
+        for setter in names:
+            monkeypatch.setattr(sys.modules[module], setter, getattr(sys.modules[module], setter))
+    watch_setters()
+    draw, state = {
+        "torch": (partial(torch.rand, 8), torch.get_rng_state()),
+        "numpy": (partial(numpy.random.rand, 8), numpy.random.get_state()),
+        "random": (partial(random.sample, range(99), 8), random.getstate()),
+    }[name]
+    for setter in {
+        "torch": [torch.set_rng_state, torch.random.set_rng_state, torch.manual_seed, torch.random.manual_seed],
+        "numpy": [numpy.random.set_state, numpy.random.seed],
+        "random": [random.setstate, random.seed],
+    }[name]:
+        draw()
+        generators = Generators()
+        setter(5 if "seed" in setter.__name__ else state)
+        assert generators.used(8) == {}
+        from_here = Generators()
+        draw()
+        assert [*generators.used(8)] == [name] and generators.used(8) == from_here.used(8)
+        assert setter is pickle.loads(pickle.dumps(setter)), "it may be a loader's worker_init_fn"
 
 
 def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:
