@@ -677,3 +677,13 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
     assert told(lambda rank: [*joint, *alone[rank : 3 + 4 * rank]]) == [("past DDP", "note")]
     drifts = msgspec.structs.replace(joint[5], parameters="other")
     assert told(lambda rank: [*joint, *alone[:rank], drifts if rank else joint[5]]) == [("gradients", "wrong")]
+    second = [msgspec.structs.replace(one, optimizer=1) for one in (alone[0], *joint[1:])]
+    assert told(lambda rank: [*joint, *second]) == [], "one forward for two optimizers, as of a GAN in one replica"
+    left = [msgspec.structs.replace(one, optimizer=1) for one in alone]
+    assert told(lambda rank: [*joint, *left[rank:]]) == [("past DDP", "note")]
+
+
+def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
+    steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
+    (note,) = (one for one in judged([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate")
+    assert note.words == "2 ranks x batch 4 = 8 samples, learning rate 0.02"
