@@ -687,3 +687,15 @@ def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
     steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
     (note,) = (one for one in judged([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate")
     assert note.words == "2 ranks x batch 4 = 8 samples, learning rate 0.02"
+
+
+def test_an_epoch_that_is_trained_again_is_no_epoch_like_every_other() -> None:
+    """As after a checkpoint was loaded."""
+
+    def told(rank: int, third: list[int]) -> ScriptFacts:
+        passes = [epoch(ORDERS[rank]), epoch(ORDERS[rank]), epoch(third)]
+        return right(rank, loaders=[trained(rank, passes=passes)])
+
+    assert found(lambda rank: told(rank, AGAIN[rank])) == []
+    for third in (ORDERS, [order[:8] for order in ORDERS], ([], [])):
+        assert [one.rule for one in found(lambda rank, third=third: told(rank, third[rank]))] == ["same order"]

@@ -126,7 +126,10 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
     if first.cut_off and not one.plain:
         return  # what it does after its last index, as to count its epochs, was not seen
     both = min(len(first.indices), len(second.indices))
-    if first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
+    later = (seen.indices[:both] for seen in one.training[2:] if len(seen.indices) >= FEW)
+    if any(order != first.indices[: len(order)] for order in later):
+        yield Remark("same order", "right", "epochs have orders of their own", one.site)  # one may be trained again
+    elif first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
         words = "every epoch has the same order"
         do = "sampler.set_epoch(epoch), in front of this loop"

@@ -39,7 +39,7 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
 
 
 def _past(facts: ScriptFacts) -> Iterator[SeenStep]:
-    """Those past DDP; not an optimizer's first, if its next is none: it shares a forward with one that stepped before."""
+    """Those past DDP; not an optimizer's first, if its next is none: then it shares a forward with another's step."""
     of: defaultdict[int, list[SeenStep]] = defaultdict(list)
     for step in facts.steps:
         of[step.optimizer].append(step)
