@@ -699,3 +699,13 @@ def test_an_epoch_that_is_trained_again_is_no_epoch_like_every_other() -> None:
     assert found(lambda rank: told(rank, AGAIN[rank])) == []
     for third in (ORDERS, [order[:8] for order in ORDERS], ([], [])):
         assert [one.rule for one in found(lambda rank, third=third: told(rank, third[rank]))] == ["same order"]
+
+
+def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_them_have_not() -> None:
+    def told(world: int, split: int) -> set[tuple[str, str]]:
+        one = right(0, loaders=[trained(0)], replicas=[], split=split)
+        ranks = [msgspec.structs.replace(one, rank=n, world=world, split_rank=n % split) for n in range(world)]
+        return {(one.rule, one.level) for one in judged(ranks) if one.rule in ("same batches", "learning rate")}
+
+    wrong = {("same batches", "wrong"), ("learning rate", "note")}
+    assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong

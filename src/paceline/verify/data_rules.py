@@ -27,7 +27,11 @@ REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
 
 
 def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
-    """All of them."""
+    """All of them. Of ranks that work on the same batches with parts of layers, the first counts."""
+    if any(facts.split > 1 for facts in ranks):
+        ranks = [facts for facts in ranks if facts.split_rank == 0]
+        if len(ranks) < 2:
+            return
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
     trained = False
     for loaders in loaders_of(ranks):

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -194,7 +195,26 @@ def hybrid():
                 break
 
 
-KINDS = (windows, tokens, resumed, evaluated, hybrid)
+def parallel():
+    """Layers that are split among the ranks of a group, which rightly train on the same batches; data parallel is 1."""
+    with world():
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+        net, data = Net(), rows(400)
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = sharded(net, mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
+        loader = DataLoader(data, 16, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+
+KINDS = (windows, tokens, resumed, evaluated, hybrid, parallel)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
