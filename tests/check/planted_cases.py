@@ -69,7 +69,6 @@ NEEDS = {  # script -> package
     "accelerated": "accelerate",
     "with_accelerate": "accelerate",
     "with_lightning": "lightning",
-    "lightning_trainer": "lightning",
     "with_fabric": "lightning",
 }
 

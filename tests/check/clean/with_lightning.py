@@ -1,4 +1,4 @@
-"""Lightning's Trainer, right in the way that is named: lightning_trainer.py KIND --folder FOLDER."""
+"""Lightning's Trainer, right in the way that is named: with_lightning.py KIND --folder FOLDER."""
 
 import argparse
 import os
