@@ -45,11 +45,9 @@ class Meshes:
         """Among how many ranks layers are split, and which of them this one is."""
         count, number = 1, 0
         for parameter in parameters:
-            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-            where = mesh and mesh.get_coordinate()
-            if not where:
+            if not hasattr(parameter, "device_mesh") or (where := parameter.device_mesh.get_coordinate()) is None:
                 continue
-            of, at = 1, 0
+            mesh, placements, of, at = parameter.device_mesh, parameter.placements, 1, 0
             for dimension, placement in enumerate(placements):
                 here = tuple(slice(None) if n == dimension else place for n, place in enumerate(where))
                 if not placement.is_replicate() and not self._shared_out.issuperset(mesh.mesh[here].tolist()):
