@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -61,6 +63,14 @@ ACCELERATED = (
 RIGHT = ("plain", "tensors", "streamed", "closures", "trainer", "accelerated", "with_lightning")
 CLOSURES = ("same batches", "same order", "last window divided", "no sync")
 LIGHTNING = ("same batches", "last window divided", "padded score")
+NEEDS = {  # script -> package
+    "trainer": "transformers",
+    "with_trainer": "transformers",
+    "accelerated": "accelerate",
+    "with_accelerate": "accelerate",
+    "with_lightning": "lightning",
+    "with_fabric": "lightning",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,13 @@ class Case:
     script: str
     plant: str = ""
     rule: str = ""
+    kind: str = ""  # of a script that is right in several ways
+
+    @property
+    def missing(self) -> str:
+        """The package that it needs, if that is not installed."""
+        package = NEEDS.get(Path(self.script).stem, "")
+        return package if package and find_spec(package) is None else ""
 
 
 @dataclass
@@ -107,7 +124,8 @@ class Outcome:
 
 def cases() -> list[Case]:
     """All of them."""
-    clean = [Case(f"clean/{path.name}") for path in sorted((HERE / "clean").glob("*.py"))]
+    scripts = sorted((HERE / "clean").glob("*.py"))
+    clean = [Case(f"clean/{path.name}", kind=kind) for path in scripts for kind in kinds(path)]
     right = [Case(f"planted/{name}.py") for name in RIGHT]
     windows = [Case(f"planted/{name}.py", "windows") for name in ("plain", "trainer", "accelerated")]
     planted = [Case("planted/plain.py", plant, rule) for plant, rule in PLAIN.items()]
@@ -117,6 +135,12 @@ def cases() -> list[Case]:
     planted += [Case("planted/closures.py", plant, PLAIN[plant]) for plant in CLOSURES]
     planted += [Case("planted/with_lightning.py", plant, PLAIN[plant]) for plant in LIGHTNING]
     return clean + right + windows + planted
+
+
+def kinds(script: Path) -> list[str]:
+    """The ways in which a script is right: what its last tuple lists; one without a name where there is none."""
+    listed = re.search(r"^KINDS = \(([^)]*)\)", script.read_text(), re.MULTILINE)
+    return re.findall(r"\w+", listed[1]) if listed else [""]
 
 
 def marked(case: Case) -> list[int]:
@@ -130,7 +154,7 @@ def checked(case: Case, *, nproc: int = 2) -> Outcome:
     """Check it."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        words = [str(HERE / case.script)]
+        words = [str(HERE / case.script), *filter(None, [case.kind])]
         if case.plant:
             words += ["--plant", case.plant]
         if "--folder" in (HERE / case.script).read_text():

@@ -23,7 +23,8 @@ def row(outcome: Outcome) -> str:
     line = "" if not case.rule else "yes" if outcome.on_its_line else "no"
     said = "; ".join(f"{one['words']} ({one['site']})" for one in outcome.counted) or "-"
     others = ", ".join(outcome.others) or "-"
-    cells = (case.script, what, "yes" if outcome.found else "NO", line, others, f"{outcome.seconds:.0f}", said)
+    script = f"{case.script} {case.kind}".strip()
+    cells = (script, what, "yes" if outcome.found else "NO", line, others, f"{outcome.seconds:.0f}", said)
     return f"| {' | '.join(cells)} |"
 
 
@@ -48,7 +49,10 @@ def main() -> int:
     kept = options.out.with_suffix(".json") if options.out else None
     outcomes = msgspec.json.decode(kept.read_bytes(), type=list[Outcome]) if kept and kept.exists() else []
     for case in cases():
-        if options.only not in f"{case.script} {case.plant}" or any(one.case == case for one in outcomes):
+        if options.only not in f"{case.script} {case.kind or case.plant}" or any(one.case == case for one in outcomes):
+            continue
+        if case.missing:
+            print(f"skipped: {case.script} {case.kind or case.plant}: {case.missing} is not installed", flush=True)
             continue
         outcomes.append(checked(case, nproc=options.nproc))
         print(row(outcomes[-1]), flush=True)

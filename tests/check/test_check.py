@@ -71,6 +71,20 @@ def test_data_of_each_rank_s_own_with_the_same_labels_are_right(script: str) -> 
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        pytest.param("with_accelerate", "streamed", marks=pytest.mark.needs("accelerate")),
+        pytest.param("with_trainer", "resumed", marks=pytest.mark.needs("transformers")),
+    ],
+)
+def test_nothing_is_wrong_with_a_framework_that_is_used_as_it_should_be(script: str, kind: str) -> None:
+    outcome = checked(Case(f"clean/{script}.py", kind=kind))
+    assert outcome.found, outcome.text
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("script", "note"),
     [("probe_alone", ""), ("own_folds", "past DDP"), ("own_classes", "own parameters"), ("experts", "own parameters")],

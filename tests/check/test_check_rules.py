@@ -677,3 +677,35 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
     assert told(lambda rank: [*joint, *alone[rank : 3 + 4 * rank]]) == [("past DDP", "note")]
     drifts = msgspec.structs.replace(joint[5], parameters="other")
     assert told(lambda rank: [*joint, *alone[:rank], drifts if rank else joint[5]]) == [("gradients", "wrong")]
+    second = [msgspec.structs.replace(one, optimizer=1) for one in (alone[0], *joint[1:])]
+    assert told(lambda rank: [*joint, *second]) == [], "one forward for two optimizers, as of a GAN in one replica"
+    left = [msgspec.structs.replace(one, optimizer=1) for one in alone]
+    assert told(lambda rank: [*joint, *left[rank:]]) == [("past DDP", "note")]
+
+
+def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
+    steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
+    (note,) = (one for one in judged([right(rank, steps=steps) for rank in range(2)]) if one.rule == "learning rate")
+    assert note.words == "2 ranks x batch 4 = 8 samples, learning rate 0.02"
+
+
+def test_an_epoch_that_is_trained_again_is_no_epoch_like_every_other() -> None:
+    """As after a checkpoint was loaded."""
+
+    def told(rank: int, third: list[int]) -> ScriptFacts:
+        passes = [epoch(ORDERS[rank]), epoch(ORDERS[rank]), epoch(third)]
+        return right(rank, loaders=[trained(rank, passes=passes)])
+
+    assert found(lambda rank: told(rank, AGAIN[rank])) == []
+    for third in (ORDERS, [order[:8] for order in ORDERS], ([], [])):
+        assert [one.rule for one in found(lambda rank, third=third: told(rank, third[rank]))] == ["same order"]
+
+
+def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_them_have_not() -> None:
+    def told(world: int, split: int) -> set[tuple[str, str]]:
+        one = right(0, loaders=[trained(0)], replicas=[], split=split)
+        ranks = [msgspec.structs.replace(one, rank=n, world=world, split_rank=n % split) for n in range(world)]
+        return {(one.rule, one.level) for one in judged(ranks) if one.rule in ("same batches", "learning rate")}
+
+    wrong = {("same batches", "wrong"), ("learning rate", "note")}
+    assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pickle
 import random
 import sys
 import time
@@ -18,14 +20,16 @@ import numpy
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
 from paceline.worker.imports import when_imported
-from paceline.worker.probes.generators import Generators
+from paceline.worker.probes.generators import SETTERS, Generators, watch_setters
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
+from paceline.worker.probes.meshes import OFFERED_BY, Meshes
 from paceline.worker.probes.noting import length_of, padded_more
 from paceline.worker.probes.seeing import StepWatch
 
@@ -394,6 +398,57 @@ def test_a_generator_of_a_script_s_own_counts_if_it_draws_for_each_sample(name: 
     torch.rand(8)
     assert {*generators.used(8)} == {OWN_GENERATORS, "torch"}
     assert generators.used(8) == generators.used(8) and Generators().used(8) == {}
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "random"])
+def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, (_, names) in SETTERS.items():
+        for setter in names:
+            monkeypatch.setattr(sys.modules[module], setter, getattr(sys.modules[module], setter))
+    watch_setters()
+    draw, state = {
+        "torch": (partial(torch.rand, 8), torch.get_rng_state()),
+        "numpy": (partial(numpy.random.rand, 8), numpy.random.get_state()),
+        "random": (partial(random.sample, range(99), 8), random.getstate()),
+    }[name]
+    for setter in {
+        "torch": [torch.set_rng_state, torch.random.set_rng_state, torch.manual_seed, torch.random.manual_seed],
+        "numpy": [numpy.random.set_state, numpy.random.seed],
+        "random": [random.setstate, random.seed],
+    }[name]:
+        draw()
+        generators = Generators()
+        setter(5 if "seed" in setter.__name__ else state)
+        assert generators.used(8) == {}
+        from_here = Generators()
+        draw()
+        assert [*generators.used(8)] == [name] and generators.used(8) == from_here.used(8)
+        assert setter is pickle.loads(pickle.dumps(setter)), "it may be a loader's worker_init_fn"
+
+
+def test_layers_are_split_along_those_dimensions_of_a_mesh_that_fsdp_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules = [importlib.import_module(name) for name in OFFERED_BY]
+    for module in modules:
+        monkeypatch.setattr(module, "fully_shard", lambda *_, **__: None)
+    meshes, ranks = Meshes(), torch.arange(4).view(2, 2)
+    meshes.watch()
+
+    def parameter(*placements: Any, rank: int) -> Any:
+        mesh = SimpleNamespace(mesh=ranks, size=lambda _: 2, get_coordinate=lambda: [*divmod(rank, 2)])
+        return SimpleNamespace(device_mesh=mesh, placements=placements)
+
+    both = parameter(Shard(0), Shard(0), rank=1), torch.ones(2)
+    assert meshes.split([parameter(Replicate(), Shard(1), rank=1)]) == (2, 1)
+    assert meshes.split(both) == (4, 1)
+    modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks[:, 1]))
+    assert meshes.split(both) == (2, 1), "FSDP along one dimension, layers are split along the other"
+    assert meshes.split([parameter(Shard(0), Replicate(), rank=1)]) == (1, 0)
+    modules[0].fully_shard(torch.nn.Linear(1, 1), mesh=SimpleNamespace(mesh=ranks))
+    assert meshes.split(both) == (1, 0)
 
 
 def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> None:

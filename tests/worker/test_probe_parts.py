@@ -226,6 +226,30 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
     assert words.startswith("skipped a batch")
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(box: Box, persistent: bool) -> None:
+    """As the process that deals out batches with Accelerate: the others have none that would do the same."""
+
+    class Batches: ...
+
+    def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
+        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        before, batches = len(read_findings(box.descriptor)), Batches()
+        for extra in first:
+            batches = batches if persistent else Batches()
+            stale.epoch_begins(batches)
+            for number in range(20):
+                for _ in range((ahead + extra) * (not number) + 2 * (number < 19)):
+                    stale.batch_given(batches, None)
+                stale.backward_begins(None)
+                stale.step_begins(optimizer)
+        return [one.words for one in read_findings(box.descriptor)][before:]
+
+    assert told([0] * 4) == told([0] * 4, ahead=0) == []
+    (words,) = told([0, 0, 1, 0])
+    assert words.startswith("skipped a batch")
+
+
 def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:

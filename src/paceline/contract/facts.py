@@ -181,6 +181,8 @@ class ScriptFacts(msgspec.Struct):
     threads: int = 0
     threads_site: str = ""
     ended: bool = False
+    split: int = 1  # ranks among which layers are split: these are given the same batches
+    split_rank: int = 0  # which of them it is
     gathers_for_metrics: bool = False  # Accelerate's, which drops what was padded
     seeds: dict[str, str] = {}  # generator -> the line that has seeded it last
     loaders: list[SeenLoader] = []

@@ -27,7 +27,11 @@ REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
 
 
 def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
-    """All of them."""
+    """All of them. Of ranks that work on the same batches with parts of layers, the first counts."""
+    if any(facts.split > 1 for facts in ranks):
+        ranks = [facts for facts in ranks if facts.split_rank == 0]
+        if len(ranks) < 2:
+            return
     joined = any(replica.joined for facts in ranks for replica in facts.replicas)
     trained = False
     for loaders in loaders_of(ranks):
@@ -126,7 +130,10 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
     if first.cut_off and not one.plain:
         return  # what it does after its last index, as to count its epochs, was not seen
     both = min(len(first.indices), len(second.indices))
-    if first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
+    later = (seen.indices[:both] for seen in one.training[2:] if len(seen.indices) >= FEW)
+    if any(order != first.indices[: len(order)] for order in later):
+        yield Remark("same order", "right", "epochs have orders of their own", one.site)  # one may be trained again
+    elif first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
         words = "every epoch has the same order"
         do = "sampler.set_epoch(epoch), in front of this loop"

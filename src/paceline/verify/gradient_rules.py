@@ -26,16 +26,26 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """All of them."""
     found = [*_of_optimizers(ranks)]
     drifted = any(one.level == "wrong" for one in found)
-    past = next((step for facts in ranks for step in facts.steps if step.past), None)
+    past = next((step for facts in ranks for step in _past(facts)), None)
     if past is not None and drifted:  # between steps through DDP
         site = next((one.past_site for facts in ranks for one in facts.replicas if one.past_site), past.site)
         found = [replace(one, **PAST, site=site) if one.rule == "replicas" else one for one in found]
     elif past is not None:
-        alone = [facts.rank for facts in ranks if any(step.past for step in facts.steps)]
+        alone = [facts.rank for facts in ranks if any(_past(facts))]
         words = f"{ranks_named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
         do = "ddp(x), not ddp.module(x), if this is not meant"
         found.append(Remark("past DDP", "note", words, past.backward_site, do, "after steps through DDP"))
     yield from found
+
+
+def _past(facts: ScriptFacts) -> Iterator[SeenStep]:
+    """Those past DDP; not an optimizer's first, if its next is none: then it shares a forward with another's step."""
+    of: defaultdict[int, list[SeenStep]] = defaultdict(list)
+    for step in facts.steps:
+        of[step.optimizer].append(step)
+    for steps in of.values():
+        shares = steps[0].past and len(steps) > 1 and not steps[1].past
+        yield from (step for step in steps[shares:] if step.past)
 
 
 def _of_optimizers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:

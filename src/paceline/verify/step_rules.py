@@ -172,10 +172,12 @@ def _trained(facts: ScriptFacts) -> SeenLoader | None:
 
 def _rate(facts: ScriptFacts) -> Iterator[Remark]:
     loader, steps = _trained(facts), joint_steps(facts)
-    if loader is None or not steps or not loader.training[0].sizes or facts.world < 2:
+    if loader is None or not steps or not loader.training[0].sizes or facts.world // facts.split < 2:
         return
-    batch, rate = loader.training[0].sizes[0], steps[0].learning_rate
-    words = f"{facts.world} ranks x batch {batch} = {facts.world * batch} samples, learning rate {rate:g}"
+    batch = loader.training[0].sizes[0]
+    rate = max(step.learning_rate for step in steps)  # it may begin with 0
+    apart = facts.world // facts.split  # ranks that have batches of their own
+    words = f"{apart} ranks x batch {batch} = {apart * batch} samples, learning rate {rate:g}"
     do = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
     yield Remark("learning rate", "note", words, loader.made, do)
 

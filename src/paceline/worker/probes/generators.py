@@ -3,7 +3,8 @@
 Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are found
 by way of the garbage collector, so nothing is put in place of their classes. One counts as used for a batch's samples
 if it has gone on by half as many numbers as there are samples, or more: a number or two for all of a batch, its size,
-say, may be the same on purpose.
+say, may be the same on purpose. One of those that are shared may be put into another state, as by a checkpoint that is
+loaded: then what counts is how far it goes on from there.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ import gc
 import mmap
 import random
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
 from paceline.contract.facts import OWN_GENERATORS
+from paceline.worker.imports import when_imported
 from paceline.worker.probes.digests import hashed
+from paceline.worker.probes.hooks import hang
 from paceline.worker.sites import USER, owner
 from paceline.worker.unseen import unseen
 
 SLOTS, DIGEST_BYTES = 64, 16
 NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+SETTERS = {  # of the shared generators, by the modules that have them
+    "torch": ("torch", ("manual_seed", "set_rng_state")),
+    "torch.random": ("torch", ("manual_seed", "set_rng_state")),
+    "random": ("random", ("seed", "setstate")),
+    "numpy.random": ("numpy", ("seed", "set_state")),
+}
 LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
 
 
@@ -77,6 +87,11 @@ class Generators:
 
     def __init__(self) -> None:
         self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
+        _LOOKED_AT.add(self)
+
+    def was_set(self, which: str) -> None:
+        """A shared one has been put into the state that it has now."""
+        self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
 
     def used(self, samples: int) -> dict[str, str]:
         """By name, a digest of the states in which those were that have since been used for so many samples."""
@@ -85,6 +100,28 @@ class Generators:
             if _goes_on(before, one, max(1, samples // 2)):
                 found[name].append(_state(before))
         return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
+
+
+_LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
+
+
+def watch_setters() -> None:
+    """Have it noticed when a generator that everybody shares is put into another state."""
+    for module in SETTERS:
+        when_imported(module, partial(_watch_setters, module))
+
+
+def _watch_setters(module: str, *, late: bool) -> None:
+    generator, names = SETTERS[module]
+    for name in names:
+        hang(sys.modules[module], name, after=partial(_was_set, generator))
+        setter = getattr(sys.modules[module], name)
+        setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
+
+
+def _was_set(which: str, *_: Any, **__: Any) -> None:
+    for one in [*_LOOKED_AT]:
+        one.was_set(which)
 
 
 def _alive() -> Iterator[tuple[str, Any]]:

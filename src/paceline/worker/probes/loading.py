@@ -23,7 +23,7 @@ from paceline.contract.facts import (
 )
 from paceline.worker.guard import Guard
 from paceline.worker.probes.digests import leading, leaf_digests
-from paceline.worker.probes.generators import LOOKS, Fetched, Generators
+from paceline.worker.probes.generators import LOOKS, Fetched, Generators, watch_setters
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.sites import call_site, user_site
@@ -107,6 +107,7 @@ class LoaderWatch(Events):
         self.given = 0  # batches, of all loaders
 
     def torch_is_there(self) -> None:
+        watch_setters()
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         loader = dataloader.DataLoader

@@ -17,6 +17,7 @@ from paceline.worker.probes.graphs import factors_of, parameters_reached, roots_
 from paceline.worker.probes.hooks import Events, hang
 from paceline.worker.probes.joint import Joint, is_sharded
 from paceline.worker.probes.loading import LoaderWatch
+from paceline.worker.probes.meshes import Meshes
 from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words, user_site
 from paceline.worker.unseen import unseen
 
@@ -47,6 +48,7 @@ class StepWatch(Events):
 
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: Joint | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or Joint(lambda: 0)
+        self._meshes = Meshes()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
         self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients
         self._records: Counter[str] = Counter()
@@ -72,6 +74,7 @@ class StepWatch(Events):
         self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
 
     def torch_is_there(self) -> None:
+        self._meshes.watch()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
         hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
         modules: Any = sys.modules["torch.nn.modules.module"]
@@ -249,6 +252,9 @@ class StepWatch(Events):
             return
         parameters = _parameters(optimizer)
         plain = not any(is_sharded(p) for p in parameters)
+        if not plain and known is None:
+            split = self._meshes.split(parameters)
+            self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
         step = SeenStep(
             optimizer=number,
             site=user_site(),

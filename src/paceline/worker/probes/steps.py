@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from traceback import walk_tb
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from msgspec.structs import replace
 
@@ -180,11 +180,17 @@ class Stale(Events):
         self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
         self._given = 0  # batches by it, since any optimizer's last step
         self._usual_given, self._times_given = 0, 0  # the same before the last step, and how often so many in a row
+        self._begun: WeakSet[Any] = WeakSet()  # iterators that no step has followed yet
+        self._most_at_first = 0  # batches before the first step of a pass: more, where a reader reads ahead
         self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
         self._told: set[str] = set()
 
     def backward_begins(self, losses: Any) -> None:
         self._backwards += 1
+
+    def epoch_begins(self, batches: Any) -> None:
+        self._begun.add(batches)
+        self._batches = None  # that of persistent workers is the same one again
 
     def batch_given(self, batches: Any, batch: Any) -> None:
         if self._batches is None or self._batches() is not batches:
@@ -197,11 +203,7 @@ class Stale(Events):
             return
         self._before_step = self._backwards
         if self._given:
-            given, self._given = self._given, 0
-            if given > self._usual_given and self._times_given >= USUAL_STEPS:
-                self._tell("skipped a batch, as never before: an error swallowed, or a batch left out")
-            self._times_given = self._times_given + 1 if given == self._usual_given else 0
-            self._usual_given = given
+            self._compare_given()
         backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
         own = self._of(optimizer) - backwards
         if own == 0 < usual and times >= USUAL_STEPS:
@@ -209,6 +211,20 @@ class Stale(Events):
         elif own > usual and times >= USUAL_STEPS:
             self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
         self._stepped[optimizer] = self._of(optimizer), own, times + 1 if own == usual else 0
+
+    def _compare_given(self) -> None:
+        given, self._given = self._given, 0
+        batches = self._batches and self._batches()
+        usual, is_usual = self._usual_given, self._times_given >= USUAL_STEPS
+        if batches in self._begun:
+            self._begun.discard(batches)
+            usual = self._most_at_first or given
+            self._most_at_first = max(given, usual)
+        else:
+            self._times_given = self._times_given + 1 if given == usual else 0
+            self._usual_given = given
+        if given > usual and is_usual:
+            self._tell("skipped a batch, as never before: an error swallowed, or a batch left out")
 
     def step_ended(self, optimizer: Any) -> None:
         """What its closure does after the first time (L-BFGS) belongs to this step: as often as it likes."""
