@@ -61,13 +61,6 @@ def test_a_rungs_drawing_has_all_its_colours_in_light_and_in_dark(name: str) -> 
         assert f"{variable}:" in light and f"{variable}:" in dark, variable
 
 
-def test_the_readme_shows_a_page_and_a_terminal_and_says_how_to_get_them() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(re.findall(r"!\[[^\]]{20,}\]\(docs/pictures/(?:report-light\.png|watch\.svg)\)", text)) == 2
-    for command in ("report", "watch", "logs", "analyze", "monitor", "trace"):
-        assert f"$ paceline {command} " in text
-
-
 def test_an_unknown_picture_is_refused() -> None:
     command = [sys.executable, ROOT / "tools" / "pictures.py", "ladder-none"]
     done = subprocess.run(command, capture_output=True, text=True)
