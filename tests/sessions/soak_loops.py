@@ -13,8 +13,9 @@ looped.py holds the two loops. What a case comes to:
     anything else is a failure: `different`, `applied` (rejected too late), `failed` (another exit code), `hung`
 
 Loops that are wrong on several ranks are drawn, too (`Case.wrong`): these must be rejected, or equal all the same. They
-are counted by themselves. Each part writes what it has done beside --out, by commit; type it again to go on. The exit
-code is 1 if a case fails, or more than 15 % of the right loops are rejected.
+are counted by themselves. Each part writes what it has done beside --out, by commit; type it again to continue. With
+`--since COMMIT` the cases that were done at that commit count, too, unless they failed. The exit code is 1 if a case
+fails, or more than 15 % of the right loops are rejected.
 """
 
 from __future__ import annotations
@@ -276,7 +277,10 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
         return "failed", "rejected with a traceback: " + words.strip().splitlines()[-2][:200]
     if case.wrong in ("by_hand", "added_gradient") or not case.seeded:
         return "rejected", words
-    states = plain(case).after
+    try:
+        states = plain(case).after
+    except Exception:  # of torch: a batch without samples
+        return "rejected", words
     for one in _failures(folder, attempt):
         state: dict[str, torch.Tensor] = one.get("state", {})
         if case.head == "new":  # it was made after the last step
@@ -292,7 +296,11 @@ def _differences(case: Case, folder: Path) -> Any:
     orders: dict[tuple[int, ...], list[list[int]]] = {}
     for where, indices in ours.steps:
         orders.setdefault(tuple(where), []).append(indices)
-    plainly = plain(case, None if case.seeded else orders)
+    try:
+        plainly = plain(case, None if case.seeded else orders)
+    except Exception as error:
+        yield f"the plain loop fails: {error}"
+        return
     result = torch.load(folder / "result.pt")
     if ours.epochs != plainly.epochs:
         yield f"epochs {ours.epochs}, right {plainly.epochs}"
@@ -456,22 +464,25 @@ def summary(outcomes: Sequence[Outcome], seed: int, count: int) -> dict[str, Any
 class Done:
     """What was done at this commit: a line for each case, in FILE-PART.jsonl beside the results."""
 
-    def __init__(self, out: Path | None, part: int) -> None:
+    def __init__(self, out: Path | None, part: int, since: str = "") -> None:
         self._file = out.with_name(f"{out.stem}-{part}.jsonl") if out else None
         self._commit = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True, text=True, cwd=LOOPED.parent,
         ).stdout.strip()  # fmt: skip
         self.outcomes: dict[tuple[int, int], Outcome] = {}
+        self.commits: dict[tuple[int, int], str] = {}
         if self._file is not None and self._file.exists():
             lines = [json.loads(line) for line in self._file.read_text().splitlines()]
             for line in lines:
-                if line["commit"] == self._commit:
-                    case = draw(line["seed"], line["number"])
-                    self.outcomes[line["seed"], line["number"]] = Outcome(case, line["word"], line["what"], line["s"])
+                key = line["seed"], line["number"]
+                outcome = Outcome(draw(*key), line["word"], line["what"], line["s"])
+                if line["commit"] == self._commit or (line["commit"] == since and outcome.is_good):
+                    self.outcomes[key], self.commits[key] = outcome, line["commit"]
 
     def add(self, seed: int, outcome: Outcome) -> None:
         self.outcomes[seed, outcome.case.number] = outcome
+        self.commits[seed, outcome.case.number] = self._commit
         if self._file is not None:
             words = {"commit": self._commit, "seed": seed, "number": outcome.case.number}
             line = {**words, "word": outcome.word, "what": outcome.what, "s": outcome.seconds}
@@ -485,6 +496,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("PART", "PARTS"))
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--since", default="", metavar="COMMIT", help="what was done at that commit counts, too")
     parser.add_argument("--out", type=Path, help="write the results to this file: JSON")
     parser.add_argument("--only", type=int, nargs="+", help="the cases of these numbers, in full")
     parser.add_argument("--case", type=json.loads, help="a case of one's own: settings that are not Case's defaults")
@@ -496,7 +508,7 @@ def main() -> int:
         chosen = [draw(told.seed, n) for n in told.only or ()] or [case_of(told.case)]
         return _in_full(chosen, told.keep, told.shrink)
     part, parts = told.part
-    done = Done(told.out, part)
+    done = Done(told.out, part, told.since)
     cases = [draw(told.seed, n) for n in range(part, told.count, parts) if (told.seed, n) not in done.outcomes]
 
     def heard(outcome: Outcome) -> None:
@@ -505,15 +517,17 @@ def main() -> int:
             print(f"{outcome.case.number} {outcome.word}: {outcome.what}\n    {settings(outcome.case)}", flush=True)
 
     examine_all(cases, told.jobs, heard)
-    return finish(told.out, parts, told.seed, told.count, done)
+    return finish(told.out, parts, told.seed, told.count, done, told.since)
 
 
-def finish(out: Path | None, parts: int, seed: int, count: int, done: Done) -> int:
+def finish(out: Path | None, parts: int, seed: int, count: int, done: Done, since: str) -> int:
     """The summary over all parts that have been done so far at this commit."""
-    outcomes = dict(done.outcomes)
+    outcomes, commits = dict(done.outcomes), dict(done.commits)
     for part in range(parts):
-        outcomes |= Done(out, part).outcomes
+        other = Done(out, part, since)
+        outcomes, commits = outcomes | other.outcomes, commits | other.commits
     found = summary([one for (s, n), one in outcomes.items() if s == seed and n < count], seed, count)
+    found["commits"] = Counter(commit for (s, n), commit in commits.items() if s == seed and n < count)
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: found[key] for key in ("done", "seconds", "right loops", "wrong loops")}, indent=1))

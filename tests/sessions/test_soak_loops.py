@@ -21,6 +21,15 @@ def test_a_loop_that_is_drawn_equals_the_plain_one_or_is_rejected(number: int, t
     assert outcome.is_good, (outcome.word, outcome.what, settings(case))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_global_batch_without_samples_is_rejected(ranks: int, tmp_path: Path) -> None:
+    case = Case(number=542, samples=37, order="mining", collate="drops", evaluation="mean", ranks=ranks)
+    with pytest.raises(IndexError):  # of torch's default_collate
+        plain(case)
+    outcome = examine(case, tmp_path)
+    assert outcome.word == "rejected" and "sum to 0" in outcome.what
+
+
 @pytest.mark.parametrize("stop", [1, 4, 9])
 @pytest.mark.parametrize(
     "case",

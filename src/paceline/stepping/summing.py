@@ -128,7 +128,8 @@ class Sums:
             if self._reduction == "sum":
                 self.scale = 1.0
             elif self.is_alone:
-                self.scale = weighed.weight
+                weight = weighed.weight
+                self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `_divide` raises
             elif self._by_samples and self._samples:
                 self.scale = float(self._samples)
             elif self._one_each and waits and not self._same_bits:
