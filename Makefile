@@ -116,7 +116,7 @@ soak-second: $(STAMP)  ## 24 faults, pitfalls and clean scripts of which pacelin
 soak-quiet: $(STAMP)  ## an hour of what only looks like a hang, or like a silent fault; see that nothing is said
 	$(BIN)/python tests/launch/soak_quiet.py --minutes 60 --out benchmarks/results/quiet.json
 
-soak-same: $(STAMP)  ## 94 small scripts under torchrun and under `paceline launch`: do they do the same? (15 minutes; type it again to go on)
+soak-same: $(STAMP)  ## 100 small scripts, some of Accelerate, Trainer and Lightning, under torchrun and under `paceline launch` (20 minutes; type it again to continue)
 	PYTHONPATH=. $(BIN)/python tests/same/soak_same.py --out benchmarks/results/same.json
 
 soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their originals, and to themselves after kills
