@@ -92,6 +92,7 @@ def told(rank: int, size: int, how: str) -> list[str]:
     heard = Heard()
     Hooks(print).listen(heard).install()
     model = torch.nn.Linear(2, 1)
+    MAKE["SGD"](model.parameters())  # torch calls hooks in the step of each class that was made
     optimizer = MAKE.get(how, MAKE["SGD"])(model.parameters())
 
     def closure() -> torch.Tensor:
@@ -121,7 +122,7 @@ def told(rank: int, size: int, how: str) -> list[str]:
 
 PLAIN = ["backward", "begins", "ended"]
 EVENTS = {
-    "place": PLAIN, "keyword": PLAIN, "without": PLAIN, "none": PLAIN, "fails": PLAIN, "deaf": PLAIN[1:],
+    "place": PLAIN, "own": PLAIN, "keyword": PLAIN, "without": PLAIN, "none": PLAIN, "fails": PLAIN, "deaf": PLAIN[1:],
     "L-BFGS": ["backward", "begins", "backward", "again", "ended"],
 }  # fmt: skip
 

@@ -28,6 +28,8 @@ from paceline.worker.unseen import unseen
 
 Then = Callable[..., None]
 
+MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
+
 
 class Events:
     """What may be listened to: override what is of interest. All but one are called in the thread of the script."""
@@ -168,6 +170,8 @@ class Hooks:
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Gradients are there, unless a closure computes them: then `step_begins` is told when that has returned."""
+        if _is_of_another_step(optimizer):
+            return None
         closure = _closure(args, named)
         if not callable(closure) or not self._listeners.get("step_begins"):
             self._tell("step_begins", optimizer)
@@ -178,6 +182,8 @@ class Hooks:
         return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
 
     def _step_ended(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if _is_of_another_step(optimizer):
+            return
         closure = _closure(args, named)
         if isinstance(closure, Closure):
             closure.begin()  # it was not called
@@ -226,6 +232,19 @@ class Closure:
         if not self._begun:
             self._begun = True
             self._first()
+
+
+def _is_of_another_step(optimizer: Any) -> bool:
+    """Whether a subclass's step has called its base's: torch calls the hooks in both."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - torch's wrapper of the method
+    wrapper, args = frame.f_code, frame.f_code.co_varnames[0]
+    for _ in range(MOST_BETWEEN):
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code is wrapper and (frame.f_locals.get(args) or (None,))[0] is optimizer:
+            return True
+    return False
 
 
 def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
