@@ -14,7 +14,7 @@ looped.py holds the two loops. What a case comes to:
 
 Loops that are wrong on several ranks are drawn, too (`Case.wrong`): these must be rejected, or equal all the same. They
 are counted by themselves. Each part writes what it has done beside --out, by commit; type it again to continue. With
-`--since COMMIT` the cases that were done at that commit count, too, unless they failed. The exit code is 1 if a case
+`--since COMMIT...` the cases that were done at these commits count, too, unless they failed. The exit code is 1 if a case
 fails, or more than 15 % of the right loops are rejected.
 """
 
@@ -464,7 +464,7 @@ def summary(outcomes: Sequence[Outcome], seed: int, count: int) -> dict[str, Any
 class Done:
     """What was done at this commit: a line for each case, in FILE-PART.jsonl beside the results."""
 
-    def __init__(self, out: Path | None, part: int, since: str = "") -> None:
+    def __init__(self, out: Path | None, part: int, since: Sequence[str] = ()) -> None:
         self._file = out.with_name(f"{out.stem}-{part}.jsonl") if out else None
         self._commit = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -477,7 +477,7 @@ class Done:
             for line in lines:
                 key = line["seed"], line["number"]
                 outcome = Outcome(draw(*key), line["word"], line["what"], line["s"])
-                if line["commit"] == self._commit or (line["commit"] == since and outcome.is_good):
+                if line["commit"] == self._commit or (line["commit"] in since and outcome.is_good):
                     self.outcomes[key], self.commits[key] = outcome, line["commit"]
 
     def add(self, seed: int, outcome: Outcome) -> None:
@@ -496,7 +496,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("PART", "PARTS"))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--since", default="", metavar="COMMIT", help="what was done at that commit counts, too")
+    parser.add_argument("--since", nargs="+", default=(), metavar="COMMIT", help="what was done at these counts, too")
     parser.add_argument("--out", type=Path, help="write the results to this file: JSON")
     parser.add_argument("--only", type=int, nargs="+", help="the cases of these numbers, in full")
     parser.add_argument("--case", type=json.loads, help="a case of one's own: settings that are not Case's defaults")
@@ -520,7 +520,7 @@ def main() -> int:
     return finish(told.out, parts, told.seed, told.count, done, told.since)
 
 
-def finish(out: Path | None, parts: int, seed: int, count: int, done: Done, since: str) -> int:
+def finish(out: Path | None, parts: int, seed: int, count: int, done: Done, since: Sequence[str]) -> int:
     """The summary over all parts that have been done so far at this commit."""
     outcomes, commits = dict(done.outcomes), dict(done.commits)
     for part in range(parts):
