@@ -51,7 +51,7 @@ class DataConfig:
     virtual_ranks: int | None = None
     """the ranks this run is defined for; any smaller world size computes the same run (default: world size)"""
     tail: Literal["keep", "drop", "pad"] = "keep"
-    """an epoch's last, incomplete global batch: train it as it is, leave it out, or fill it up with repeats"""
+    """last incomplete batch of an epoch: keep, drop, or pad with repeats"""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """decoupled for adamw, an L2 penalty for sgd"""
     momentum: float = 0.9
-    """sgd's"""
+    """momentum (SGD only)"""
     ema: float | None = None
-    """keep an average of the weights, of which so much stays at each step (0.999); it is evaluated, and saved as
-    model-ema.safetensors beside the weights"""
+    """decay of the weight average, e.g. 0.999; the average is evaluated, and saved as model-ema.safetensors beside
+    the weights"""
     clip_norm: float | None = None
     """clip the global gradient norm to this"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -103,13 +103,13 @@ class NetworkConfig:
     compress: Literal["bf16", "int8", "powersgd"] | None = None
     """send gradients in fewer bytes; what that leaves out is sent later (error feedback)"""
     powersgd_rank: int | None = None
-    """columns that powersgd sends of each matrix, default 4: more bytes, less that comes late"""
+    """rank of the approximation (default 4)"""
     local_steps: int | None = None
     """each host takes so many steps by itself, then all agree on the mean of their parameters (local SGD)"""
     outer_lr: float | None = None
-    """how far they go towards it, default 1; DiLoCo: 0.7, with --outer-momentum 0.9"""
+    """outer learning rate (default 1); DiLoCo: 0.7, with --outer-momentum 0.9"""
     outer_momentum: float | None = None
-    """of Nesterov, over these outer steps; default 0"""
+    """outer Nesterov momentum (default 0)"""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class ComputeConfig:
     """How a step is computed."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
-    """of forward and backward; tf32: of NVIDIA's GPUs; bf16, fp16: weights and gradients stay fp32, other roundings,
-    for fp16 losses are scaled; auto: bf16 where it is faster"""
+    """forward/backward precision. tf32: NVIDIA only. bf16, fp16: autocast, fp32 weights (fp16 with loss scaling). auto:
+    bf16 if faster"""
     checkpoint_activations: str | None = None
     """modules, by name or class (blocks.*,Block), that backward computes again instead of keeping what is inside"""
     compile: bool = False
@@ -191,8 +191,7 @@ class GuardConfig:
     """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
     run's own pace (10 to 300 s); off: no guard"""
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """NaN or infinity in a loss or gradient: end the run, leave the step out on all ranks, or go back to the newest
-    snapshot or checkpoint and leave it out there"""
+    """on NaN/Inf: stop, skip the step, or roll back to the newest snapshot or checkpoint and skip it there"""
 
 
 @dataclass(frozen=True)
@@ -265,21 +264,21 @@ class ClusterConfig:
     agent: Literal["torchrun", "paceline"] = "torchrun"
     """for print: whose commands"""
     partition: str | None = None
-    """for slurm, as all below"""
+    """Slurm: partition"""
     time: int | None = None
-    """minutes that the job may take"""
+    """Slurm: time limit, minutes"""
     gpus_per_node: int | None = None
-    """GPUs of each node (default with --device cuda: --nproc)"""
+    """Slurm: GPUs of each node (default with --device cuda: --nproc)"""
     cpus_per_rank: int | None = None
-    """CPU cores of each worker process (default: 1; with GPUs 8, or as many as the nodes have)"""
+    """Slurm: CPU cores of each worker process (default: 1; with GPUs 8, or as many as the nodes have)"""
     save_before: int = 120
-    """seconds before the time limit at which a run saves its state and puts itself into the queue again; 0: never"""
+    """Slurm: seconds before the time limit at which a run saves its state and requeues itself; 0: never"""
     sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """any other option of sbatch, as key=value. May be repeated"""
+    """Slurm: any other option of sbatch, as key=value. May be repeated"""
     follow: bool = False
-    """wait for the job and show its output"""
+    """Slurm: wait for the job and show its output"""
     cancel_on_interrupt: bool = False
-    """with --follow: Ctrl-C cancels the job (default: it only stops following)"""
+    """Slurm, with --follow: Ctrl-C cancels the job (default: it only stops following)"""
 
 
 @dataclass(frozen=True)
@@ -559,9 +558,9 @@ def _check_mesh(config: TrainConfig) -> None:
     given = [f"--{key.replace('_', '-')}" for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
     mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
     if given and mesh.of("pipeline") == 1:
-        raise UsageError(f"{given[0]} is for stages, which --mesh makes: --mesh pipeline=2, say")
+        raise UsageError(f"{given[0]} requires a pipeline mesh, e.g. --mesh pipeline=2")
     if launch.sequence_parallel and mesh.of("tensor") == 1:
-        raise UsageError("--sequence-parallel is for layers that ranks share, by --mesh: --mesh tensor=2, say")
+        raise UsageError("--sequence-parallel requires a tensor mesh, e.g. --mesh tensor=2")
     if launch.mesh is None:
         return
     rung, asked = LADDER.get(name), [f"--{key.replace('_', '-')}" for key in SLOW if getattr(config.network, key)]
@@ -621,7 +620,7 @@ def check_values(config: TrainConfig) -> None:
     _check_mesh(config)
     steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
-        raise UsageError(f"--ema is the part of the average that stays, between 0 and 1, got {config.optimizer.ema}")
+        raise UsageError(f"--ema must be a decay between 0 and 1 (e.g. 0.999), got {config.optimizer.ema}")
     if config.checkpoint.keep < 2:
         raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
     if config.launch.timeout > LONGEST_TIMEOUT:

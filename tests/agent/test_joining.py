@@ -115,7 +115,7 @@ def test_who_may_not_come_in_is_told_why_and_the_run_goes_on(run: Nodes) -> None
     joins(run, 13, secret=os.urandom(32).hex(), join_seconds=3.0)
     joins(run, 14, nproc=3)
     assert [run.agents[number].wait(20) for number in (1, 12, 13, 14)] == [1, 2, 1, 2]
-    assert "Two hosts cannot be one node" in run.said(1)
+    assert "is already taken" in run.said(1)
     assert "torch" in run.said(12) and "1.0" in run.said(12)
     assert "does not know this job's secret" in run.said(13)
     assert "its place is for 2: --nproc 2" in run.said(14)
@@ -194,5 +194,5 @@ def test_nodes_that_differ_in_what_makes_results_are_refused_with_both_values() 
         return cast(Any, SimpleNamespace(name="node 1 (n2)", hello=hello, clock_ahead_seconds=0.0))
 
     refuse_differences(plan, own, [node()])
-    with pytest.raises(UsageError, match=r"not fit to train together(.|\n)*torch(.|\n)*1\.0"):
+    with pytest.raises(UsageError, match=r"These nodes are incompatible(.|\n)*torch(.|\n)*1\.0"):
         refuse_differences(plan, own, [node(torch="1.0")])

@@ -113,7 +113,7 @@ def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right
         (["--nproc", "2", "--detach"], "--detach"),
         (["--nproc", "2", "--dry-run"], "--dry-run"),
         (["--nproc", "2", "--max-restarts", "1"], "--max-restarts"),
-        (["--nproc", "1"], "--nproc is 1"),
+        (["--nproc", "1"], "needs at least 2 ranks"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_before_anything_starts(

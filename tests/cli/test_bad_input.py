@@ -43,7 +43,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("train mnist-cnn --device tpu", "--device"),
         ("train mnist-cnn --device cuda", "no NVIDIA GPU"),
         ("train mnist-cnn --stem small", "has no --stem"),
-        ("train mnist-cnn --nproc 2 --strategy single", "one process"),
+        ("train mnist-cnn --nproc 2 --strategy single", "single-process"),
         ("train mnist-cnn --nproc 2 --strategy dp", "manual, bucketed, ddp"),
         ("train mnist-cnn --nproc 4 --virtual-ranks 2", "--virtual-ranks 2"),
         ("train mnist-cnn --global-batch 100 --batch-size 8 --accumulation 2", "does not fit"),

@@ -22,7 +22,7 @@ def test_a_strategy_that_fails_is_a_row_with_its_reason_and_the_others_are_measu
     rows = {(row["strategy"], row["world_size"], row["global_batch"]): row for row in found["rows"]}
     assert set(rows) == {("single", 1, 16), ("single", 1, 32), ("exact", 2, 32), ("ddp", 2, 32), ("no exchange", 2, 32)}
     failures = {failure["strategy"]: failure["reason"] for failure in found["failures"]}
-    assert "lives in one process" in failures["dp"]
+    assert "is single-process" in failures["dp"]
     assert "shares its memory with another one" in failures["zero"]
     for row in rows.values():
         assert row["rate"]["low"] <= row["rate"]["median"] <= row["rate"]["high"]
@@ -97,6 +97,6 @@ def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Pat
     assert "--mesh tensor=3 has 3 places" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensor=3")
     assert "unknown dimension of the mesh 'tensors'" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensors=2")
     assert "Leave out tensor" in refused("mnist-cnn", "--nproc", 4, "--meshes", "context=2,tensor=2")
-    assert "--meshes tensor=2, say" in refused("mnist-cnn", "--nproc", 2, "--sequence-parallel")
-    assert "one process shares its model with nobody" in refused("mnist-cnn", "--nproc", 1, "--meshes", "auto")
+    assert "e.g. --meshes tensor=2" in refused("mnist-cnn", "--nproc", 2, "--sequence-parallel")
+    assert "--meshes auto requires --nproc 2" in refused("mnist-cnn", "--nproc", 1, "--meshes", "auto")
     assert "cannot be read" in refused("mnist-cnn", "--config", tmp_path / "none.toml")

@@ -20,12 +20,12 @@ from paceline.observe.folder import lock_run_dir
 @pytest.mark.parametrize(
     ("on", "settings", "words"),
     [
-        ("local", {"ssh": "ssh -v"}, "--ssh has a meaning only with --on ssh, this is --on local"),
-        ("slurm", {"ssh": "ssh -v"}, "--ssh has a meaning only with --on ssh, this is --on slurm"),
-        ("ssh", {"agent": "paceline"}, "--agent has a meaning only with --on print"),
-        ("local", {"join_timeout": 7.0}, "--join-timeout has a meaning only with --on ssh or slurm or print"),
-        ("ssh", {"cpus_per_rank": 2}, "--cpus-per-rank has a meaning only with --on slurm"),
-        ("print", {"save_before": 60}, "--save-before has a meaning only with --on slurm"),
+        ("local", {"ssh": "ssh -v"}, "--ssh requires --on ssh, this is --on local"),
+        ("slurm", {"ssh": "ssh -v"}, "--ssh requires --on ssh, this is --on slurm"),
+        ("ssh", {"agent": "paceline"}, "--agent requires --on print"),
+        ("local", {"join_timeout": 7.0}, "--join-timeout requires --on ssh or slurm or print"),
+        ("ssh", {"cpus_per_rank": 2}, "--cpus-per-rank requires --on slurm"),
+        ("print", {"save_before": 60}, "--save-before requires --on slurm"),
     ],
 )
 def test_a_setting_without_an_effect_is_refused(on, settings, words) -> None:

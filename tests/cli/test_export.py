@@ -121,10 +121,10 @@ def hugging(words: str, told: str) -> Any:
         ("run -o w.pt --model 0", "--model must be at least 1"),
         ("run -o run", "--out .*run is a folder"),
         ("run -o nowhere/w.pt", "does not exist"),
-        ("run -o there.pt", "there.pt is there already, and nothing is written over without --overwrite"),
+        ("run -o there.pt", "there.pt already exists. Pass --overwrite"),
         ("run -o w.pt --config run", "--config is for --format huggingface"),
         ("run -o there.pt --format huggingface", "must be a folder"),
-        ("run -o run --format huggingface", "run is there already"),
+        ("run -o run --format huggingface", "run already exists"),
         hugging("", "session of loop.py, which does not say what its model is: name the folder"),
         hugging(" --config run", "there is no config.json in it"),
     ],
@@ -235,6 +235,6 @@ def test_hugging_face_reads_what_was_exported_for_it(
         export.main([str(run), "--format", "huggingface", "-o", str(tmp_path / "odd")])
     save({name: tensor for name, tensor in Wrapped().state_dict().items() if "wpe" not in name}, run / "part")
     os.replace(run / "part", run / "model-best.safetensors")  # noqa: PTH105
-    with pytest.raises(UsageError, match=r"what a GPT2LMHeadModel consists of .* is nowhere among the weights"):
+    with pytest.raises(UsageError, match=r"do not contain a GPT2LMHeadModel: .* not found"):
         words = ("--format", "huggingface", "--config", str(again), "--step", "best")
         export.main([str(run), *words, "-o", str(tmp_path / "odd")])

@@ -186,7 +186,7 @@ def test_a_time_that_is_none_is_said_to_be_unknown(run: Path, capsys: pytest.Cap
     assert "attempt-1, at a time unknown" in told(capsys, "demo")
 
 
-@pytest.mark.parametrize(("asked", "words"), [("nonsense", "unknown run"), (".", "holds no run")])
+@pytest.mark.parametrize(("asked", "words"), [("nonsense", "unknown run"), (".", "is not a run folder")])
 def test_what_is_no_run_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[str], asked: str, words: str) -> None:
     assert words in told(capsys, asked, code=2)
 

@@ -111,9 +111,9 @@ def test_another_run_is_refused_before_anything_starts(resume, tmp_path, argumen
     ("arguments", "words"),
     [
         ("--resume auto", "--resume auto needs --run-dir"),
-        ("--fresh --run-dir new", "--fresh has a meaning only with --resume auto"),
-        ("--allow-change lr --run-dir new", "--allow-change has a meaning only with --resume auto"),
-        ("--resume auto --run-dir full --nproc 2", "holds no run: there is no config.toml"),
+        ("--fresh --run-dir new", "--fresh requires --resume auto"),
+        ("--allow-change lr --run-dir new", "--allow-change requires --resume auto"),
+        ("--resume auto --run-dir full --nproc 2", "is not a run folder (no config.toml"),
         ("--run-dir full --nproc 2", "never written over"),
         ("--strategy exact --batchnorm sync", "cannot. Use --batchnorm local"),
         ("--strategy zero --batchnorm sync --nproc 2", "--strategy zero gives the same bits at every world size"),

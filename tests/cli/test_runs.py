@@ -132,7 +132,7 @@ def test_that_others_could_have_written_a_run_is_told(folder: Path, capsys: pyte
     (folder / "whole").chmod(0o777)
     runs.main([str(folder)])
     told = capsys.readouterr().err
-    assert f"{folder / 'whole'} can be written by everybody" in told and "nothing in it is acted on" in told
+    assert f"{folder / 'whole'} can be written by everybody" in told and "shown read-only" in told
 
 
 def test_it_imports_no_torch(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_name(run: Path) ->
         find_run("mnist")
     with pytest.raises(UsageError, match="Did you mean 'mnist-cnn-1'"):
         find_run("mnst-cnn-1")
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="is not a run folder"):
         find_run("mnist-cnn-12")
 
 

@@ -92,7 +92,7 @@ def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--nproc 2 --nproc-per-node 4 a.py", "--nproc 2 and --nproc-per-node 4: which one?"),
+        ("--nproc 2 --nproc-per-node 4 a.py", "--nproc 2 and --nproc-per-node 4. Keep one"),
         ("--nproc-per-nod 4 a.py", "Did you mean '--nproc-per-node'?"),
         ("--num-processes 4 a.py", "Did you mean --nproc?"),
         ("--nproc-per-node two a.py", "--nproc-per-node must be a number, auto, cpu, gpu, got 'two'"),
@@ -103,12 +103,12 @@ def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
         ("--standalone --nnodes 2 a.py", "this machine alone"),
         ("--node-rank 1 a.py", "there is one node"),
         ("--on ssh --hosts n1,n2 --node-rank 1 a.py", "--on ssh starts all nodes"),
-        ("-m --no-python pkg", "leave one of them out"),
+        ("-m --no-python pkg", "-m and --no-python cannot be combined"),
         ("-m a/b.py", "-m needs a module's name, got 'a/b.py'"),
         ("--nproc 2", "what is to be launched?"),
         ("--rdzv-id", "--rdzv-id needs a value"),
         (f"{NODES} --show all a.py", "--show has no effect where torchrun starts the nodes"),
-        (f"{NODES} --port 1 a.py", "--port 1 and --master-port 29500: which one?"),
+        (f"{NODES} --port 1 a.py", "--port 1 and --master-port 29500. Keep one"),
     ],
 )
 def test_what_contradicts_or_means_nothing_is_refused(line: str, words: str) -> None:

@@ -158,7 +158,7 @@ def test_without_an_answer_workers_are_started_by_their_command(preloaded, how: 
         max_restarts=1,
     )
     assert one.finish() == 0, one.stderr
-    assert one.stderr.count("each worker imports torch for itself") == 1
+    assert one.stderr.count("Preloading disabled") == 1
     assert forked(one)["forked-1-0"] == forked(one)["forked-1-1"] == "False"
 
 

@@ -171,7 +171,7 @@ def test_what_could_be_lost_is_never_written_over(tmp_path, names):
 @pytest.mark.parametrize("names", [names for names in BEGAN if "config.toml" not in names], ids=str)
 def test_something_else_is_not_resumed(tmp_path, names):
     folder = filled(tmp_path / "run", names)
-    with pytest.raises(UsageError, match=r"holds no run: there is no config\.toml, but something else"):
+    with pytest.raises(UsageError, match=r"is not a run folder \(no config\.toml, but other files\)"):
         open_run_dir(folder, "task", resume=True)
     assert all((folder / name).exists() for name in names)
 

@@ -21,8 +21,8 @@ from paceline.errors import UsageError
 from paceline.sessions.wording import as_keywords, savable
 
 TOLD = {
-    "torchs_own_backward": "Call s.backward(loss)",
-    "no_backward": "no s.backward(loss) called",
+    "torchs_own_backward": "Use s.backward(loss)",
+    "no_backward": "drawn without s.backward(loss)",
     "batches_counted_by_bodies": "count batches by s.batch",
     "scheduler_not_prepared": "s.prepare(model, optimizer, scheduler)",
     "closure": "Twice may call it several times",
@@ -67,7 +67,7 @@ TOLD = {
     "blocks_that_are_not_there": "fsdp_wrap Block: no module matches 'Block'",
     "cut_and_copied": "cannot be copied",
     "cut_and_called_outside_a_loop": "with s.evaluating()",
-    "cut_and_torchs_own_backward": "Call s.backward(loss)",
+    "cut_and_torchs_own_backward": "Use s.backward(loss)",
     "cut_and_a_gradient_penalty": "for a gradient penalty say",
     "cut_after_its_parameters_were_taken": ".grad on a parameter from before s.prepare",
     "cut_after_its_parameters_were_looked_at": "lerp_.Scalar on a parameter from before s.prepare",

@@ -131,7 +131,7 @@ def test_a_folder_without_a_run_and_a_file_that_is_not_there_are_told(paceline, 
         read_weights(tmp_path / "some", trust=False, report=print)
     (tmp_path / "some/x").touch()
     run = paceline("train", "mine.py:task", "--init-from", "some", "--nproc", 2, command=("-c", WITHOUT_TORCH))
-    assert run.returncode == 2 and "holds no run" in run.stderr
+    assert run.returncode == 2 and "is not a run folder" in run.stderr
 
 
 def on_strategy(rank: int, world_size: int, strategy: str, path: str) -> bool:

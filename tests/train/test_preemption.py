@@ -296,7 +296,7 @@ def test_a_rehearsal_after_the_end_is_refused(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
     run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 3, "--rehearse-preemption", 3)
     assert run.returncode == 2, run.stdout
-    assert "--rehearse-preemption 3 is not before the end: there are 3 steps" in run.stderr
+    assert "--rehearse-preemption must be less than the number of steps (3), got 3" in run.stderr
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def test_an_unknown_format_is_refused_with_its_first_line(tmp_path: Path, capsys
         analyze.main([str(log)])
     with pytest.raises(UsageError, match=r"there is no log file .*nix.*unknown run"):
         analyze.main([str(tmp_path / "nix")])
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="is not a run folder"):
         analyze.main([str(tmp_path)])
 
 

@@ -140,7 +140,7 @@ def test_the_command_writes_into_the_run_and_over_nothing_else(
     assert (tmp_path / "report.html").is_file()
     (tmp_path / "mine.html").write_text("<p>mine")
     for words, told in (
-        (["one", "-o", "mine.html"], "is no report"),
+        (["one", "-o", "mine.html"], "is not a report"),
         (["one", "-o", "nowhere/page.html"], "does not exist"),
         (["three"], "three"),
         ([], "name 1 to 16 runs"),

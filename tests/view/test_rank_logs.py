@@ -89,7 +89,7 @@ def test_without_times_the_order_is_that_of_the_ranks_and_that_is_said(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--grep", "("], r"--grep '\(' is no regular expression"),
+        (["--grep", "("], r"--grep '\(': invalid regular expression"),
         (["--since", "yesterday"], "--since 'yesterday' is no time"),
         (["--since", "25:00"], "is no time"),
         (["--since", "9999999999d"], "is no time"),

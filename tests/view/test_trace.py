@@ -49,7 +49,7 @@ def test_a_host_whose_clock_is_ahead_is_put_right(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     folder, there = make_run(tmp_path / "run"), tmp_path / "there.json"
     there.write_text("mine")
-    for words, told in (([str(folder), "-o", str(there)], "is there already"), ([str(tmp_path / "no")], "no")):
+    for words, told in (([str(folder), "-o", str(there)], "already exists"), ([str(tmp_path / "no")], "no")):
         with pytest.raises(UsageError, match=re.escape(told)):
             trace.main(words)
     for path in folder.glob("events-*"):

@@ -149,7 +149,7 @@ def test_a_token_is_the_jobs_and_nobody_elses() -> None:
 
 def test_half_a_job_does_not_run_as_a_whole_one() -> None:
     check_shape(TORCHRUN, 2, 2)
-    with pytest.raises(UsageError, match="asked for 2 x 4 ranks, but WORLD_SIZE is 4, not 8"):
+    with pytest.raises(UsageError, match="Expected 2 x 4 ranks, but WORLD_SIZE is 4, not 8"):
         check_shape(TORCHRUN, 2, 4)
     with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE is not set, not 2"):
         check_shape({"WORLD_SIZE": "4"}, 2, 2)

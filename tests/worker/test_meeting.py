@@ -123,7 +123,7 @@ def test_a_port_of_another_program_is_refused(start) -> None:
         threading.Thread(target=answer, args=(server,), daemon=True).start()
         code, _, err = end(rank)
         server.shutdown(socket.SHUT_RDWR)
-    assert code == 2 and "is no store of ours (Ping failed" in err and "another program has that port" in err
+    assert code == 2 and "is used by another program, not a paceline store (Ping failed" in err
 
 
 def answer(server: socket.socket) -> None:

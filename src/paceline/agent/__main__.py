@@ -68,7 +68,7 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
     if options.head:
         plan = replace(plan, head=tuple(options.head))
     if plan.nodes > 1 and plan.node != 0 and not plan.head:
-        raise UsageError("which machine is node 0? --head NAME")
+        raise UsageError("Missing address of node 0: pass --head HOST")
     return plan
 
 

@@ -72,8 +72,8 @@ def _listen(ports: Sequence[int]) -> socket.socket:
                 door.setblocking(False)
                 return door
     holders = {port: port_holder(port) for port in ports}
-    taken = ", ".join(f"{port} by {holder}" if holder else str(port) for port, holder in holders.items())
+    taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
+    taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
     raise UsageError(
-        f"the agents of this run cannot meet on this machine ({socket.gethostname()}): taken is {taken}. "
-        "Ask for another port (--port), or for none."
+        f"Cannot listen on {socket.gethostname()}: {taken} in use. Pass another --port, or omit it to use a free one."
     )

@@ -79,7 +79,7 @@ def _wait_for_all(plan: NodePlan, crew: Crew, count: int) -> None:
         if crew.wrong:
             raise UsageError("; ".join(crew.wrong))
         if lost := [m for m in crew.members.values() if m.lost]:
-            raise PacelineError(f"{lost[0].name} came, and is lost again: {lost[0].lost}")
+            raise PacelineError(f"{lost[0].name} connected, then disconnected before the run started: {lost[0].lost}")
         now = time.monotonic()
         if now < min(next_word, end) or len(crew.members) >= count - 1:
             continue
@@ -146,7 +146,7 @@ def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]
     told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
     errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
     if errors:
-        raise UsageError("these nodes are not fit to train together:\n  " + "\n  ".join(errors))
+        raise UsageError("These nodes are incompatible:\n  " + "\n  ".join(errors))
     for member in members:
         if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
             told.append(

@@ -122,7 +122,8 @@ class Guarding:
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
-        say(f"warning: the hang guard has failed, and is off: {type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"
+        say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {words}")
 
     def _look(self) -> Judgement | None:
         running = self._generation.running()

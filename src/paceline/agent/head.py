@@ -208,7 +208,8 @@ class Head:
             return self._obey(generation)
         if left := generation.left():
             # it may still write to what the next generation reads
-            say(f"not restarted: not even SIGKILL has ended {', '.join(f'pid {pid}' for pid in left)}")
+            pids = ", ".join(f"pid {pid}" for pid in left)
+            say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
         before = len(generation.members)
         self._entered = self._newcomers.admit()

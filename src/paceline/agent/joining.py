@@ -78,8 +78,10 @@ class Newcomers:
         there = {there.hello.node: there for there in (*crew.here, *crew.waiting) if not there.leaves}
         if (rival := there.get(hello.node)) is not None:
             facts, silent = rival.hello.facts, time.monotonic() - rival.link.heard_seconds
-            words = f"node {hello.node} is {facts.host}, pid {facts.pid}, and was heard of {silent:.0f} s ago"
-            raise TrainingError(f"{words}. Two hosts cannot be one node: paceline join takes a place that is free")
+            words = f"by {facts.host}, pid {facts.pid}, last heard from {silent:.0f} s ago"
+            raise TrainingError(
+                f"Node {hello.node} is already taken ({words}). Use `paceline join` to get a free slot."
+            )
         free = [node for node in range(1, plan.nodes) if node not in there and hello.node in (-1, node)]
         if not free:
             names = ", ".join([self._facts.host, *(there[node].hello.facts.host for node in sorted(there))])
@@ -104,7 +106,7 @@ class Newcomers:
             say(f"{self._tried.name} is not let in: {why}")
             self._turn_away(self._tried, why, "refused")
         elif self._apart is not None and not self._apart:
-            say(f"{self._tried.name} waits to come in: between two steps it does")
+            say(f"{self._tried.name} is ready and will join after the current step")
             self._ready.append(self._tried)
             self._tried = None
         elif self._apart and time.monotonic() > self._sent_seconds + AGAIN_SECONDS:

@@ -157,7 +157,7 @@ class Observer:
                 return
             self._told_seconds = None
             ranks = [one.rank for one in moved]
-            say(f"{named(ranks)} {verb(ranks, 'has', 'have')} moved again: it was no end")
+            say(f"{named(ranks)} {verb(ranks, 'is', 'are')} making progress again; the stall is over")
         judgement = self._guarding.look()
         if judgement is not None:
             self._told_seconds = time.monotonic()
@@ -172,7 +172,7 @@ class Observer:
             self._generation.free(judgement.freed, judgement.word)
             self._end_all(self.plan.grace_seconds)
         else:
-            say("watchover ends nobody: stop the job, or start it with --end")
+            say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
         return None
 
     def _tell_failure(self, samples: Sequence[Sample]) -> None:

@@ -129,7 +129,8 @@ class Preloader:
     def give_up(self, why: str) -> None:
         """Say why workers are started one by one from now on, and end it."""
         if not self._gone:
-            say(f"each worker imports torch for itself: the process that they were to be forked from {why}")
+            slower = "each worker imports torch itself, so startup is slower"
+            say(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:

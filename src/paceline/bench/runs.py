@@ -145,8 +145,8 @@ def comparable(runs: Runs) -> tuple[int | None, int | None]:
     if not weak and not strong:
         told = ", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs))
         raise UsageError(
-            f"--runs: none of these runs (ranks x samples of each in a step: {told}) can be compared with that of one "
-            "rank: it needs as many samples in a step as each of the others' ranks, or as all of them together"
+            f"--runs: no run matches the 1-rank run (ranks x batch per rank: {told}). Use the same batch per rank "
+            "(weak scaling) or the same global batch (strong scaling)"
         )
     return max(weak, default=None), max(strong, default=None)
 

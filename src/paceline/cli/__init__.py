@@ -12,35 +12,44 @@ from paceline.contract.orders import hold_standard_descriptors
 from paceline.errors import ExitCode, unknown
 from paceline.worker.foreign import understood
 
-COMMANDS = {
-    "train": "train a model on one process or on many",
-    "launch": "start any script that torchrun could, on one machine or on many",
-    "watchover": "guard the ranks that torchrun, srun or mpirun have started",
-    "doctor": "check that these machines are fit to train on, and say how to fix what is wrong",
-    "runs": "list the runs of a folder, and what each has reached",
-    "status": "show how a run goes on, or how it ended",
-    "report": "write a page that explains a run, or compares several",
-    "trace": "write a run as a trace for Perfetto: every rank on one clock",
-    "watch": "watch a run rank by rank on the terminal; see stacks, save, stop",
-    "monitor": "show what machines do now: cores, memory, network, GPUs, and who uses them",
-    "logs": "show what the ranks of a run have printed",
-    "analyze": "find throughput, loss and what is out of order in any training's log, or in a run",
-    "hang": "show which rank holds a run up, and where every rank is",
-    "join": "have this host take part in a run of several hosts that is on its way",
-    "cancel": "end a run after it has saved its state",
-    "verify": "prove that N processes compute what one computes",
-    "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
-    "scale": "measure how well training scales, where time is lost, and what more ranks would bring",
-    "checkpoint": "list a run's checkpoints, and check every byte of them",
-    "export": "write a run's weights for plain torch or Hugging Face",
-    "ledger": "prove that each sample was used once, over all attempts of a run",
+GROUPS = {
+    "run": {
+        "train": "train a model on one process or many",
+        "launch": "start any script that torchrun could, on one machine or many",
+        "watchover": "guard ranks that torchrun, srun or mpirun started",
+        "join": "add this host to a running multi-node job",
+        "cancel": "stop a run after it has saved its state",
+        "doctor": "check that machines are fit to train on, and list the fixes",
+    },
+    "inspect": {
+        "status": "show the progress or the outcome of a run",
+        "runs": "list the runs of a folder with their progress",
+        "watch": "watch a run live, rank by rank; see stacks, save, stop",
+        "report": "write a page that explains a run or compares several",
+        "logs": "show the output of a run's ranks",
+        "hang": "show which rank is blocking a run, with every rank's stack",
+        "monitor": "show live use of cores, memory, network and GPUs, by process",
+        "analyze": "find throughput, loss and anomalies in any training log or run",
+        "trace": "write a run as a Perfetto trace, with every rank on one clock",
+    },
+    "check and measure": {
+        "verify": "prove that N processes compute the same as one",
+        "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
+        "scale": "measure scaling and lost time, and predict the gain of more ranks",
+        "ledger": "prove that each sample was used once over all attempts of a run",
+    },
+    "checkpoints": {
+        "checkpoint": "list a run's checkpoints, and check every byte of them",
+        "export": "write a run's weights for plain torch or Hugging Face",
+    },
 }
+"""What `paceline --help` shows under each heading: command -> its line."""
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 HELP = """usage: paceline COMMAND [OPTIONS]
 
 Train a PyTorch model on one device or on many, in lockstep: the same result at every world size.
 
-commands:
 {commands}
 
   paceline COMMAND --help    the options of a command
@@ -56,6 +65,12 @@ def _reader_is_gone() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
+
+
+def _listed() -> str:
+    """The commands, by group."""
+    lines = {title: "\n".join(f"  {name:11}{line}" for name, line in group.items()) for title, group in GROUPS.items()}
+    return "\n\n".join(f"{title}:\n{text}" for title, text in lines.items())
 
 
 def entry() -> None:
@@ -83,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:11}{text}" for name, text in COMMANDS.items())), end="")
+        print(HELP.format(commands=_listed()), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
         from paceline import __version__

@@ -39,10 +39,10 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
     if BOOTSTRAP not in job.argv:
         raise UsageError(f"--check sees into Python scripts only, not into {words[0]}: name the .py file, or -m MODULE")
     if job.nproc < 2:
-        raise UsageError("--check compares ranks, and --nproc is 1: type --nproc 2, or as many as you train on")
+        raise UsageError("--check needs at least 2 ranks: use --nproc 2 or more")
     say(
-        f"--check runs {job.name} as it is, but for its epochs: {EPOCHS} of {WHOLE} to {2 * WHOLE - 1} batches, later "
-        "ones of 1. It saves what it always saves, over what is there"
+        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each) "
+        "and changes nothing else. The script's usual output files will be overwritten"
     )
     # what drifts is on the page: a run that ended of it would hide what comes after
     return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))

@@ -98,7 +98,7 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
         UsageError: a mesh that has not as many places as there are processes, or that no training could have.
     """
     if AUTO in config.meshes and nproc == 1:
-        raise UsageError("--meshes auto: one process shares its model with nobody. Say how many there are: --nproc 2")
+        raise UsageError("--meshes auto requires --nproc 2 or more")
     asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
     found = [mesh for one in asked for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])]
     for mesh in found:
@@ -109,7 +109,7 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
             launch = replace(launch, sequence_parallel=False)
         check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in found):
-        raise UsageError("--sequence-parallel is for layers that ranks share: --meshes tensor=2, say")
+        raise UsageError("--sequence-parallel requires a tensor mesh, e.g. --meshes tensor=2")
     return list({str(mesh): mesh for mesh in found}.values())
 
 
@@ -123,7 +123,7 @@ def _not_run(strategy: str, nproc: int) -> str:
     if not rung.one_process or strategy == DEFAULT_ALONE:
         return ""
     where = " on a machine with several GPUs" if rung.several_gpus else ""
-    return f"lives in one process, there are {nproc}: `paceline train --strategy {strategy}`{where}"
+    return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 
 
 def _groups(

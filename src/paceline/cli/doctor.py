@@ -38,7 +38,7 @@ class DoctorConfig:
     ssh: str = "ssh"
     """the ssh command, e.g. "ssh -F my_config" """
     nodes: int | None = None
-    """for slurm: how many machines (default: all of the allocation; 1 outside of one)"""
+    """Slurm: how many machines (default: all of the allocation; 1 outside of one)"""
     nproc: int = 1
     """worker processes on each machine"""
     mesh: str | None = None
@@ -62,13 +62,13 @@ class DoctorConfig:
     python: str | None = None
     """Python on the machines (default: this one's path)"""
     partition: str | None = None
-    """for slurm, as all below"""
+    """Slurm: partition"""
     time: int = 10
-    """minutes that the check may take"""
+    """Slurm: time limit, minutes"""
     gpus_per_node: int = 0
-    """GPUs of each machine"""
+    """Slurm: GPUs of each machine"""
     cpus_per_rank: int = 1
-    """CPU cores of each worker process"""
+    """Slurm: CPU cores of each worker process"""
     quick: bool = False
     """leave out what takes longer than two seconds: data, network speed, the task"""
     json: bool = False

@@ -45,12 +45,12 @@ def check_cluster(cluster: ClusterConfig) -> None:
         meant = launchers_of(field.name)
         if cluster.on not in meant and getattr(cluster, field.name) != field.default:
             flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} has a meaning only with --on {' or '.join(meant)}, this is --on {cluster.on}")
+            raise UsageError(f"{flag} requires --on {' or '.join(meant)}, this is --on {cluster.on}")
     if cluster.join_timeout <= 0:
         raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
     check_positive(cluster, "cpus_per_rank")
     if cluster.cancel_on_interrupt and not cluster.follow:
-        raise UsageError("--cancel-on-interrupt has a meaning only with --follow")
+        raise UsageError("--cancel-on-interrupt requires --follow")
 
 
 def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:

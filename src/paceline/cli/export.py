@@ -95,7 +95,7 @@ def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
     elif is_file(out) or not is_folder(out.parent):
         raise UsageError(f"--out {config.out} must be a folder, or a new one in a folder that is there")
     if not config.overwrite and (is_file(out) or names(out)):
-        raise UsageError(f"--out {config.out} is there already, and nothing is written over without --overwrite")
+        raise UsageError(f"{config.out} already exists. Pass --overwrite to replace it")
 
 
 def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:

@@ -68,7 +68,7 @@ def find_run(asked: str) -> Path:
         path = RUNS / found[0]
     path = real_path(path)
     if not holds_run(path):
-        raise UsageError(f"{asked} holds no run: there is no {CONFIG} and no start of any")
+        raise UsageError(f"{asked} is not a run folder (no {CONFIG}, no attempt-N)")
     return path
 
 

@@ -1,4 +1,4 @@
-"""`paceline hang RUN`: shows which rank holds a run up, and where every rank is; also while it still hangs."""
+"""`paceline hang RUN`: shows which rank is blocking a run, with every rank's stack; also while it still hangs."""
 
 import os
 import re
@@ -34,7 +34,7 @@ MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 @dataclass(frozen=True)
 class HangConfig(RunFlags):
-    """Show which rank holds a run up, and where every rank is; live ranks are asked. Exit code 0 in any case."""
+    """Show which rank is blocking a run, with every rank's stack; live ranks are asked. Exit code 0 in any case."""
 
     json: bool = False
     """print JSON"""

@@ -60,8 +60,10 @@ def save_pretrained(model: Any, out: Path, weights: Mapping[str, Tensor]) -> dic
     starts = [name.removesuffix(one) for name in weights if name == one or name.endswith(f".{one}")]
     starts = [start for start in starts if all(start + other in weights for other in others)]
     if len(starts) != 1:
-        where = f"in {len(starts)} places" if starts else "nowhere"
-        raise UsageError(f"what a {type(model).__name__} consists of ({one}, ...) is {where} among the weights")
+        kind = type(model).__name__
+        if starts:
+            raise UsageError(f"The weights contain {len(starts)} copies of a {kind} ({one}, ...), not one")
+        raise UsageError(f"The weights do not contain a {kind}: {one}, ... not found")
     own = {name.removeprefix(starts[0]): tensor for name, tensor in weights.items() if name.startswith(starts[0])}
     try:
         model.load_state_dict(own, assign=True)

@@ -1,4 +1,4 @@
-"""`paceline join RUN`: has this host take part in a run that is on its way on others, from its next step on."""
+"""`paceline join RUN`: adds this host to a running multi-node job, from its next step on."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class JoinConfig(RunFlags):
-    """Have this host take part in a run that was started with --nodes MIN:MAX and has fewer than MAX hosts.
+    """Add this host to a run that was started with --nodes MIN:MAX and has fewer than MAX hosts.
 
     Type it on that host, in a folder where RUN is the same folder as on the others. It comes in between two steps: the
     run saves its state, and goes on at once with one host more. Ctrl-C lets the host leave again, between two steps.

@@ -102,7 +102,7 @@ def _understood(config: LogsConfig) -> _Asked:
             pattern = re.compile(config.grep)
         except (re.error, OverflowError, RecursionError) as error:
             raise UsageError(
-                f"--grep {config.grep!r} is no regular expression: {error}. Write \\ in front of a sign that is meant"
+                f"--grep {config.grep!r}: invalid regular expression: {error}. Escape special characters with \\"
             ) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0

@@ -41,7 +41,7 @@ class Measuring:
     optimizer: str | None = None
     """as for train"""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] | None = None
-    """of forward and backward"""
+    """forward/backward precision"""
     data_dir: Path | None = None
     """folder of IDX files"""
     stem: Literal["imagenet", "small"] | None = None

@@ -72,9 +72,7 @@ def _check_out(out: Path) -> None:
         if is_file(out):
             with out.open("rb") as file:
                 if MARK.encode() not in file.read(MARK_BYTES):
-                    raise UsageError(
-                        f"{out} is there already, and is no report: it is not written over. Name another file"
-                    )
+                    raise UsageError(f"{out} already exists and is not a report. Pass another file")
 
 
 def _read(folder: Path) -> WholeRun:

@@ -166,7 +166,7 @@ def script_words(typed: Typed) -> tuple[str, ...]:
     if not module:
         return typed.script
     if typed.value("--no-python") is not None:
-        raise UsageError("-m is a module of Python's, --no-python is no Python: leave one of them out")
+        raise UsageError("-m and --no-python cannot be combined")
     if not re.fullmatch(r"[\w.]+", typed.script[0]):
         raise UsageError(
             f"-m needs a module's name, got {typed.script[0]!r}. To load an environment module: --module=NAME"
@@ -185,7 +185,9 @@ def our_words(typed: Typed) -> list[str]:
         if ours not in typed.given:
             found.append(f"{ours}={value}")
         elif name in typed.torchrun and value != typed.given[ours]:
-            raise UsageError(f"{ours} {typed.given[ours]} and {name} {typed.torchrun[name]}: which one? Leave one out")
+            raise UsageError(
+                f"Conflicting options: {ours} {typed.given[ours]} and {name} {typed.torchrun[name]}. Keep one"
+            )
     return found
 
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     folder, out = find_run(config.run), out_path("--out", config.out)
     note_strangers(folder)
     if os.path.lexists(out) and not config.overwrite:
-        raise UsageError(f"{config.out} is there already: name another file (-o FILE), or replace it: --overwrite")
+        raise UsageError(f"{config.out} already exists. Pass --overwrite to replace it, or another -o FILE")
     run = whole_run(folder)
     found = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: of a large run they are millions
     if not any(one.startswith(b'{"ph":"X"') for one in found):

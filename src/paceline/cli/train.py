@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
-        raise UsageError("--detach, --env, --module, --activate and --python are for workers: give --nproc")
+        raise UsageError("--detach, --env, --module, --activate and --python require --nproc N")
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:
@@ -68,9 +68,9 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     if config.launch.nproc == "auto":
         raise UsageError(f"--nproc auto counts this machine, not those of --on {on}: give a number for each of them")
     if config.checkpoint.rehearse_preemption is not None:
-        raise UsageError("--rehearse-preemption has a meaning only with --on local, and without --detach")
+        raise UsageError("--rehearse-preemption requires --on local and cannot be combined with --detach")
     if config.launch.min_nproc is not None and on != "local":
-        raise UsageError("--min-nproc has a meaning on one machine only. Whole machines: --nodes MIN:MAX")
+        raise UsageError("--min-nproc requires --on local. For whole machines use --nodes MIN:MAX")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
         cores = config.cluster.cpus_per_rank or GPU_CORES

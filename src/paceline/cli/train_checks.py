@@ -41,7 +41,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         )
     if config.strategy and LADDER[config.strategy].one_process and mesh.replicas > 1:
         raise UsageError(
-            f"strategy {config.strategy!r} lives in one process, --nproc asks for {nproc}. "
+            f"strategy {config.strategy} is single-process, but --nproc is {nproc}. "
             f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
     if mesh.replicas > shape.virtual_ranks:
@@ -62,8 +62,8 @@ def check_guard(config: TrainConfig) -> Windows:
     agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
     if windows.seconds is not None and not agent:
         raise UsageError(
-            f"--stall-after {config.guard.stall_after} needs --nproc (1 will do): whether a process stands still, only "
-            "the agent that has started it can see. Under torchrun or bare srun there is none; use `paceline launch`"
+            f"--stall-after {config.guard.stall_after} requires --nproc (1 is enough): hangs are detected by the agent "
+            "that starts the workers. Under torchrun or srun use `paceline watchover`"
         )
     return windows
 
@@ -74,7 +74,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     if c.resume == "auto" and config.run.run_dir is None:
         raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with (or a new one, to begin)")
     if c.resume == "no" and (c.fresh or allowed):
-        raise UsageError(f"{'--fresh' if c.fresh else '--allow-change'} has a meaning only with --resume auto")
+        raise UsageError(f"{'--fresh' if c.fresh else '--allow-change'} requires --resume auto")
     if launch.min_nproc is not None and launch.min_nproc > nproc:
         raise UsageError(f"--min-nproc {launch.min_nproc} is more than --nproc {nproc}")
     if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     if WorkerBirth.here() is not None:
         raise UsageError("this rank is `paceline launch`'s, which watches over it already: leave out watchover")
     if not launched(os.environ):
-        say("watchover: no launcher has started this process as one of several: there is nobody to wait for")
+        say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         begin(observer_plan(config, windows, os.environ), ["--end"] if config.end else [], os.environ)
     if not sys.flags.safe_path:  # `python -m` has put the working folder there, which a script does not see

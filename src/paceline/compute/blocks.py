@@ -54,8 +54,8 @@ def cut_into_blocks(
 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise UsageError(
-            f"strategy 'fsdp' needs a newer torch than {torch.__version__}: a parameter that one rank uses and another "
-            "does not would mix up gradients there. Use zero, or torch 2.13."
+            f"strategy fsdp requires torch 2.13 or newer (found {torch.__version__}; older versions mix up gradients "
+            "of parameters used on some ranks only). Upgrade torch or use --strategy zero"
         )
     blocks = blocks_of(model, rule, flag=flag)
     check_types(model, blocks)

@@ -102,8 +102,8 @@ def check_ours(folder: Path) -> None:
     """
     if whose := other_writers(folder) or _left_there(folder):
         raise UsageError(
-            f"{whose}: whoever can write there would decide what is done in your name. Type it as the run's own user, "
-            "or take another folder; --trust believes all that lies there"
+            f"{whose}: another user could change this run and make paceline act as you. Run as its owner, use another "
+            "folder, or pass --trust"
         )
 
 
@@ -111,7 +111,7 @@ def note_strangers(folder: Path) -> bool:
     """Say, if anybody else could have written what lies in a folder, that it is only looked at; whether that is so."""
     if whose := other_writers(folder) or _left_there(folder):
         words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
-        print(f"paceline: {words}: it is shown as data, and nothing in it is acted on", file=sys.stderr)
+        print(f"paceline: {words}: shown read-only", file=sys.stderr)
     return bool(whose)
 
 

@@ -47,9 +47,7 @@ def next_submit_dir(run_dir: Path) -> Path:
         while True:
             number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
             if number > MOST_STARTS:
-                raise UsageError(
-                    f"{run_dir} speaks of {number - 1} starts, which no run has had: remove submit-{number - 1}"
-                )
+                raise UsageError(f"{run_dir}: submit number {number - 1} is out of range. Remove submit-{number - 1}")
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
             except FileExistsError:  # another launcher was faster

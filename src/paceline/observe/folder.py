@@ -70,8 +70,8 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
     for folder in (run_dir, run_dir / CHECKPOINTS):
         if found := symlinks(folder):
             raise UsageError(
-                f"{folder} holds a symbolic link, {found[0]}: what is written there could end anywhere. Remove it; to "
-                "have a run elsewhere, name that folder: --run-dir"
+                f"{folder} contains a symbolic link ({found[0]}); runs are not written through links. Remove it, or "
+                "pass the target as --run-dir"
             )
     if not trust and is_folder(run_dir / CHECKPOINTS):
         check_ours(run_dir / CHECKPOINTS)
@@ -87,8 +87,8 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
         _check_private(run_dir, trust=trust)
     if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
         raise UsageError(
-            f"{run_dir} holds no run: there is no {CONFIG}, but something else. Name the folder of a run, or a new "
-            f"one; a run that has lost its {CONFIG} has a copy in each of its attempt folders."
+            f"{run_dir} is not a run folder (no {CONFIG}, but other files). Pass the folder of a run, or a new one; "
+            f"a run that has lost its {CONFIG} has a copy in each of its attempt folders."
         )
 
 
@@ -183,7 +183,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
-        raise UsageError(f"{run_dir} speaks of {number - 1} starts, which no run has had: remove attempt-{number - 1}")
+        raise UsageError(f"{run_dir}: attempt number {number - 1} is out of range. Remove attempt-{number - 1}")
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     return number, attempt_dir

@@ -571,7 +571,7 @@ class Prepared(Trainee):
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
             raise UsageError(
-                "loss.backward() has reached a prepared model: its gradient would stay on this rank. Call "
+                "loss.backward() bypasses gradient synchronisation. Use "
                 f"s.backward(loss){self.replica.in_lockstep * NO_OTHER_BACKWARD}"
             )
 

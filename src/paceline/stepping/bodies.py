@@ -77,7 +77,7 @@ def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
     """
     if not body.weights:
         raise UsageError(
-            "a batch was taken and no s.backward(loss) called: the gradient of the global batch would lack it. To "
+            "Training batch drawn without s.backward(loss): it would be missing from the gradient. To "
             "evaluate, call model.eval(), or write `with torch.no_grad():` around the loop"
         )
     if first is not None and body.done != first.done:

@@ -190,9 +190,8 @@ class Sums:
                 raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
-                    f"the losses of the global batch at {self._where} weigh {self.result.weight:g}, and not {samples}, "
-                    "the number of its samples, which this rank has gone by: the ranks do not give their losses in one "
-                    "form. Give all of them weights, or none"
+                    f"{self._where}: total loss weight is {self.result.weight:g} but the batch has {samples} samples. "
+                    "Pass weight= on all ranks or on none"
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # whoever looks at the phase must not take the step for one that has not begun

@@ -25,7 +25,7 @@ def only_alone(name: str, world: World) -> None:
     """
     if world.size > 1:
         raise UsageError(
-            f"strategy {name!r} lives in one process, there are {world.size}. "
+            f"strategy {name} is single-process, but there are {world.size} processes. "
             f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
 

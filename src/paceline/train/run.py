@@ -78,8 +78,8 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 config = parts.config
                 check_code(world)
                 if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
-                    steps = f"there are {parts.total_steps} steps"
-                    error = UsageError(f"--rehearse-preemption {rehearsed} is not before the end: {steps}")
+                    words = f"number of steps ({parts.total_steps}), got {rehearsed}"
+                    error = UsageError(f"--rehearse-preemption must be less than the {words}")
                     raise told_once(error, world)
                 facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
                 place = replace(place, definition={**settings(config), **facts})

@@ -167,8 +167,8 @@ def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
             got = float(loss(run.result))
         if not math.isclose(got, expected, rel_tol=SAME):
             raise UsageError(
-                f"in {line.stages} stages the model gives another loss of the first samples than whole: {got:.6g}, not "
-                f"{expected:.6g}. Something goes past the cuts that nothing shows. Choose others, by --stages-at"
+                f"Splitting into {line.stages} stages changes the loss ({got:.6g} instead of {expected:.6g}): some "
+                "data bypasses the stage boundaries. Choose others with --stages-at"
             )
 
 

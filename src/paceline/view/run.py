@@ -138,7 +138,7 @@ def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
     for line in read_lines(path):
         most_bytes -= len(line)
         if most_bytes < 0:
-            raise UsageError("it is not read to its end: it is too long")
+            raise UsageError("file truncated: larger than the display limit")
         if len(line) < MOST_LINE_BYTES or line.startswith(ANATOMY):
             yield line
 

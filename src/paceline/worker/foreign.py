@@ -82,8 +82,8 @@ def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
              if env.get(name) != str(wanted)]  # fmt: skip
     if wrong:
         raise UsageError(
-            f"asked for {nodes} x {nproc} ranks, but {' and '.join(wrong)}: the launcher has started another world. "
-            "Did every node start? Do all nodes use the same launcher options, and do their clocks agree?"
+            f"Expected {nodes} x {nproc} ranks, but {' and '.join(wrong)}. "
+            "Check that every node started with the same launcher options, and that their clocks agree"
         )
 
 

@@ -171,8 +171,8 @@ def _tcp_store(meeting: _Meeting, *, is_master: bool, listen_fd: int | None = No
 
 def _no_store(meeting: _Meeting, words: str) -> UsageError:
     return UsageError(
-        f"what answers at {meeting.where} is no store of ours ({words}): another program has that port. "
-        "Choose another one (--port, MASTER_PORT)"
+        f"{meeting.where} is used by another program, not a paceline store ({words}). "
+        "Choose another port (--port, MASTER_PORT)"
     )
 
 

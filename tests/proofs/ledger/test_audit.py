@@ -548,7 +548,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     [
         (3_000_000_000, 10, 1, [1], "speak of 3,000,000,000 samples"),
         (10_000_000, 1, 1, [1, 9000], "9,002 epochs"),
-        (100, 10, 1, [2**60], "steps, of which 1 are logged"),
+        (100, 10, 1, [2**60], "steps claimed, 1 logged"),
         (100, 10, 1_000_000, [1], None),  # a world of a million ranks, of which one has logged
     ],
 )

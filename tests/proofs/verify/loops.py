@@ -410,7 +410,7 @@ def stopped_by_one_rank() -> None:
         s.log(batches=s.mean(s.batch, 1))
 
 
-@bug("Call s.backward(loss)", "the line that was not changed")
+@bug("Use s.backward(loss)", "the line that was not changed")
 def torchs_own_backward() -> None:
     with paceline.session() as s:
 

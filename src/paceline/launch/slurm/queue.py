@@ -119,7 +119,7 @@ def state(job_id: str) -> JobState | None:
     if done.returncode == 0:
         return parse_job(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise PacelineError(f"Slurm cannot say how job {job_id} is: {slurm_words(done)}")
+        raise PacelineError(f"Cannot query Slurm job {job_id}: {slurm_words(done)}")
     return _remembered(job_id)
 
 

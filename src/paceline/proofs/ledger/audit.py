@@ -131,7 +131,7 @@ def _check_plausible(starts: Sequence[RunStart], ranges: Sequence[range]) -> Non
     lines = [line for log in logs for found in log.steps.values() for line in found]
     steps, samples = max(counts.stop for counts in ranges), starts[0].first.num_samples
     if steps > MOST_STEPS + 10 * sum(min(line.steps, MOST_OF_A_LINE) for line in lines):
-        raise UsageError(f"the events speak of {steps:,} steps, of which {len(lines):,} are logged: no run wrote that")
+        raise UsageError(f"Event files are inconsistent: {steps:,} steps claimed, {len(lines):,} logged")
     epochs = 1 + steps // max(1, starts[0].first.steps_per_epoch)
     most = MOST_SAMPLES + SAMPLES_A_LINE * len(lines)
     if samples > most or epochs * samples > 10 * most:

@@ -125,7 +125,7 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
     if world.mesh is not None and not rung.on_mesh:
         return "cannot train a part of a model"
     if rung.one_process and world.data.size > 1:
-        return "lives in one process"
+        return "is single-process"
     if rung.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
     return None
