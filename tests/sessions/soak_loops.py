@@ -14,8 +14,8 @@ looped.py holds the two loops. What a case comes to:
 
 Loops that are wrong on several ranks are drawn, too (`Case.wrong`): these must be rejected, or equal all the same. They
 are counted by themselves. Each part writes what it has done beside --out, by commit; type it again to continue. With
-`--since COMMIT...` the cases that were done at these commits count, too, unless they failed. The exit code is 1 if a case
-fails, or more than 15 % of the right loops are rejected.
+`--since COMMIT...` the cases that were done at these commits count, too, unless they failed. The exit code is 1 if a
+case fails, or more than 15 % of the right loops are rejected.
 """
 
 from __future__ import annotations

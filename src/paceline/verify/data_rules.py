@@ -131,15 +131,14 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
         return  # what it does after its last index, as to count its epochs, was not seen
     both = min(len(first.indices), len(second.indices))
     later = (seen.indices[:both] for seen in one.training[2:] if len(seen.indices) >= FEW)
-    if any(order != first.indices[: len(order)] for order in later):
-        yield Remark("same order", "right", "epochs have orders of their own", one.site)  # one may be trained again
-    elif first.indices[:both] == second.indices[:both] and first.indices != sorted(first.indices):
+    differ = first.indices[:both] != second.indices[:both]
+    if differ or any(order != first.indices[: len(order)] for order in later):  # an epoch may be trained again
+        yield Remark("same order", "right", "every epoch has an order of its own", one.site)
+    elif first.indices != sorted(first.indices):
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
         words = "every epoch has the same order"
         do = "sampler.set_epoch(epoch), in front of this loop"
         yield Remark("same order", "wrong", words, one.site, do, seen)
-    elif first.indices[:both] != second.indices[:both]:
-        yield Remark("same order", "right", "every epoch has an order of its own", one.site)
 
 
 def _shrinks(loaders: Loaders) -> Iterator[Remark]:
