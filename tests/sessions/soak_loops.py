@@ -12,7 +12,7 @@ looped.py holds the two loops. What a case comes to:
     rejected   exit code 2; the parameters are still those of the plain loop after some step
     anything else is a failure: `different`, `applied` (rejected too late), `failed` (another exit code), `hung`
 
-Loops that are wrong on several ranks are drawn, too (`Case.wrong`): these must be rejected, or equal all the same. They
+Loops that are wrong on several ranks are drawn, too (`wrong_of`): these must be rejected, or equal all the same. They
 are counted by themselves. Each part writes what it has done beside --out, by commit; type it again to continue. With
 `--since COMMIT...` the cases that were done at these commits count, too, unless they failed. The exit code is 1 if a
 case fails, or more than 15 % of the right loops are rejected.
@@ -420,6 +420,17 @@ def shrink(case: Case) -> Outcome:
     return best
 
 
+def wrong_of(case: Case) -> str:
+    """What is wrong with it by design, or by docs/own-loop.md; "none"."""
+    if case.average == "unregistered":
+        return "average that is not registered"
+    if case.buffers in ("undeclared", "grows") and case.wrong == "none":
+        return {"undeclared": "running average without a declaration", "grows": "buffer that changes its shape"}[
+            case.buffers
+        ]
+    return case.wrong
+
+
 def kind_of(words: str) -> str:
     """A rejection's words without what is of this case alone."""
     words = re.sub(r"/\S+", "PATH", words)
@@ -427,13 +438,13 @@ def kind_of(words: str) -> str:
 
 
 def summary(outcomes: Sequence[Outcome], seed: int, count: int) -> dict[str, Any]:
-    right = [one for one in outcomes if one.case.wrong == "none"]
+    right = [one for one in outcomes if wrong_of(one.case) == "none"]
     rejected = [one for one in right if one.word == "rejected"]
     kinds: dict[str, dict[str, Any]] = {}
     for one in sorted(rejected, key=lambda one: one.case.number):
         kind = kinds.setdefault(kind_of(one.what), {"loops": 0, "example": one.case.number})
         kind["loops"] += 1
-    wrong = Counter(f"{one.case.wrong}: {one.word}" for one in outcomes if one.case.wrong != "none")
+    wrong = Counter(f"{wrong_of(one.case)}: {one.word}" for one in outcomes if wrong_of(one.case) != "none")
     failures = [
         {"number": one.case.number, "word": one.word, "what": one.what, "settings": settings(one.case)}
         for one in sorted(outcomes, key=lambda one: one.case.number)

@@ -30,9 +30,16 @@ def test_a_global_batch_without_samples_is_rejected(ranks: int, tmp_path: Path) 
     assert outcome.word == "rejected" and "sum to 0" in outcome.what
 
 
-def test_own_code_in_the_graph_of_one_rank_alone_is_rejected_on_all(tmp_path: Path) -> None:
-    """The other rank's loss is constant: it had updated its share of the parameters."""
-    case = Case(number=1163, ranks=2, accumulation=2, strategy="zero", loss="constant", path="function")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(number=1163, ranks=2, accumulation=2, strategy="zero", loss="constant", path="function"),
+        Case(number=1928, virtual_ranks=4, loss="constant", path="function"),
+    ],
+    ids=["one rank", "one micro-batch"],
+)
+def test_own_code_in_the_graph_of_some_losses_is_rejected_before_any_update(case: Case, tmp_path: Path) -> None:
+    """The last micro-batch's loss is constant, on one rank or on all."""
     outcome = examine(case, tmp_path)
     assert outcome.word == "rejected", outcome
 

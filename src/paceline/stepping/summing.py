@@ -79,6 +79,8 @@ class Sums:
         """backwards of this body since the last exchange"""
         self.scale: float | Tensor | None = None
         """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
+        self.is_guess = False
+        """whether it is near the weight of the global batch only, which is not known yet"""
         self.was_scaled = True
         """whether gradients in the last exchange's backward were those of the global batch's mean"""
         self.seen: Seen = []
@@ -136,6 +138,7 @@ class Sums:
                 return None
             else:
                 self.guess(self._samples)
+                self.is_guess = True
         return self.scale
 
     def guess(self, samples: int = 0) -> float:
@@ -237,7 +240,7 @@ class Sums:
         self.rows.zero_()
         self.in_round = 0
         if self._one_each:
-            self.scale = None
+            self.scale, self.is_guess = None, False
         return loss_total / weight_total, weight_total
 
     @property
