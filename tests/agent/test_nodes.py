@@ -267,7 +267,7 @@ def test_two_jobs_with_the_same_requested_port_one_is_refused_clearly(nodes) -> 
     first.wait_for("ready-3")
     second.start(0, 1)
     assert second.codes() == [2, 1]
-    assert "26600" in second.said(0) and "taken" in second.said(0)
+    assert "26600" in second.said(0) and "in use" in second.said(0)
     assert "another job of paceline listens there" in second.said(1)
     assert [agent.poll() for agent in first.agents.values()] == [None, None]
 

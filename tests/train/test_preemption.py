@@ -34,6 +34,14 @@ print([signal.getsignal(n) in (signal.SIG_DFL, signal.SIG_IGN, signal.default_in
 """
 
 
+DEFAULT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+"""whoever runs the tests may have had them ignored, as nohup does"""
+
+
 @pytest.fixture
 def noting() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start NOTING, after `before` has run in the child."""
@@ -41,7 +49,8 @@ def noting() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(before: str = "") -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen([sys.executable, "-c", before + NOTING], stdin=pipe, stdout=pipe, text=True)
+        code = DEFAULT + before + NOTING
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
         started.append(process)
         assert answer(process) == "ready"
         return process
