@@ -158,7 +158,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _state_parent_group(pid: int) -> tuple[str, int, int]:
-    state, parent, group = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:3]
+    state, parent, group = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
     return state, int(parent), int(group)
 
 
