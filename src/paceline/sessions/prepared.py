@@ -165,7 +165,7 @@ class Prepared(Trainee):
         self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
         self._received = Received()
         self._summed: Grads | None = None  # until the step ends: gradients, as the exchange has left them
-        self._versions: list[int] = []  # of those that are tensors
+        self._versions: list[int] = []  # of these gradients
         self._left: list[Any] = [None] * len(self._parameters)  # weakly: gradients that the session has put there
         self._was_looked_at, self._covered = False, (0, list[nn.Parameter]())
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
@@ -259,18 +259,20 @@ class Prepared(Trainee):
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
         shown = self.shown()
+        present = _present(shown)
         self._check_received()
-        self._check_assigned(shown)
+        if present:
+            self._check_assigned(shown)
         if self.must_check:
             self.check_parameters()
-        if _present(shown):
+        if present:
             if any(isinstance(grad, Elsewhere) for grad in shown):
                 raise UsageError(
                     "gradients of an earlier backward are still there: a strategy that cuts them over ranks cannot add "
                     "to them. Call optimizer.zero_grad() in each step; to add up several batches give "
                     "s.loader(..., accumulation=N), to add up several losses s.backward(loss, more=True)"
                 )
-            first = next(grad for grad in shown if grad is not None)
+            first = present[0]
             as_used = self._used() is first and _version(first) == self._used_version
             self._adds_to_used = as_used or (self._adds_to_used and bool(own_share(first).any()))
             self._carried = shown
@@ -329,7 +331,7 @@ class Prepared(Trainee):
             if not self._is_plain:
                 self._note_left(shown)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
-                self._summed, self._versions = shown, [*map(_tensor_version, _present(shown))]
+                self._summed, self._versions = shown, _versions(shown)
 
     def hide_hooks(self, *, alone: bool) -> HiddenHooks:
         """See Trainee. If there were none, they are looked for again when one was registered."""
@@ -342,7 +344,8 @@ class Prepared(Trainee):
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
         """See Trainee."""
-        super().show_hooks(hidden)
+        if hidden:
+            super().show_hooks(hidden)
         self._received.clear()
 
     def give_up(self) -> None:
@@ -412,7 +415,7 @@ class Prepared(Trainee):
         if self._summed is None:
             return
         changed: list[int] = []
-        if not all(map(is_, shown, self._summed)) or [*map(_tensor_version, _present(shown))] != self._versions:
+        if not all(map(is_, shown, self._summed)) or _versions(shown) != self._versions:
             changed = self._changed_since()
         early = self._updates <= 2
         if early:  # also what p.grad.data was changed by, which no version tells
@@ -431,11 +434,9 @@ class Prepared(Trainee):
     def _changed_since(self) -> list[int]:
         """The parameters, by number, whose gradients the loop has changed since the exchange."""
         assert self._summed is not None
-        versions = iter(self._versions)
-        then = [(grad, None if grad is None else next(versions)) for grad in self._summed]
-        now = [(grad, None if grad is None else _tensor_version(grad)) for grad in self.shown()]
-        pairs = enumerate(zip(now, then, strict=True))
-        return [i for i, ((grad, one), (before, other)) in pairs if grad is not before or one != other]
+        shown = self.shown()
+        pairs = enumerate(zip(shown, _versions(shown), self._summed, self._versions, strict=True))
+        return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
     def compared(self) -> tuple[int, ...]:
         """Numbers that must be the same on all ranks in each step; `COMPARED` has their names.
@@ -566,7 +567,10 @@ class Prepared(Trainee):
         return self.replica.world.size == 1 and self.gate.phases.alone
 
     def _note_left(self, shown: Grads) -> None:
-        self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
+        try:
+            self._left = [*map(weakref.ref, shown)]
+        except TypeError:  # None
+            self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
@@ -584,6 +588,13 @@ def _held_back(scheduler: Any, gate: Gate) -> None:
         return kind.step(self, *args, **kwargs) if gate.is_over else None
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+
+
+def _versions(grads: Grads) -> list[int]:
+    try:
+        return [*map(_tensor_version, grads)]
+    except AttributeError:  # of None
+        return [-1 if grad is None else _tensor_version(grad) for grad in grads]
 
 
 def _present(grads: Grads) -> list[Tensor]:
