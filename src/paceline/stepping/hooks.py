@@ -147,13 +147,12 @@ class TensorHooks:
             is_own = not tensor.is_leaf and _is_own(getattr(hook, "__module__", None) or "")
             return register(tensor, partial(self._note, hook) if is_own else hook)
 
-        def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        def register_hook_after(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
             self.on_leaves += 1
             return register_after(tensor, hook)
 
         self._before = [register, register_after]
-        self._ours: list[Any] = [wraps(register)(register_hook)]
-        self._ours.append(wraps(register_after)(register_post_accumulate_grad_hook))
+        self._ours: list[Any] = [wraps(register)(register_hook), wraps(register_after)(register_hook_after)]
         self._replace(self._before, self._ours)
 
     def _note(self, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:

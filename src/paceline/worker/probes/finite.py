@@ -196,8 +196,8 @@ def _not_finite(gradient: Any) -> Any:
 
 
 def _few(tensor: Any) -> Any:
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor; its sum would be a collective
-    return tensor.detach() if tensor.numel() <= SMALL else tensor.detach().flatten()[:SMALL]
+    tensor = getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor; its sum would be a collective
+    return tensor if tensor.numel() <= SMALL else tensor.flatten()[:SMALL]
 
 
 def _is_sized(loader: Any) -> bool:

@@ -36,10 +36,8 @@ class Meshes:
                 vars(module)["fully_shard"] = first.fully_shard
 
     def _shares_out(self, *_: Any, mesh: Any = None, **__: Any) -> None:
-        ranks = (
-            range(sys.modules["torch.distributed"].get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
-        )
-        self._shared_out.update(ranks)
+        world_size = sys.modules["torch.distributed"].get_world_size
+        self._shared_out.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
     def split(self, parameters: Iterable[Any]) -> tuple[int, int]:
         """Among how many ranks layers are split, and which of them this one is."""
