@@ -323,7 +323,7 @@ def evaluated_in_training_mode() -> None:
         s.log(output=s.mean(sum(total for total, _ in outputs), sum(count for _, count in outputs)))
 
 
-@bug("training data", "a dataset cut by hand, beside a sampler that cuts")
+@bug("the ranks have different data", "a dataset cut by hand, beside a sampler that cuts")
 def data_cut_by_rank() -> None:
     with paceline.session() as s:
         inputs, labels = data().tensors
@@ -353,7 +353,7 @@ def lr_by_number_of_ranks() -> None:
         trained(s, usual(s), optimizer=lambda p: SGD(p, lr=0.1 * s.size))
 
 
-@bug("the learning rate depends", "warm-up counted by each rank's own samples")
+@bug("the learning rate changes from micro-batch to micro-batch", "warm-up counted by each rank's own samples")
 def lr_by_rank() -> None:
     with paceline.session() as s:
 
@@ -612,13 +612,14 @@ def gradients_combined_by_hand() -> None:
 
 @bug("does not come from s.backward", "planted in the session: nothing is said of a second backward")
 def second_backward_unchecked() -> None:
-    with patch.object(Prepared, "_check_received", lambda self: None):
+    unchecked = lambda self, *_: None  # noqa: E731
+    with patch.object(Prepared, "_check_received", unchecked), patch.object(Prepared, "_check_assigned", unchecked):
         second_backward_of_another_head()
 
 
 @bug("does not come from s.backward", "planted in the session: changed gradients are not compared over ranks")
 def gradient_added_by_hand_unchecked() -> None:
-    with patch.object(Prepared, "before_update", lambda self: None):
+    with patch.object(Prepared, "before_update", lambda self, shown: None):
         gradient_added_by_hand()
 
 
