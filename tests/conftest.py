@@ -3,7 +3,7 @@
 1. A leak fixture fails a test that leaves a process, a thread, a listening port, a file in /dev/shm or a changed
    environment variable behind, and removes what it can, so that the next test is not the one to suffer.
 2. A backstop ends the whole run when a test is stuck where pytest-timeout's signal cannot reach it.
-3. `make test` runs one of n tests that are marked `sample(n)`, CI a half of them, another half for another commit.
+3. `make test` runs one of n tests that are marked `sample(n)`, CI all of them.
 4. In CI a skipped test is a failed one, unless it waits for a GPU.
 
 Markers of what a test needs (`root`, `needs`, `gpu`) stand in pyproject.toml.
@@ -19,7 +19,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 import hypothesis
 import pytest
@@ -269,16 +267,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests that are marked `sample(n)`, all but each n-th are slow; CI runs one half, chosen by the commit."""
-    if in_ci():
-        git = ["git", "rev-parse", "HEAD"]
-        commit = subprocess.run(git, cwd=config.rootpath, capture_output=True, text=True, check=False).stdout
-        sampled = (one for one in items if one.get_closest_marker("sample"))
-        half = {one for one in sampled if crc32((commit + one.nodeid).encode()) % 2}
-        items[:] = [one for one in items if one not in half]
-        config.hook.pytest_deselected(items=[*half])
-        return
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the tests that are marked `sample(n)`, all but each n-th are slow."""
     counts: Counter[str] = Counter()
     for item in items:
         node, marker = next(item.iter_markers_with_node("sample"), (item, None))
