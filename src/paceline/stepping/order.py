@@ -77,7 +77,7 @@ class CallOrder:
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
-        mine = dict(zip(self.names(), self.compared, strict=True))
+        mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
         told = gather_words([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
         numbers: list[dict[str, int]] = [of_rank for of_rank, _ in told]
         names = {name for of_rank in numbers for name in of_rank}

@@ -67,7 +67,7 @@ class Steps:
         self._weight = 0.0  # of the step before
         self.tensor_hooks: TensorHooks | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, of which the graph is known
-        self._own_code, self._linear_checks = "", 0  # an autograd function in the graph of one of a step's losses
+        self._own_code, self._linear_checks = "", 0  # an own autograd function in the graphs of a step's earlier losses
         self.body: Body | None = None
         self.outside: Streams | None = None
         """the random streams outside the body at hand"""
@@ -89,7 +89,7 @@ class Steps:
             part.begin()
         if any(part.replica.in_lockstep for part in self.parts):
             bodies = as_many_as_any(bodies, self._world)
-        self._where, self.in_step, again = where, True, True
+        self._where, self.in_step, again, self._own_code = where, True, True, ""
         self.phases.begin(len(bodies))
         self._begin_sums(one_each, alone=len(bodies) == 1)
         while again:
@@ -191,7 +191,7 @@ class Steps:
             assert finish is not None
             totals = finish()
             scale = self._sums.exact_scale(totals.numbers)
-        if self._sums.is_guess or body.batch.samples is not None:  # else the division before backward is the right one
+        if not last and (self._sums.is_guess or body.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
         watched = len(self.parts) > 1 or bool(body.stepped)
@@ -234,14 +234,14 @@ class Steps:
                 # a rank whose loss is constant has no such code in its graph, and would update its parameters
                 early = self._linear_checks <= 2 and self._host is None
                 with together(self._world) if early else nullcontext():
-                    self._check_linear()
+                    self._check_linear(weighed.value)
         body.has_failed = False
 
-    def _check_linear(self) -> None:
+    def _check_linear(self, loss: Tensor) -> None:
         """Raise UsageError for own code in the gradient path: the global batch's weight was not known in backward."""
         models = [part.replica.model for part in self.parts]
         changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
-        found, self._own_code = own_hooks(models) or self._own_code or changed, ""
+        found = own_hooks(models) or self._own_code or own_functions(loss) or changed
         if found:
             raise UsageError(
                 f"{found} is on the way of the gradients, and the weight of the global batch was not known before "
