@@ -26,7 +26,9 @@ from paceline.errors import ExitCode, UsageError
 from paceline.ladder import DEFAULT_ALONE
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
+from paceline.observe.terminal import say
 from paceline.tasks.settings import told
+from paceline.torch_version import untested_torch
 from paceline.worker.foreign import check_shape, launched
 from paceline.worker.imports import TRAINING, import_all
 
@@ -35,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
     check_values(config)
+    if os.environ.get("RANK", "0") == "0":
+        for line in untested_torch():
+            say(line)
     if launched(os.environ):
         check_guard(config)
         return start_here(config)[1]
