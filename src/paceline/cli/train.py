@@ -23,7 +23,7 @@ from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_va
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.ladder import DEFAULT_ALONE
+from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import say
@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError("--detach, --env, --module, --activate and --python require --nproc N")
+    if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
+        say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:
