@@ -203,7 +203,7 @@ bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the ac
 bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s between them (root)
 	$(BIN)/python benchmarks/two_hosts.py --rate 1gbit --out benchmarks/results/two-hosts.json
 
-bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and predict what was held out? (root)
+bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and is its estimate right? (root)
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
 
 bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)

@@ -92,6 +92,11 @@ def _frameworks(text: str) -> str:
     return f"{rows.count(('yes', 'yes', '0'))} of {len(rows)}"
 
 
+def _named(record: Any) -> str:
+    named = [run["named"] for runs in record["causes"].values() for run in runs]
+    return f"{sum(named)} of {len(named)}"
+
+
 def _watchover(record: Any) -> str:
     runs = record["runs"].values()
     return f"{len(runs)} runs of {len({name.split(', ')[0] for name in record['runs']})} kinds of faults"
@@ -202,6 +207,12 @@ CLAIMS = (
         lambda rows: f"{sum(row['same'] for row in rows)} of {len(rows)} equal, "
         f"{sum(bool(row['known']) and not row['same'] for row in rows)} documented differences",
         ("same.json",), "make soak-same",
+    ),
+    Claim(
+        "causes of lost time that were injected: named by `paceline scale`",
+        _named,
+        ("scale.json",),
+        "python benchmarks/scale_causes.py",
     ),
     Claim(
         "generated stalls: wrong reports", lambda record: f"{len(record['wrong'])} of {record['count']:,}",
