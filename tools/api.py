@@ -89,7 +89,15 @@ def headed(level: str, name: str, function: Any, *, method: bool = False) -> str
         if one.default is not one.empty:
             words += " = os.environ" if one.default is os.environ else f" = {re.sub('<.*>', '...', repr(one.default))}"
         lines += [] if method and one.name == "self" else [f"{words},"]
-    return "\n".join([f"{level} `{name}`\n\n```python", f"{name}(", *(f"    {line}" for line in lines), ")", "```"])
+    return "\n".join(
+        [
+            f"{level} `{name}`\n\n```python",
+            f"def {name.removeprefix('.')}(",
+            *(f"    {line}" for line in lines),
+            "): ...",
+            "```",
+        ]
+    )
 
 
 def constant(name: str) -> str:

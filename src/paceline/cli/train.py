@@ -11,15 +11,15 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
-import tyro
 from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
+from paceline.cli.commands import command_line
 from paceline.cli.elsewhere import placed_job, workers
 from paceline.cli.flags import check_gpus, check_names, nproc_auto, usable_gpus
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_values
+from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
@@ -98,21 +98,11 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         default = replace(default, strategy=None)
     check_names("paceline train", rest)
     try:
-        return tyro.cli(
-            CliTrainConfig,
-            prog="paceline train",
-            args=rest,
-            default=default,
-            description=_DESCRIPTION,
-            console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same error
-        )
+        return command_line("train").parse(rest, default)
     except SystemExit as end:
         if end.code == 0 and rest and ":" in rest[0]:  # --help, asked with a task
             print(told(rest[0]))
         raise
-
-
-_DESCRIPTION = "Train a model on one process or on many. --config FILE reads settings from TOML; flags win over it."
 
 
 def _take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
