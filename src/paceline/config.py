@@ -261,7 +261,7 @@ class ClusterConfig:
     detach: bool = False
     """return immediately; use `paceline status`, `logs` and `cancel` for the run"""
     agent: Literal["torchrun", "paceline"] = "torchrun"
-    """print: which launcher's commands to print"""
+    """print: print the commands of torchrun or of paceline"""
     partition: str | None = None
     """Slurm: partition"""
     time: int | None = None

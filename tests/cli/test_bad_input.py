@@ -49,7 +49,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("train mnist-cnn --global-batch 100 --batch-size 8 --accumulation 2", "does not fit"),
         ("train mnist-cnn --data-dir /nowhere", "does not exist"),
         ("train mnist-cnn --config /nowhere.toml", "No such file"),
-        ("train mnist-cnn --config", "--config needs a file"),
+        ("train mnist-cnn --config", "--config needs a value"),
         ("train no.such.module:task", "there is no module 'no'"),
         ("train paceline.nope:task", "there is no module 'paceline.nope'"),
         ("train nofile.py:task", "there is no file"),

@@ -13,9 +13,10 @@ from tests import warm
 from paceline.cli import COMMANDS
 from paceline.cli.commands import command_line
 from paceline.cli.launch import known_options
-from paceline.cli.options import SHORTEST
+from paceline.cli.options import SHORTEST, built
 from paceline.cli.torchrun import our_words, read_words
 from paceline.cli.watchover import split_script
+from paceline.config import TrainConfig
 from paceline.errors import ExitCode, UsageError
 
 COLUMNS = 100
@@ -127,8 +128,9 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
     )
     assert (str(found.run.run_dir), found.checkpoint.checkpoint_every) == ("x", "10min")
     assert found.checkpoint.checkpoint_epochs is False
-    again = line.parse(["--nproc", "3", "--set", "c=3", "--checkpoint-every", "5", "--lr", "-2"], found)
-    assert (again.task, again.launch.nproc, again.set) == ("mnist-cnn", 3, ("c=3",))
+    given = line.given(["--nproc", "3", "--set", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
+    again = built(TrainConfig, given, found)
+    assert (again.task, again.launch.nproc, again.set) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
     assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)
 
 

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from paceline.worker.attach import attach
 
         attach()
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         print(HELP.format(commands=_listed()), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":

@@ -12,7 +12,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
         ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
         {"common": "config strategy set batch-size global-batch lr precision epochs run-dir checkpoint-every resume "
          "nproc device on nodes hosts",
-         "before": {"--config FILE": "TOML file with settings, e.g. the config.toml of a run; options override it"}},
+         "config": "TOML file with settings, e.g. the config.toml of a run; options override it"},
     ),
     "launch": (
         "LaunchScript", "", ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"),

@@ -35,7 +35,7 @@ class RunFlags:
     ssh: str = "ssh"
     """ssh command to reach the hosts of the run, as for `paceline train`; commands in the folder are not run"""
     trust: bool = False
-    """use a run folder that another user owns or could have written; believes all of it"""
+    """use a run folder that another user owns or could have written, and trust all of it"""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import shutil
 import textwrap
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,23 @@ METAVARS = {  # what stands for a value, by the names of options; else by the ty
     "RATE,LATENCY": "network", "X": "lr weight-decay momentum ema clip-norm outer-lr outer-momentum",
     "N|TIME": "checkpoint-every",
 }  # fmt: skip
+FAMILIAR = {  # of other frameworks' flags, ours
+    "--lr": "learning-rate",
+    "--batch-size": "bs per-device-train-batch-size per-gpu-batch-size train-batch-size micro-batch-size",
+    "--global-batch": "global-batch-size",
+    "--epochs": "n-epochs num-epochs max-epochs num-train-epochs",
+    "--steps": "max-steps n-steps num-steps iterations",
+    "--nproc": "num-processes nproc-per-node world-size gpus n-gpus num-gpus devices ranks",
+    "--nodes": "nnodes num-nodes num-machines",
+    "--accumulation": "gradient-accumulation-steps accumulate-grad-batches grad-accum",
+    "--clip-norm": "max-grad-norm gradient-clip-val grad-clip clip-grad",
+    "--precision": "mixed-precision fp16 bf16 amp",
+    "--run-dir": "output-dir out-dir save-dir log-dir default-root-dir checkpoint-dir",
+    "--num-workers": "workers dataloader-num-workers",
+    "--resume auto": "resume-from-checkpoint ckpt-path",
+    "--warmup-steps": "warmup num-warmup-steps",
+    "--schedule": "scheduler lr-scheduler lr-scheduler-type",
+}
 BY_TYPE = {int: "N", float: "X", Path: "FILE"}
 WORDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 
@@ -151,44 +168,43 @@ class CommandLine:
     """what follows the options and is not parsed here, in the usage line"""
     common: str = ""
     """names of the options that --help shows, of a command with many"""
-    before: Mapping[str, str] = field(default_factory=dict[str, str])
-    """options that are taken out before the others are parsed, with their help"""
+    config: str = ""
+    """help of --config FILE, of which the caller makes the settings' default; empty: there is no such option"""
 
-    def options(self, default: object = None) -> list[Option]:
-        """All of them; their defaults are those of `default`, or of the class."""
-        found = [*self._options(self.settings, default, ())]
-        found += [Option(name.split()[0], text, (), self.settings, (Path,), None) for name, text in self.before.items()]
+    def options(self) -> list[Option]:
+        """All of them."""
+        found = [*self._options(self.settings, ())]
+        found += [Option("--config", self.config, ("config",), self.settings, (Path,), None)] if self.config else []
         return sorted(found, key=lambda one: self.arguments.index(one.name) if one.name in self.arguments else 99)
 
-    def _options(self, kind: type, default: object, path: tuple[str, ...]) -> Iterator[Option]:
+    def _options(self, kind: type, path: tuple[str, ...]) -> Iterator[Option]:
         hints = get_type_hints(kind)
         for one in dataclasses.fields(kind):
             hint, here = hints[one.name], (*path, one.name)
-            value = getattr(default, one.name) if default is not None else one.default
             if dataclasses.is_dataclass(hint):
-                yield from self._options(hint, value if default is not None else None, here)  # pyright: ignore[reportArgumentType]
+                yield from self._options(hint, here)  # pyright: ignore[reportArgumentType]
                 continue
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             owner = next(each for each in kind.__mro__ if one.name in vars(each).get("__annotations__", {}))
             name = one.name if one.name in self.arguments else "--" + one.name.replace("_", "-")
             given = tuple(each for each in kinds if each is not types.NoneType)
             own_text, short = (one.metadata.get(key, "") for key in ("help", "short"))
-            yield Option(name, own_text, here, owner, given, value, short)
+            yield Option(name, own_text, here, owner, given, one.default, short)
 
-    def parse(self, words: Sequence[str], default: object = None) -> Any:
-        """The settings that the words give, over `default`; asked for help, the process ends with code 0.
+    def parse(self, words: Sequence[str]) -> Any:
+        """The settings that the words give; see `given`."""
+        return built(self.settings, self.given(words))
+
+    def given(self, words: Sequence[str]) -> dict[tuple[str, ...], Any]:
+        """The values that the words give, by the paths of their fields; asked for help, the process ends with code 0.
 
         Raises:
             UsageError: an option that there is not, a value that is none, or one that is missing.
         """
-        options = self.options(default)
+        options = self.options()
         if asked := [word for word in words if word in HELP]:
             print(self.help(options, whole="--help-all" in asked), flush=True)  # here: a reader may be gone
             raise SystemExit(ExitCode.DONE)
-        values = self._values(words, options)
-        return _built(self.settings, values, default, ())
-
-    def _values(self, words: Sequence[str], options: Sequence[Option]) -> dict[tuple[str, ...], Any]:
         named = {name: one for one in options if one.name.startswith("-") for name in (one.name, one.short) if name}
         negated = {one.negated: one for one in named.values() if one.is_flag}
         waiting = [one for one in options if not one.name.startswith("-")]
@@ -205,7 +221,7 @@ class CommandLine:
             name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
             one = named.get(name) or negated.get(name)
             if one is None:
-                raise self._unknown(name, [*named, *(negated if name.startswith("--no-") else ())])
+                raise unknown_option(self.prog, name, [*named, *(negated if name.startswith("--no-") else ())])
             if one.is_flag:
                 if equals:
                     raise UsageError(f"{name} takes no value, got {word!r}")
@@ -222,11 +238,6 @@ class CommandLine:
                 else:
                     raise UsageError(f"{self.prog} needs {one.shown}: {one.text}. See {self.prog} --help")
         return values
-
-    def _unknown(self, name: str, names: Collection[str]) -> UsageError:
-        near = difflib.get_close_matches(name, names, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        return UsageError(f"{self.prog} has no option {name}.{meant} See {self.prog} --help-all")
 
     # help
 
@@ -260,6 +271,14 @@ class CommandLine:
         out += [f"{hidden} more options: {self.prog} --help-all"] if hidden else []
         out += ["An option without a value has an opposite: --no-NAME."] if negatable else []
         return "\n".join(out).rstrip()
+
+
+def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
+    """The error for an option that is not one of `names`: it names the nearest, or ours for another framework's."""
+    ours = [one for one, others in FAMILIAR.items() if name[2:].lower() in others.split() and one.split()[0] in names]
+    near = ours or difflib.get_close_matches(name, names, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return UsageError(f"{prog} has no {name}.{meant} See {prog} --help-all")
 
 
 def _row(one: Option, width: int) -> list[str]:
@@ -298,16 +317,17 @@ def _classes(module: Path) -> list[ast.ClassDef]:
     return [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.ClassDef)]
 
 
-def _built(kind: type, values: Mapping[tuple[str, ...], Any], default: Any, path: tuple[str, ...]) -> Any:
-    """The settings of a class, with those of the classes inside."""
+def built(kind: type, values: Mapping[tuple[str, ...], Any], default: Any = None, path: tuple[str, ...] = ()) -> Any:
+    """The settings that are `values`, over `default`, with those of the classes inside."""
     hints, given = get_type_hints(kind), dict[str, Any]()
     for one in dataclasses.fields(kind):
         here = (*path, one.name)
         if dataclasses.is_dataclass(hints[one.name]):
             inner = None if default is None else getattr(default, one.name)
-            given[one.name] = _built(hints[one.name], values, inner, here)  # pyright: ignore[reportArgumentType]
+            given[one.name] = built(hints[one.name], values, inner, here)  # pyright: ignore[reportArgumentType]
         elif here in values:
-            given[one.name] = values[here]
+            before = getattr(default, one.name, ())  # values of a repeated option are added to those of a file
+            given[one.name] = (*before, *values[here]) if isinstance(values[here], tuple) else values[here]
         elif default is not None:
             given[one.name] = getattr(default, one.name)
     return kind(**given)
