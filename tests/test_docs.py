@@ -52,7 +52,7 @@ def literals(path: Path) -> str:
 
 @cache
 def help_of(command: str) -> str:
-    run = warm.run(["-m", "paceline", command, "--help"], torch=False)
+    run = warm.run(["-m", "paceline", command, "--help-all"], torch=False)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

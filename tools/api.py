@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import itertools
+import os
 import re
 import sys
 import textwrap
@@ -18,6 +21,16 @@ ROOMS = {
     "A task": ("Task", "Metric", "Moment"),
     "The parts, each by itself": (),  # all others
 }
+INTERNAL = {  # used by other modules of paceline; not for users
+    "Session": ("explained", "note_exit", "seed_streams"),
+    "Loader": (
+        *("draw_ahead", "drawn", "evaluation", "fingerprint", "is_end", "order_hash", "position", "probe"),
+        *("put_back_sampler", "sampler_state", "samples", "training"),
+    ),
+    "BatchPlan": ("known_steps", "size_words"),
+    "Schedule": ("load", "numbers", "set"),
+}
+LONGEST = 90  # characters of a signature in a heading; a longer one has a block with a line for each argument
 HEAD = """# The Python interface
 
 Written from the docstrings by `python tools/api.py`; a test says when it is stale. The pages that explain:
@@ -32,12 +45,12 @@ def prose(docstring: str | None) -> str:
     in_list = in_code = False
     for line in lines:
         if re.fullmatch(r"(Args|Returns|Raises|Yields):", line):
-            out += [f"*{line}*", ""]
-            in_list = True
+            out += [*(("```", "") if in_code else ()), f"*{line}*", ""]
+            in_list, in_code = True, False
         elif in_list and (entry := re.fullmatch(r" {4}([*\w]+(?:, \w+)*): (.*)", line)):
             out.append(f"- `{entry[1]}`: {entry[2]}")
         elif in_list and line.strip():
-            out.append(f"  {line.strip()}" if out[-1] else line.strip())
+            out.append(f"  {line.strip()}" if out[-1].startswith(("-", "  ")) else line.strip())
         elif line.startswith("    ") and not in_list:
             out += [*(() if in_code else ("```text",)), line[4:]]
             in_code = True
@@ -59,6 +72,45 @@ def called(name: str, function: Any, *, method: bool = False) -> str:
     return f"{name}{re.sub(r'<.*? at 0x[0-9a-f]+>', '...', words)}"
 
 
+def headed(level: str, name: str, function: Any, *, method: bool = False) -> str:
+    """The heading of a function; below it a long signature, with types, a line for each argument."""
+    words = called(name, function, method=method)
+    if len(words) <= LONGEST:
+        return f"{level} `{words}`"
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    assert isinstance(node, ast.FunctionDef)
+    lines = list[str]()
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and "*," not in lines and not any(line.startswith("*") for line in lines):
+            lines.append("*,")
+        words = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "") + one.name
+        kind = next((a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg) and a.arg == one.name), None)
+        words += f": {ast.unparse(kind)}" if kind else ""
+        if one.default is not one.empty:
+            words += " = os.environ" if one.default is os.environ else f" = {re.sub('<.*>', '...', repr(one.default))}"
+        lines += [] if method and one.name == "self" else [f"{words},"]
+    return "\n".join(
+        [
+            f"{level} `{name}`\n\n```python",
+            f"def {name.removeprefix('.')}(",
+            *(f"    {line}" for line in lines),
+            "): ...",
+            "```",
+        ]
+    )
+
+
+def constant(name: str) -> str:
+    """What the text below a constant says in the module that defines it."""
+    module = importlib.import_module(f"paceline.{vars(paceline)['_PARTS'][name]}")
+    body = ast.parse(inspect.getsource(module)).body
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and ast.unparse(node).startswith(name):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{name} has no docstring"
+            return str(after.value.value)
+    raise AssertionError(name)
+
+
 def fields(kind: type) -> list[str]:
     """Of a record: each field, and the words below it."""
     (body,) = (n for n in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(n, ast.ClassDef))
@@ -74,17 +126,18 @@ def fields(kind: type) -> list[str]:
 def entry(name: str, thing: Any) -> str:
     """One part: its signature, words, fields and methods."""
     if not inspect.isclass(thing):
-        head = called(name, thing) if callable(thing) else name
-        return f"### `{head}`\n\n{prose(thing.__doc__ if callable(thing) else '')}\n"
+        head = headed("###", name, thing) if callable(thing) else f"### `{name}`"
+        return f"{head}\n\n{prose(thing.__doc__ if callable(thing) else constant(name))}\n"
+    assert all(hasattr(thing, word) for word in INTERNAL.get(name, ())), f"INTERNAL of {name} is stale"
     own = getattr(thing, "__dataclass_fields__", None) is not None
     blocks = [f"### `{name}`", prose(thing.__doc__), *(["\n".join(fields(thing))] if own else [])]
     for word, member in inspect.getmembers(thing):
-        if word.startswith("_") or not getattr(member, "__doc__", None):
+        if word.startswith("_") or word in INTERNAL.get(name, ()) or not getattr(member, "__doc__", None):
             continue
         if isinstance(member, property):
             blocks += [f"#### `.{word}`", prose(member.__doc__)]
         elif inspect.isfunction(member) and str(member.__module__).startswith("paceline"):
-            blocks += [f"#### `.{called(word, member, method=True)}`", prose(member.__doc__)]
+            blocks += [headed("####", f".{word}", member, method=True), prose(member.__doc__)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 

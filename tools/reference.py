@@ -1,6 +1,6 @@
 """Write docs/reference/*.md: `python tools/reference.py`; `--check`: are they those of the program?
 
-commands.md     what each command's own --help says
+commands.md     the options of each command, as --help-all has them
 settings.md     the keys of config.toml, from the docstrings of config.py
 events.md       the records of a run folder, from observe/events.py and observe/machine.py
 """
@@ -8,27 +8,26 @@ events.md       the records of a run folder, from observe/events.py and observe/
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib
 import io
-import os
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.cli import COMMANDS
+from paceline.cli.commands import command_line
+from paceline.cli.options import Option, paragraphs
 from paceline.launchers import OWN
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
-WIDTH = "100"  # of the help that is read: in one column of boxes
 
-COMMANDS = """# Commands
+HEAD = """# Commands
 
-Written from each command's own `--help` by `python tools/reference.py`; a test says when it is stale. A task may have
-options of its own: `paceline train TASK --help` lists them. What a command ends with: [exit codes](../exit-codes.md).
+All options of all commands, as `paceline COMMAND --help-all` prints them; `--help` prints the common ones. An option
+without a value has an opposite: `--no-NAME`. The options of a task: `paceline train TASK --help`. Exit codes of the
+commands: [exit codes](../exit-codes.md). `python tools/reference.py` writes this page; a test says when it is stale.
 
 {index}
 
@@ -40,7 +39,7 @@ docstrings of `src/paceline/config.py` by `python tools/reference.py`; a test sa
 
 - A key stands in the table of its section: `[data]`, then `batch_size = 64`. `task`, `strategy` and `set` stand above
   all tables.
-- The flag is the key with `-` for `_`, without the section: `--batch-size 64`. A flag wins over the file.
+- The option is the key with `-` for `_`, without the section: `--batch-size 64`. An option overrides the file.
 - *none* is the default where nothing is set: leave the key out.
 
 """
@@ -69,79 +68,54 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def help_of(command: str) -> str:
-    """What `paceline COMMAND --help` prints on a terminal of WIDTH columns."""
-    os.environ["COLUMNS"] = WIDTH
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # boxes are drawn only for who says that he can read them
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        importlib.import_module(f"paceline.cli.{command}").main(["--help"])
-    out.seek(0)
-    return re.sub(r"\x1b\[[0-9;]*m", "", out.read())
+def commands() -> str:
+    """The page of the commands; options of several commands are at its end."""
+    lines = {name: command_line(name) for name in COMMANDS}
+    groups = {name: line.groups(line.options()) for name, line in lines.items()}
+    users: dict[type, list[str]] = {}
+    for name, found in groups.items():
+        for _, group, _ in found:
+            users.setdefault(group, []).append(name)
+    shared = {group for group, names in users.items() if len(names) > 1}
+    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {text}" for name, text in COMMANDS.items())
+    parts = [HEAD.format(index=index)]
+    for name, line in lines.items():
+        about, *more = paragraphs(line.settings)
+        parts.append(f"## `paceline {name}`\n\n{_plain(about)}\n\n")
+        parts.append("```bash\n" + "\n".join(line.examples) + "\n```\n\n")
+        parts += [f"{_plain(words)}\n\n" for words in more]
+        parts.append(f"```text\n{line.usage(line.options())}\n```\n\n")
+        parts.append(rows("argument", [one for one in line.options() if not one.name.startswith("-")]))
+        for title, group, options in groups[name]:
+            parts.append("" if group in shared else f"### {title}\n\n{rows('option', options)}")
+        also = [f"[{title}](#{slug(title)})" for title, group, _ in groups[name] if group in shared]
+        parts.append(f"Also: {'; '.join(also)}.\n\n" if also else "")
+    for group in sorted(shared, key=lambda one: paragraphs(one)[0]):
+        names = ", ".join(f"`paceline {name}`" for name in users[group])
+        options = next(each for _, one, each in groups[users[group][0]] if one is group)
+        parts.append(f"## {paragraphs(group)[0].removesuffix('.')}\n\nOptions of {names}.\n\n{rows('option', options)}")
+    return "".join(parts).rstrip() + "\n"
 
 
-def boxes(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(title, lines) of each of its boxes."""
-    for title, body in re.findall(r"^╭─ (.*?) ─*╮\n(.*?)^╰─*╯", text, re.MULTILINE | re.DOTALL):
-        yield title, [line.removeprefix("│").removesuffix("│").rstrip()[1:] for line in body.splitlines()]
+def rows(kind: str, options: list[Option]) -> str:
+    """Options, or arguments, as a table."""
+    found = list[tuple[str, ...]]()
+    for one in options:
+        shown = re.sub(",(?=[^{}]*})", ", ", one.shown)
+        default = f"`{one.default_shown}`" if one.default_shown else ""
+        found.append((f"`{shown}`", _plain(one.text), default))
+    return table((kind, "meaning", "default"), found) + "\n" if found else ""
 
 
-def options(lines: list[str]) -> tuple[str, list[tuple[str, ...]]]:
-    """What is said of a box as a whole, and (option, meaning, default) of what is in it."""
-    rule = next((i for i, line in enumerate(lines) if line and not line.strip("─")), -1)
-    found: list[list[str]] = []
-    for line in lines[rule + 1 :]:
-        if not line.startswith(" "):
-            found.append(re.split(r" {2,}", line, maxsplit=1))
-        elif len(found[-1]) == 1:
-            found[-1].append(line.strip())
-        else:
-            found[-1][1] += " " + line.strip()
-    rows: list[tuple[str, ...]] = []
-    for name, *said in found:
-        if name.startswith("-h,"):
-            continue
-        words, default = re.fullmatch(r"(.*?) ?(?:\(default: ([^()]*)\)|\((?:required|repeatable)\))?", *said).groups()  # type: ignore[union-attr]
-        default = "this Python" if default == sys.executable else default
-        shown = "" if default in (None, "None", "", "''") else f"`{default}`"
-        choices = re.sub(r",(?=[^{}]*\})", ", ", name.replace("{None}|", "").replace("{None,", "{"))
-        rows.append((f"`{choices}`", _plain(words), shown))
-    return " ".join(line.strip() for line in lines[: max(rule, 0)]), rows
+def slug(title: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _plain(words: str) -> str:
     """Text that Markdown leaves as it is, but for `code`."""
     parts = re.split("(`[^`]*`)", words)
     return "".join(p if p.startswith("`") else re.sub(r"([*\[\]])", r"\\\1", p).replace("<", "&lt;") for p in parts)
-
-
-def commands() -> str:
-    """The page of the commands."""
-    from paceline.cli import COMMANDS as KNOWN
-
-    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {text}" for name, text in KNOWN.items())
-    parts = [COMMANDS.format(index=index)]
-    for name in KNOWN:
-        text = help_of(name)
-        usage, _, rest = text.partition("\n\n")
-        about = rest[: rest.index("╭")] if "╭" in rest else rest
-        parts.append(f"## `paceline {name}`\n\n```text\n{usage.strip()}\n```\n\n")
-        parts.append(_about(about))
-        for title, lines in boxes(text):
-            said, rows = options(lines)
-            if rows:
-                parts.append(f"### {title.capitalize()}\n\n" + (f"{said}\n\n" if said else ""))
-                parts.append(table(("option", "meaning", "default"), rows) + "\n")
-    return "".join(parts).rstrip() + "\n"
-
-
-def _about(text: str) -> str:
-    """Prose as it is, indented examples as code."""
-    out = list[str]()
-    for block in re.split(r"\n{2,}", text.strip("\n")):
-        lines = block.splitlines()
-        indented = all(line.startswith("    ") for line in lines)
-        out.append("```text\n" + "\n".join(line[4:] for line in lines) + "\n```" if indented else block)
-    return "\n\n".join(out) + "\n\n"
 
 
 # ---- settings and events: the fields of records, as their modules have them -----------------------------------------
@@ -188,12 +162,11 @@ def records(path: Path) -> list[Record]:
 
 def _type(annotation: ast.expr) -> str:
     """As people read it."""
-    words = ast.unparse(annotation).replace(" | None", "").replace("tyro.conf.UseAppendAction", "")
+    words = ast.unparse(annotation).replace(" | None", "")
     if choices := re.fullmatch(r"Literal\[(.*)\]", words):
         return ", ".join(re.findall(r"'([^']*)'", choices[1]))
     words = re.sub(r"(?:int \| )?Literal\['(\w+)'\]", lambda m: m[0].split("Literal")[0] + m[1], words)
-    words = re.sub(r"\[?tyro\.conf\.Positional\[(.*?)\]\]?", r"\1", words)
-    words = re.sub(r"^\[tuple\[str, \.\.\.\]\]$", "list of str", words)
+    words = re.sub(r"^tuple\[str, \.\.\.\]$", "list of str", words)
     if words not in COUNTS:
         words = re.sub(r"\b(Count|Few)\b", "int", words).replace("Seconds", "float")
     words = words.replace("LauncherName", ", ".join(OWN))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from benchmarks.faults.catalogue import FAULTS, chosen
 from benchmarks.faults.fault import Fault, Needs
 from benchmarks.faults.run import Launcher, Score, run_fault
@@ -20,6 +19,7 @@ from benchmarks.faults.table import markdown, print_table, ranks
 from rich.table import Table
 
 from paceline.cli.flags import check_out_file, check_positive, table_console, write_json
+from paceline.cli.options import CommandLine
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 
@@ -33,7 +33,7 @@ class FaultsConfig:
 
     list: bool = False
     """only list the faults"""
-    run: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
     """names of faults (default: all that are possible here)"""
     against: Literal["nobody", "torchrun"] = "nobody"
     """also run each fault in plain torchrun and DDP, with a process-group time-out of 10 s"""
@@ -49,9 +49,13 @@ class FaultsConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `python -m benchmarks.faults ARGUMENTS`."""
-    config = tyro.cli(FaultsConfig, prog="python -m benchmarks.faults", args=arguments)
+    line = CommandLine(
+        "python -m benchmarks.faults", FaultsConfig, ("faults",),
+        ("python -m benchmarks.faults --list", "python -m benchmarks.faults sleeps frozen --repeat 3"),
+    )  # fmt: skip
+    config: FaultsConfig = line.parse(sys.argv[1:] if arguments is None else arguments)
     _check(config)
-    faults = chosen(config.run)
+    faults = chosen(config.faults)
     if config.list:
         _list(faults)
         return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""Every setting of a training, once: the command line (tyro), the TOML file and the run folder's record derive from it.
+"""Every setting of a training, once: the command line, the TOML file and the run folder's record derive from it.
 
 Torch-free, so a wrong setting is reported before anything starts. Only the modules that pyproject.toml lists (contract
 "config") may see a TrainConfig: the commands, those that turn it into a training's parts (train.run, train.prepare,
@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 import tomli_w
-import tyro
 
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
@@ -34,22 +33,23 @@ LONGEST_TIMEOUT = 1e9  # seconds, 30 years
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data, and who sees how much of it in a step."""
+    """Data and batch sizes."""
 
     data_dir: Path | None = None
-    """folder of IDX files (MNIST, Fashion-MNIST, EMNIST layout; .gz or not); default: the packaged MNIST"""
+    """folder of IDX files (MNIST, Fashion-MNIST or EMNIST layout; .gz or not). Default: the packaged MNIST"""
     num_workers: int = 0
     """loader processes per rank, for datasets that are not held as tensors"""
     data_on_device: Literal["auto", "off"] = "auto"
-    """auto: data held as tensors are kept on the GPU, if they take a quarter at most of what training leaves free"""
+    """auto: keep a dataset of tensors on the GPU if it needs at most a quarter of the free memory"""
     batch_size: int | None = None
-    """samples per virtual rank and micro-batch (default 64)"""
+    """samples per virtual rank and micro-batch (default: 64)"""
     accumulation: int | None = None
-    """micro-batches per virtual rank and step (default 1)"""
+    """micro-batches per virtual rank and step (default: 1)"""
     global_batch: int | None = None
-    """samples per step over all ranks; default: virtual ranks x accumulation x batch size"""
+    """samples per step over all ranks. Default: virtual ranks x accumulation x batch size"""
     virtual_ranks: int | None = None
-    """the ranks this run is defined for; any smaller world size computes the same run (default: world size)"""
+    """number of ranks that defines the run; any smaller number of processes computes the same run. Default: the number
+    of processes"""
     tail: Literal["keep", "drop", "pad"] = "keep"
     """last incomplete batch of an epoch: keep, drop, or pad with repeats"""
 
@@ -59,210 +59,209 @@ class ModelConfig:
     """Variants of the model."""
 
     stem: Literal["imagenet", "small"] | None = None
-    """ResNet18's first layers: 7x7 stride 2 and max-pool, or 3x3 for small images (default imagenet)"""
+    """first layers of ResNet18: 7x7 stride 2 and max-pool, or 3x3 for small images (default: imagenet)"""
     init_from: Path | None = None
-    """weights to begin with, taken by name: a safetensors file, a state_dict saved by torch, or the folder of a run"""
+    """initial weights, matched by name: a safetensors file, a state_dict saved by torch, or a run folder"""
     batchnorm: Literal["local", "sync"] = "local"
-    """batch norm's statistics: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
+    """statistics of batch norm: of each virtual rank's micro-batch, or over the micro-batches of all ranks"""
     fsdp_wrap: str | None = None
-    """for fsdp: the blocks that are gathered one at a time, by name or class (layers.*,Block); default: the
-    repeated layers, in the largest ModuleList or Sequential of layers of one class, at any depth"""
+    """fsdp: blocks to gather one at a time, by name or class, e.g. layers.*,Block. Default: the repeated layers in the
+    largest ModuleList or Sequential of layers of one class, at any depth"""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How a gradient becomes a step."""
+    """Optimizer and learning rate."""
 
     optimizer: str = "adamw"
-    """adamw, sgd, or any other as module:name or file.py:name, torch.optim:RMSprop say, given lr and weight_decay"""
+    """adamw, sgd, or another class as module:name or file.py:name, e.g. torch.optim:RMSprop. It gets lr and
+    weight_decay"""
     lr: float = 1e-3
     """peak learning rate"""
     weight_decay: float = 0.01
-    """decoupled for adamw, an L2 penalty for sgd"""
+    """decoupled for adamw, L2 penalty for sgd"""
     momentum: float = 0.9
     """momentum (SGD only)"""
     ema: float | None = None
-    """decay of the weight average, e.g. 0.999; the average is evaluated, and saved as model-ema.safetensors beside
-    the weights"""
+    """decay of the weight average, e.g. 0.999. The average is evaluated and saved as model-ema.safetensors"""
     clip_norm: float | None = None
-    """clip the global gradient norm to this"""
+    """maximum norm of the gradients; larger gradients are scaled down"""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the learning rate falls after warm-up: to 0 by a half cosine or a line, or not at all"""
+    """decay of the learning rate after warm-up: half cosine to 0, line to 0, or none"""
     warmup_steps: int = 0
-    """steps over which the learning rate rises from 0"""
+    """steps of linear warm-up from 0"""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """scale lr by the global batch: by global_batch / lr_base_batch, or by its square root"""
+    """scale lr by global_batch / lr_base_batch, or by its square root"""
     lr_base_batch: int = 64
-    """the global batch that lr is meant for"""
+    """global batch for which lr was chosen"""
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Between hosts on a slow network, for strategy bucketed; within a host nothing changes."""
+    """Slow network between nodes, for strategy bucketed."""
 
     compress: Literal["bf16", "int8", "powersgd"] | None = None
-    """send gradients in fewer bytes; what that leaves out is sent later (error feedback)"""
+    """send gradients in fewer bytes; the rest is sent later (error feedback)"""
     powersgd_rank: int | None = None
-    """rank of the approximation (default 4)"""
+    """rank of the approximation (default: 4)"""
     local_steps: int | None = None
-    """each host takes so many steps by itself, then all agree on the mean of their parameters (local SGD)"""
+    """steps of each node between two averages of the parameters (local SGD)"""
     outer_lr: float | None = None
-    """outer learning rate (default 1); DiLoCo: 0.7, with --outer-momentum 0.9"""
+    """outer learning rate (default: 1). DiLoCo: 0.7, with --outer-momentum 0.9"""
     outer_momentum: float | None = None
-    """outer Nesterov momentum (default 0)"""
+    """outer Nesterov momentum (default: 0)"""
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a step is computed."""
+    """Precision, compilation and memory."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = "fp32"
     """forward/backward precision. tf32: NVIDIA only. bf16, fp16: autocast, fp32 weights (fp16 with loss scaling). auto:
     bf16 if faster"""
     checkpoint_activations: str | None = None
-    """modules, by name or class (blocks.*,Block), that backward computes again instead of keeping what is inside"""
+    """modules, by name or class (blocks.*,Block), that backward recomputes to save memory"""
     compile: bool = False
-    """torch.compile the model: needs a C++ compiler (on GPUs Triton), rounds otherwise"""
+    """compile the model with torch.compile; needs a C++ compiler, on GPUs Triton. The result rounds differently"""
     cuda_graphs: bool = False
-    """GPUs: record forward and backward once for each shape of a batch, and replay them"""
+    """GPUs: record forward and backward once for each shape of a batch, then replay them"""
     allocator: Literal["tuned", "system"] = "tuned"
-    """tuned: glibc keeps the memory of one step for the next (CPU ranks, where there is room for it)"""
+    """tuned: keep freed memory in the process for the next step (CPU ranks with enough memory)"""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, with which seed, and what is recorded."""
+    """Length, seed and records of a run."""
 
     epochs: int = 2
     """passes over the data"""
     steps: int | None = None
-    """stop after so many optimizer steps instead"""
+    """number of optimizer steps, instead of --epochs"""
     seed: int = 0
-    """of everything random: weights, order of samples, dropout, augmentation"""
+    """seed of weights, sample order, dropout and augmentation"""
     run_dir: Path | None = None
-    """folder for everything this run writes; must not hold a run (default runs/<task>-<time>)"""
+    """folder for all files of this run; must not contain a run (default: runs/<task>-<time>)"""
     trust: bool = False
-    """believe and use a run folder or --config file that others own or could have written"""
+    """use a run folder or --config file that another user owns or could have written"""
     log_interval: int = 50
-    """steps between two progress lines"""
+    """steps between progress lines"""
     record_samples: bool = False
-    """write into the events which samples each virtual rank saw"""
+    """record in the events which samples each virtual rank used"""
     eval_every: int | None = None
-    """steps between two evaluations, beside those at the ends of epochs"""
+    """steps between evaluations, in addition to the end of each epoch"""
     keep_best: str | None = None
-    """keep the weights of the best evaluation, as model-best.safetensors: by loss or the name of a metric; of a loss
-    or an error less is better, else more, or say min:NAME, max:NAME"""
+    """save the weights of the best evaluation as model-best.safetensors, by loss or by a metric. Lower is better for a
+    loss or error, otherwise higher; or min:NAME, max:NAME"""
     patience: int | None = None
-    """end after so many evaluations in a row without a better one (by --keep-best, or else by loss)"""
+    """end after N evaluations in a row without improvement (of --keep-best, or of the loss)"""
     track: str | None = None
-    """also report to tensorboard, wandb or mlflow; several separated by commas"""
+    """also report to tensorboard, wandb or mlflow, separated by commas"""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept on the way, and where a run goes on that has ended early."""
+    """Checkpoints and resume."""
 
     checkpoint_every: int | str | None = None
-    """steps between two checkpoints, or their time (90s, 10min, 2h), beside those at the ends of epochs and when the
-    run is asked to stop"""
+    """steps or time (90s, 10min, 2h) between checkpoints, in addition to the end of each epoch and a requested stop"""
     checkpoint_epochs: bool = True
-    """a checkpoint at each epoch's end, before anything is evaluated"""
+    """save a checkpoint at the end of each epoch, before the evaluation"""
     keep: int = 3
-    """how many checkpoints stay, at least 2"""
+    """number of checkpoints to keep, at least 2"""
     resume: Literal["no", "auto"] = "no"
-    """auto: go on with the run in --run-dir, at its newest valid checkpoint, on any number of processes"""
+    """auto: resume the run in --run-dir from its newest valid checkpoint, on any number of processes"""
     fresh: bool = False
-    """with --resume auto: begin again at step 0; checkpoints that are there are moved aside"""
+    """with --resume auto: start again at step 0 and move existing checkpoints aside"""
     allow_change: str = ""
-    """with --resume auto: settings that may differ from the checkpoint's, separated by commas, e.g. lr,epochs"""
+    """with --resume auto: settings that may differ from the checkpoint, e.g. lr,epochs"""
     watch_every: int = 100
-    """steps between two comparisons of all replicas, bit by bit"""
+    """steps between bit-by-bit comparisons of all replicas"""
     snapshot_every: int = 10
-    """steps between two snapshots in memory, which restarted workers go on from (see --max-restarts)"""
+    """steps between snapshots in memory, from which restarted workers resume (see --max-restarts)"""
     rehearse_preemption: int | None = None
-    """after so many steps ask the run to stop, as Slurm would, and resume it: tries that nothing is lost"""
+    """request a stop after N steps, as Slurm does, then resume: a test that nothing is lost"""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What happens when a rank stands still, and when a number is not finite."""
+    """Hangs and non-finite numbers."""
 
     stall_after: str = "auto"
-    """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
-    run's own pace (10 to 300 s); off: no guard"""
+    """seconds without progress on any rank after which the run ends with a report of the rank at fault. auto: adapts to
+    the pace of the run (10 to 300 s); off: no guard"""
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
     """on NaN/Inf: stop, skip the step, or roll back to the newest snapshot or checkpoint and skip it there"""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where it runs."""
+    """Processes and devices."""
 
     nproc: int | Literal["auto"] | None = None
-    """worker processes on each machine; auto: one per GPU, or per core. Default: this process alone"""
+    """worker processes on each node. auto: one per GPU, or per core. Default: this process alone"""
     mesh: str | None = None
-    """what ranks share, and how many along each: data=2,tensor=2; of data, shard, tensor, pipeline, context. Their
-    product is the number of processes (default: all along data, each with the whole model)"""
+    """dimensions of the device mesh, e.g. data=2,tensor=2. Names: data, shard, tensor, pipeline, context. The product
+    is the number of processes. Default: all along data"""
     sequence_parallel: bool = False
-    """of a mesh with tensor: between two layers that are cut each rank has a part of every sequence, not all of it"""
+    """with tensor in --mesh: between two sharded layers, each rank holds a part of every sequence"""
     schedule_pipeline: Literal["1f1b", "gpipe"] | None = None
-    """of a mesh with pipeline: backward as soon as possible, or after all forwards of a step (default 1f1b)"""
+    """with pipeline in --mesh: each backward as early as possible, or after all forwards of a step (default: 1f1b)"""
     stages_at: str | None = None
-    """of a mesh with pipeline: the modules, by name, at which the stages behind the first begin (layers.3,layers.6);
-    default: where the slowest stage is fastest, measured at the start"""
+    """with pipeline in --mesh: modules at which the second and later stages begin, e.g. layers.3,layers.6. Default: the
+    fastest split, measured at the start"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """auto: GPUs if there are any; cuda: NVIDIA's, and AMD's with a torch for ROCm; xpu: Intel's"""
+    """auto: GPUs if present. cuda: NVIDIA, or AMD with a ROCm build of torch. xpu: Intel"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
-    """of torch.distributed; auto: nccl for GPUs (xccl for xpu), gloo for CPUs"""
+    """backend of torch.distributed. auto: nccl for GPUs (xccl for xpu), gloo for CPUs"""
     collectives: Literal["auto", "shared", "torch"] = "auto"
-    """sums over ranks; auto: in the memory that CPU ranks of a host share, else over torch.distributed"""
+    """reductions over ranks. auto: in shared memory for CPU ranks of one node, otherwise torch.distributed"""
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: OMP_NUM_THREADS if set, else cores / ranks)"""
     port: int = 0
-    """where the ranks of several nodes meet, and MASTER_PORT of all; 0: a free one"""
+    """port on which the ranks of several nodes meet, and MASTER_PORT of all. 0: a free port"""
     timeout: float = 600.0
-    """seconds after which a collective gives up"""
+    """seconds after which a collective fails"""
     max_restarts: int = 0
-    """how often workers are restarted after one of them was killed or lost; an error of the program is not retried"""
+    """restarts after a worker was killed or lost; an error of the program is not retried"""
     min_nproc: int | None = None
-    """restart with fewer processes, down to this, when the same one fails again without any progress"""
+    """restart with fewer processes, down to N, if the same process fails again without progress"""
     stop_grace: float = 30.0
-    """seconds from being asked to stop to being killed: time to end the step and write a checkpoint"""
+    """seconds from a requested stop to a kill, for the end of the step and a checkpoint"""
     preload: Literal["auto", "off"] = "auto"
-    """auto: on CPUs, workers are forked from one process that has imported torch; off: each imports it for itself"""
+    """auto: on CPUs, fork workers from one process that has imported torch. off: each worker imports torch"""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """On which machines, and how they are reached."""
+    """Several nodes: ssh, Slurm, or commands to copy."""
 
     on: LauncherName = "local"
-    """this machine; hosts reached by ssh; a Slurm cluster; or only print what to type on each node"""
+    """local: this machine. ssh: hosts over ssh. slurm: a Slurm cluster. print: print the command of each node"""
     nodes: str | None = None
-    """how many machines (default: 1, or all hosts); MIN:MAX goes on with fewer, down to MIN, when some are lost, and
-    takes them back, or others, up to MAX"""
+    """number of nodes (default: 1, or all hosts). MIN:MAX: continue without lost nodes, down to MIN; take nodes in, up
+    to MAX"""
     hosts: str | None = None
-    """for ssh and print: name[:port],name,... or a file with one `name[:port] [slots=N]` on each line"""
+    """ssh, print: name[:port],name,... or a file with one `name[:port] [slots=N]` per line"""
     ssh: str = "ssh"
-    """the ssh command, e.g. "ssh -F my_config"; your configuration, agent and jump hosts are used as they are"""
+    """ssh command, e.g. "ssh -F my_config"; your configuration, agent and jump hosts apply"""
     sync: bool = False
-    """for ssh: first copy the working folder to the hosts with rsync"""
+    """ssh: first copy the working folder to the hosts with rsync"""
     python: str | None = None
-    """Python on the machines (default: this one's path)"""
-    env: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE for the workers; NAME alone passes this shell's value on. May be repeated"""
-    module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """environment module to load on each node. May be repeated"""
+    """Python on the nodes (default: the path of this Python)"""
+    env: tuple[str, ...] = ()
+    """NAME=VALUE, a variable for the workers; NAME alone passes the value of this shell. Repeatable"""
+    module: tuple[str, ...] = ()
+    """environment module to load on each node. Repeatable"""
     activate: str | None = None
-    """script to source on each node, or conda:NAME"""
+    """script to source on each node, or a conda environment"""
     join_timeout: float = 300.0
-    """seconds the machines wait for each other"""
+    """seconds that the nodes wait for each other"""
     dry_run: bool = False
-    """show the complete plan (commands, batch script, what each agent is told) and start nothing"""
+    """print the plan (commands, batch script, input of each agent) and start nothing"""
     detach: bool = False
-    """do not wait for the end: `paceline status|logs|cancel` find the run again"""
+    """return immediately; use `paceline status`, `logs` and `cancel` for the run"""
     agent: Literal["torchrun", "paceline"] = "torchrun"
-    """for print: whose commands"""
+    """print: print the commands of torchrun or of paceline"""
     partition: str | None = None
     """Slurm: partition"""
     time: int | None = None
@@ -270,27 +269,27 @@ class ClusterConfig:
     gpus_per_node: int | None = None
     """Slurm: GPUs of each node (default with --device cuda: --nproc)"""
     cpus_per_rank: int | None = None
-    """Slurm: CPU cores of each worker process (default: 1; with GPUs 8, or as many as the nodes have)"""
+    """Slurm: CPU cores of each worker process (default: 1; with GPUs 8, or the cores of the node)"""
     save_before: int = 120
-    """Slurm: seconds before the time limit at which a run saves its state and requeues itself; 0: never"""
-    sbatch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Slurm: any other option of sbatch, as key=value. May be repeated"""
+    """Slurm: seconds before the time limit at which the run saves its state and requeues itself; 0: never"""
+    sbatch: tuple[str, ...] = ()
+    """Slurm: any other option of sbatch, as KEY=VALUE. Repeatable"""
     follow: bool = False
     """Slurm: wait for the job and show its output"""
     cancel_on_interrupt: bool = False
-    """Slurm, with --follow: Ctrl-C cancels the job (default: it only stops following)"""
+    """Slurm, with --follow: cancel the job on Ctrl-C (default: stop following)"""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a model on one process or on many."""
 
-    task: tyro.conf.Positional[str | None] = None
-    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
+    task: str | None = None
+    """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
     strategy: StrategyName | None = None
-    """how ranks share the work (default: bucketed for several processes, single for one)"""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE for a setting of the task: an argument of your function; TASK --help lists them. May be repeated"""
+    """how the ranks share the work (default: bucketed for several processes, single for one)"""
+    set: tuple[str, ...] = ()
+    """NAME=VALUE, an argument of the task function; `paceline train TASK --help` lists them. Repeatable"""
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -301,9 +300,6 @@ class TrainConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-
-CliTrainConfig = Annotated[TrainConfig, tyro.conf.OmitArgPrefixes]
 
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -32,6 +33,9 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return found
     if isinstance(value, Mapping):
         return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, PackedSequence):  # torch needs its batch_sizes on the CPU
+        names = ("data", "sorted_indices", "unsorted_indices")
+        return value._replace(**{name: mapped(getattr(value, name), change) for name in names})
     if isinstance(value, (list, tuple)):
         parts = [mapped(part, change) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

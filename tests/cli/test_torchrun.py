@@ -93,7 +93,7 @@ def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
     ("line", "words"),
     [
         ("--nproc 2 --nproc-per-node 4 a.py", "--nproc 2 and --nproc-per-node 4. Keep one"),
-        ("--nproc-per-nod 4 a.py", "Did you mean '--nproc-per-node'?"),
+        ("--nproc-per-nod 4 a.py", "Did you mean --nproc-per-node?"),
         ("--num-processes 4 a.py", "Did you mean --nproc?"),
         ("--nproc-per-node two a.py", "--nproc-per-node must be a number, auto, cpu, gpu, got 'two'"),
         ("--master-port x a.py", "--master-port must be a number, got 'x'"),

@@ -1,9 +1,14 @@
 """The next batch is on its way before the current one is handed out; on the CPU nothing happens ahead."""
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
-from paceline.data.ahead import Prefetch, on_its_way, one_ahead
+from paceline.data.ahead import Prefetch, moved, on_its_way, one_ahead
 
 
 def counting(number, log):
@@ -83,3 +88,23 @@ def test_data_that_are_left_are_not_loaded_any_more():
     items.close()
     ahead.begin()
     assert log == ["begin 0"]
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str
+
+
+def test_tensors_move_in_nested_containers_and_nothing_else_does():
+    one, meta = torch.ones(2, 3), torch.device("meta")
+    packed = pack_padded_sequence(torch.ones(4, 2, 3), torch.tensor([2, 4]), enforce_sorted=False)
+    batch = {"list": [one, (one, "word")], "record": Record({"deep": one}, "word"), "array": numpy.ones(2), "n": 1}
+    there = moved({**batch, "packed": packed}, meta)
+    found = [there["list"][0], there["list"][1][0], there["record"].x["deep"], there["packed"].data]
+    assert {tensor.device.type for tensor in (*found, there["packed"].unsorted_indices)} == {"meta"}
+    assert type(there["packed"]) is type(packed)
+    assert there["packed"].batch_sizes.device.type == "cpu"  # torch's LSTM needs them there
+    assert there["list"][1][1] == there["record"].name == "word"
+    assert there["array"] is batch["array"]
+    assert one.device.type == "cpu"

@@ -113,3 +113,54 @@ def test_verify_proves_a_loop_there(tmp_path: Path) -> None:
     loop = str(ROOT / "examples" / "classic" / "vae.py")
     proven = paceline(tmp_path, "verify", f"{loop}:main", "--ranks", "1,2", "--device", "auto")
     assert "all 2 cases equal one process" in proven.stdout and "bit-identical" in proven.stdout
+
+
+SESSION = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import paceline
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    targets: dict
+    names: list
+
+
+def collate(samples):
+    x = torch.stack([x for x, _ in samples])
+    return Batch(x, {"y": [torch.tensor([float(y) for _, y in samples])]}, [str(y) for _, y in samples])
+
+
+rows = [(torch.ones(4) * i, i) for i in range(8)]
+with paceline.session(backend="gloo") as s:
+    model = nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))
+    optimizer = torch.optim.Adagrad(model.parameters())  # has state from the start
+    model, optimizer = s.prepare(model, optimizer)
+    places = [*model.parameters(), *model.buffers(), *(state["sum"] for state in optimizer.state.values())]
+    loader = s.loader(rows, global_batch=4, collate=collate)
+    for epoch in s.epochs(1):
+        for batch in loader:
+            optimizer.zero_grad()
+            places += [batch.x, batch.targets["y"][0]]
+            assert batch.names == [str(int(y)) for y in batch.targets["y"][0].cpu()]
+            s.backward((model(batch.x)[:, 0] - batch.targets["y"][0]).square().mean())
+            optimizer.step()
+assert len(places) == 4 + 3 + 4 + 4
+print("placed on", {str(place.device) for place in places} - {str(s.device)} or s.device)
+"""
+
+
+def test_a_session_moves_the_model_and_nested_batches_to_the_device(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SESSION)
+    path = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests" / "doubles" / "site_gpu")]
+    done = subprocess.run(
+        [sys.executable, "loop.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        text=True, capture_output=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"placed on {gpu.NAME}:0" in done.stdout

@@ -35,7 +35,7 @@ def test_every_fault_is_listed_with_what_it_does(faults):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--run", "slepps"), "Did you mean 'sleeps'"),
+        (("slepps",), "Did you mean 'sleeps'"),
         (("--repeat", "0"), "--repeat must be at least 1"),
         (("--out", "scores.txt"), "--out must end in .md or .json"),
         (("--out", "nowhere/scores.md"), "does not exist"),
@@ -48,7 +48,7 @@ def test_wrong_use_is_refused_before_anything_is_started(faults, arguments, word
 
 
 def test_what_needs_hosts_is_left_out_with_the_reason(faults):
-    done = faults("--run", "network-cut")
+    done = faults("network-cut")
     assert done.returncode == 0 and "network-cut: left out, it needs several hosts: `make soak-faults`" in done.stderr
 
 
@@ -57,7 +57,7 @@ def test_what_needs_hosts_is_left_out_with_the_reason(faults):
 def test_the_scores_are_written_and_the_folders_of_good_runs_removed(faults, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    done = faults("--run", "killed", "--out", "scores.json", env={"TMPDIR": str(temporary)})
+    done = faults("killed", "--out", "scores.json", env={"TMPDIR": str(temporary)})
     assert done.returncode == 0, done.stderr
     (score,) = json.loads((tmp_path / "scores.json").read_text())
     assert score["fault"] == "killed" and score["right_rank"] and score["code"] == 137

@@ -24,19 +24,19 @@ GROUPS = {
     "inspect": {
         "status": "show the progress or the outcome of a run",
         "runs": "list the runs of a folder with their progress",
-        "watch": "watch a run live, rank by rank; see stacks, save, stop",
-        "report": "write a page that explains a run or compares several",
+        "watch": "watch a run live, rank by rank; show stacks, save, stop",
+        "report": "write an HTML report of a run, or compare several",
         "logs": "show the output of a run's ranks",
         "hang": "show which rank is blocking a run, with every rank's stack",
         "monitor": "show live use of cores, memory, network and GPUs, by process",
         "analyze": "find throughput, loss and anomalies in any training log or run",
-        "trace": "write a run as a Perfetto trace, with every rank on one clock",
+        "trace": "write a Perfetto trace of a run, with every rank on one clock",
     },
     "check and measure": {
-        "verify": "prove that N processes compute the same as one",
+        "verify": "check that N processes compute the same as one",
         "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
         "scale": "measure scaling and lost time, and estimate a step on more machines",
-        "ledger": "prove that each sample was used once over all attempts of a run",
+        "ledger": "check that each sample was used once per epoch, over all attempts",
     },
     "checkpoints": {
         "checkpoint": "list a run's checkpoints, and check every byte of them",
@@ -46,13 +46,18 @@ GROUPS = {
 """What `paceline --help` shows under each heading: command -> its line."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
-HELP = """usage: paceline COMMAND [OPTIONS]
+HELP = """Distributed PyTorch training with the result of a single process, and an answer when it hangs.
 
-Train a PyTorch model on one device or on many, in lockstep: the same result at every world size.
+Examples:
+  paceline train mnist-cnn --nproc 2
+  paceline launch --nproc 2 train.py
+
+usage: paceline COMMAND [OPTIONS]
 
 {commands}
 
-  paceline COMMAND --help    the options of a command
+  paceline COMMAND --help        examples and common options of a command
+  paceline COMMAND --help-all    all options of a command
   paceline --version
 """
 
@@ -97,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from paceline.worker.attach import attach
 
         attach()
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         print(HELP.format(commands=_listed()), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":

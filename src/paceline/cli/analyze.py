@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import print_json
 from paceline.disk.owners import note_strangers
@@ -24,21 +23,21 @@ MOST_SHOWN_CHARS = 120
 
 @dataclass(frozen=True)
 class AnalyzeConfig:
-    """Say how a training went by its log, whatever wrote it: throughput, loss, and what is out of order.
+    """Find throughput, loss and anomalies in the log of any training, or in a run.
 
-    Known are the lines of torch's examples, progress bars, Hugging Face's Trainer, and `loss=0.1` or `loss: 0.1`; of
-    several ranks in one file, too (srun --label, torchrun --tee). Exit code 0 also where something is out of order.
+    Known formats: the lines of torch's examples, progress bars, Hugging Face's Trainer, `loss=0.1` and `loss: 0.1`;
+    also of several ranks in one file (srun --label, torchrun --tee). Exit code 0 even if there are anomalies.
     """
 
-    logs: tyro.conf.Positional[tuple[str, ...]]
+    logs: tuple[str, ...]
     """log files, or runs: folders, or beginnings of their names under runs/"""
     json: bool = False
-    """print JSON: a list, one of each log"""
+    """print a JSON list with an entry per log"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline analyze ARGUMENTS`."""
-    config = tyro.cli(AnalyzeConfig, prog="paceline analyze", args=arguments)
+    config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
         raise UsageError("name a log or a run: paceline analyze train.log")
     found = [_analyzed(asked) for asked in config.logs]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import (
     Means,
     RunFlags,
@@ -35,15 +34,15 @@ END_SECONDS = STOP_GRACE_SECONDS + 15.0
 
 @dataclass(frozen=True)
 class CancelConfig(RunFlags):
-    """End a run: it saves its state first, and does not queue again."""
+    """Stop a run after it has saved its state. The run does not requeue itself."""
 
     now: bool = False
-    """end it at once, without saving"""
+    """stop immediately, without a checkpoint"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
-    config = tyro.cli(CancelConfig, prog="paceline cancel", args=arguments)
+    config: CancelConfig = command_line("cancel").parse(arguments)
     run_dir, means = existing_run(config, act=True)
     found = standing(run_dir, means)
     if found.state not in LIVE:

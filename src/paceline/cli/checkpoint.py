@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.commands import command_line
 from paceline.cli.flags import table_console
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
@@ -25,17 +25,17 @@ MOST = 50
 
 @dataclass(frozen=True)
 class CheckpointsConfig:
-    """List a run's checkpoints, or verify every byte of them. Verify: exit code 1 if any is damaged."""
+    """List a run's checkpoints, or verify every byte of them. Exit code 1 if a checkpoint is damaged."""
 
-    action: tyro.conf.Positional[Literal["list", "verify"]]
-    """list: compares sizes only, fast; verify: hashes every file"""
-    run: tyro.conf.Positional[Path]
-    """the run's folder, or its checkpoints folder"""
+    action: Literal["list", "verify"]
+    """list: compare sizes only, fast; verify: hash every file"""
+    run: Path
+    """run folder, or its checkpoints folder"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline checkpoint ARGUMENTS`."""
-    config = tyro.cli(CheckpointsConfig, prog="paceline checkpoint", args=arguments)
+    config: CheckpointsConfig = command_line("checkpoint").parse(arguments)
     checkpoints, entries, ours = _find(real_path(config.run))
     console = table_console()
     if config.action == "list":

@@ -6,14 +6,14 @@ from functools import partial
 
 import msgspec
 import psutil
-import tyro
 
 from paceline.bench.advice import advise
 from paceline.bench.compare import REFERENCE, Row, compared_rows, print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
+from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
-from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
+from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
@@ -26,26 +26,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Measure strategies beside each other: speed, memory, bytes sent, bits. Ends with a sentence of advice.
+    """Measure every strategy (speed, memory, bytes sent, bits) and recommend one."""
 
-    paceline compare mnist-cnn --nproc 2
-
-    paceline compare mine.py:task --nproc 4 --meshes auto
-    """
-
-    task: tyro.conf.Positional[str]
-    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
+    task: str
+    """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
     strategies: str = "all"
-    """which to measure, separated by commas"""
-    meshes: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """ways to share the model as well: as train's --mesh, given once for each; or auto: all that --nproc allows"""
+    """strategies to measure, separated by commas"""
+    meshes: tuple[str, ...] = ()
+    """mesh to measure as well, as --mesh of train. Repeatable; auto: all that --nproc allows"""
     sequence_parallel: bool = False
-    """as for train, on the meshes that have tensor"""
+    """as for train, on meshes with tensor"""
     nproc: int | None = None
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
-    """samples of each rank in a step, separated by commas: all strategies at each of them (default 64)"""
-    how: CliMeasuring = field(default_factory=Measuring)
+    """samples of each rank and step, separated by commas; all strategies run at each size (default: 64)"""
+    how: Measuring = field(default_factory=Measuring)
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -60,7 +55,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline compare ARGUMENTS`."""
-    config = tyro.cli(CompareConfig, prog="paceline compare", args=arguments)
+    config: CompareConfig = command_line("compare").parse(arguments)
     how = config.how
     check_positive(config, "nproc")
     check_measuring(how)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import tyro
 from rich.console import Console
 
+from paceline.cli.commands import command_line
 from paceline.cli.flags import check_positive, command_words
 from paceline.config import absolute_task, settings_given
 from paceline.doctor.report import as_json, print_checks, run_checks
@@ -27,57 +27,57 @@ from paceline.worker.nodelist import expand_nodes
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Check the machines that a training would run on. Exit code 1 if it must not be started there."""
+    """Check that machines are fit to train on, and list the fixes. Exit code 1 if a check fails."""
 
-    task: tyro.conf.Positional[str | None] = None
-    """what to train: then the report also says what the network costs each step"""
+    task: str | None = None
+    """task to train: the report then estimates the cost of the network per step"""
     on: Literal["local", "ssh", "slurm"] = "local"
-    """as for train"""
+    """local: this machine. ssh: hosts over ssh. slurm: an allocation of Slurm"""
     hosts: str | None = None
-    """for ssh: name[:port],name,... or a file with one `name[:port] [slots=N]` on each line"""
+    """ssh: name[:port],name,... or a file with one `name[:port] [slots=N]` per line"""
     ssh: str = "ssh"
-    """the ssh command, e.g. "ssh -F my_config" """
+    """ssh command, e.g. "ssh -F my_config" """
     nodes: int | None = None
-    """Slurm: how many machines (default: all of the allocation; 1 outside of one)"""
+    """Slurm: number of nodes (default: all of the allocation; 1 outside of one)"""
     nproc: int = 1
-    """worker processes on each machine"""
+    """worker processes on each node"""
     mesh: str | None = None
-    """as for train: then the report also says which layers would be shared between machines, and what that costs"""
+    """device mesh, as for train: the report then lists the layers that are sharded over nodes, and the cost"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """as for train: steps and sums are tried there, on each worker's own GPU"""
+    """device on which steps and reductions are tried, on the GPU of each worker"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
-    """as for train"""
+    """backend of torch.distributed"""
     threads_per_rank: int | None = None
     """CPU threads of each worker (default: cores / workers)"""
     batch_size: int = 64
     """samples of a worker in each step"""
     run_dir: Path | None = None
-    """where runs are written (default: runs, in this folder)"""
+    """folder in which runs are written (default: runs)"""
     data_dir: Path | None = None
-    """as for train"""
+    """folder of IDX files (default: the packaged MNIST)"""
     stem: Literal["imagenet", "small"] | None = None
-    """as for train"""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """as for train"""
+    """first layers of ResNet18"""
+    set: tuple[str, ...] = ()
+    """NAME=VALUE, an argument of the task function. Repeatable"""
     python: str | None = None
-    """Python on the machines (default: this one's path)"""
+    """Python on the nodes (default: the path of this Python)"""
     partition: str | None = None
     """Slurm: partition"""
     time: int = 10
     """Slurm: time limit, minutes"""
     gpus_per_node: int = 0
-    """Slurm: GPUs of each machine"""
+    """Slurm: GPUs of each node"""
     cpus_per_rank: int = 1
     """Slurm: CPU cores of each worker process"""
     quick: bool = False
-    """leave out what takes longer than two seconds: data, network speed, the task"""
+    """skip checks that take longer than two seconds: data, network speed, the task"""
     json: bool = False
-    """print everything as JSON"""
+    """print JSON"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline doctor ARGUMENTS`."""
-    config = tyro.cli(DoctorConfig, prog="paceline doctor", args=arguments)
+    config: DoctorConfig = command_line("doctor").parse(arguments)
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)

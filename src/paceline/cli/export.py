@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import check_out_file, check_positive
 from paceline.disk.owners import check_ours
@@ -28,29 +27,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a run's weights, from any checkpoint of any strategy, as plain `load_state_dict` takes them."""
+    """Write a run's weights for plain torch or Hugging Face, from a checkpoint of any strategy."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """the file to write; for huggingface, a folder"""
+    run: str
+    """run folder, or the beginning of its name under runs/"""
+    out: Path = field(metadata={"short": "-o"})
+    """file to write; for huggingface, a folder"""
     step: int | Literal["best"] | None = None
-    """of a checkpoint; best: what --keep-best kept (default: the final weights, else the newest whole checkpoint)"""
+    """step of the checkpoint; best: the weights of --keep-best (default: the final weights, else the newest valid
+    checkpoint)"""
     model: int = 1
-    """which one of a session with several, from 1, in the order in which they were prepared"""
+    """number of the model, from 1, in the order of s.prepare, for a session with several"""
     format: Literal["safetensors", "torch", "huggingface"] | None = None
-    """huggingface: a folder for `from_pretrained` (default: safetensors for a file of that name, else torch)"""
+    """format of the file. huggingface: a folder for `from_pretrained`. Default: safetensors for a file of that name,
+    otherwise torch"""
     config: Path | None = None
-    """for huggingface: the folder of the model's config.json (default: the config of the task's model)"""
+    """huggingface: folder of the model's config.json (default: the config of the task's model)"""
     overwrite: bool = False
-    """replace what is there"""
+    """replace an existing file"""
     trust: bool = False
-    """believe a folder that others own or could have written"""
+    """use a run folder that another user owns or could have written"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline export ARGUMENTS`."""
-    config = tyro.cli(ExportConfig, prog="paceline export", args=arguments)
+    config: ExportConfig = command_line("export").parse(arguments)
     check_positive(config, "model")
     run_dir, out = find_run(config.run), real_path(config.out)
     if not config.trust:

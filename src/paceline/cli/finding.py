@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from paceline.cli.flags import command_words
 from paceline.disk.owners import check_ours, note_strangers, opened
 from paceline.disk.reading import decode, folders, is_folder, names, real_path
@@ -30,14 +28,14 @@ SSH_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class RunFlags:
-    """The flags of every command about an existing run."""
+    """Access to the run."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
+    run: str
+    """run folder, or the beginning of its name under runs/"""
     ssh: str = "ssh"
-    """the ssh command to reach the run's hosts, as --ssh of `paceline train`; no command out of the folder is run"""
+    """ssh command to reach the hosts of the run, as for `paceline train`; commands in the folder are not run"""
     trust: bool = False
-    """act on a folder that others own or could have written: everything in it is believed"""
+    """use a run folder that another user owns or could have written, and trust all of it"""
 
 
 @dataclass(frozen=True)

@@ -78,38 +78,6 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
     return words
 
 
-FAMILIAR = {  # of other frameworks' flags, ours
-    "--lr": "learning-rate",
-    "--batch-size": "bs per-device-train-batch-size per-gpu-batch-size train-batch-size micro-batch-size",
-    "--global-batch": "global-batch-size",
-    "--epochs": "n-epochs num-epochs max-epochs num-train-epochs",
-    "--steps": "max-steps n-steps num-steps iterations",
-    "--nproc": "num-processes nproc-per-node world-size gpus n-gpus num-gpus devices ranks",
-    "--nodes": "nnodes num-nodes num-machines",
-    "--accumulation": "gradient-accumulation-steps accumulate-grad-batches grad-accum",
-    "--clip-norm": "max-grad-norm gradient-clip-val grad-clip clip-grad",
-    "--precision": "mixed-precision fp16 bf16 amp",
-    "--run-dir": "output-dir out-dir save-dir log-dir default-root-dir checkpoint-dir",
-    "--num-workers": "workers dataloader-num-workers",
-    "--resume auto": "resume-from-checkpoint ckpt-path",
-    "--warmup-steps": "warmup num-warmup-steps",
-    "--schedule": "scheduler lr-scheduler lr-scheduler-type",
-}
-
-
-def check_names(command: str, arguments: Sequence[str], known: Collection[str] = ()) -> None:
-    """Refuse a flag that another framework calls so; of `known` flags only, where they are given.
-
-    Raises:
-        UsageError: with our name for it.
-    """
-    for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("_", "-").lower()
-        ours = next((ours for ours, others in FAMILIAR.items() if name in others.split()), None)
-        if word.startswith("--") and ours is not None and (not known or ours in known):
-            raise UsageError(f"{command} has no {word.partition('=')[0]}. Did you mean {ours}?")
-
-
 def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our own words, and behind `--` the script with its own."""
     where = [*arguments, "--"].index("--")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import tyro
 from rich.console import Console
 
+from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
@@ -34,7 +34,7 @@ MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 @dataclass(frozen=True)
 class HangConfig(RunFlags):
-    """Show which rank is blocking a run, with every rank's stack; live ranks are asked. Exit code 0 in any case."""
+    """Show which rank is blocking a run, with the stack of every rank. Exit code 0 for any result."""
 
     json: bool = False
     """print JSON"""
@@ -53,7 +53,7 @@ class HangReport(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
-    config = tyro.cli(HangConfig, prog="paceline hang", args=arguments)
+    config: HangConfig = command_line("hang").parse(arguments)
     found = _report(*existing_run(config))
     if config.json:
         print_json(found)

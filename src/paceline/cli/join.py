@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import RunFlags, attempts, existing_run
 from paceline.cli.flags import check_positive
 from paceline.cli.run_state import LIVE, standing
@@ -22,19 +21,20 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class JoinConfig(RunFlags):
-    """Add this host to a run that was started with --nodes MIN:MAX and has fewer than MAX hosts.
+    """Add this host to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
 
-    Type it on that host, in a folder where RUN is the same folder as on the others. It comes in between two steps: the
-    run saves its state, and goes on at once with one host more. Ctrl-C lets the host leave again, between two steps.
+    Run the command on the new host, in a folder from which RUN is the same folder as on the other hosts. The run
+    saves its state after the current step and continues with one more host. Ctrl-C removes the host again after a
+    step.
     """
 
     nproc: int | None = None
-    """worker processes here (default: as many as the run's own --nproc)"""
+    """worker processes on this host (default: the --nproc of the run)"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline join ARGUMENTS`."""
-    config = tyro.cli(JoinConfig, prog="paceline join", args=arguments)
+    config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
     run_dir, means = existing_run(config, act=True)  # what it says is run here: nobody else may have written it
     run = shlex.quote(str(run_dir))

@@ -1,20 +1,20 @@
 """`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
 
-import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from msgspec.structs import replace
 
 from paceline.cli.check import checked_job, told_findings
+from paceline.cli.commands import command_line
 from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gpus
+from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
@@ -32,46 +32,41 @@ from paceline.worker.foreign import launched
 
 @dataclass(frozen=True)
 class ScriptConfig:
-    """What is started, and how."""
+    """Options."""
 
     nproc: int | Literal["auto", "cpu", "gpu"] = 1
-    """worker processes on each machine; auto: one per GPU, or per core, of this machine; cpu, gpu: per these"""
+    """worker processes on each node. auto: one per GPU, or per core; cpu, gpu: per core, per GPU"""
     show: Literal["all", "rank 0"] = "all"
-    """whose output appears here; every rank's is in its log"""
+    """ranks whose output is shown here; each rank also has a log file"""
     run_dir: Path | None = None
-    """folder for logs (default runs/<script>-<time>)"""
+    """folder for logs (default: runs/<script>-<time>)"""
     trust: bool = False
-    """use a folder that others own or could have written"""
+    """use a folder that another user owns or could have written"""
     threads_per_rank: int | None = None
-    """OMP_NUM_THREADS of each rank (default: yours if set, else cores / ranks)"""
+    """OMP_NUM_THREADS of each rank (default: yours if set, otherwise cores / ranks)"""
     collectives: Literal["torch", "shared"] = "torch"
-    """shared: where DDP's ranks are CPUs of one host, it adds up gradients in their shared memory; the same bits"""
+    """shared: DDP on CPU ranks of one node reduces gradients in shared memory, with the same bits"""
     port: int = 0
-    """where the ranks meet; 0: a free one"""
+    """port on which the ranks meet; 0: a free port"""
     max_restarts: int = 0
-    """how often workers are started again after one of them was killed or lost; the script must find its own state"""
+    """restarts after a worker was killed or lost; the script must load its own state"""
     stop_grace: float = 30.0
-    """seconds from being asked to stop to being killed"""
+    """seconds from a requested stop to a kill"""
     stall_after: str = "auto"
-    """seconds without any progress on any rank until the guilty one is named and the run ended; auto: learned from the
-    run's own pace; off: no guard"""
+    """seconds without progress on any rank after which the run ends with a report of the rank at fault. auto: adapts to
+    the pace of the run; off: no guard"""
     stdin: str = "all"
-    """which rank has the launcher's standard input: a number; or all, as under torchrun, a terminal one at a time: the
-    one that asks first"""
+    """rank that reads standard input. all: as under torchrun; from a terminal, the rank that reads first"""
     on_drift: Literal["stop", "warn"] = "stop"
-    """where replicas drift apart, gradients are not finite, or collectives come in another order on a rank: end the run
-    with its exit code, or only say so"""
+    """if replicas drift apart, gradients are not finite or the order of collectives differs: end the run with its exit
+    code, or warn"""
     check: bool = False
-    """run a few dozen steps only, then tell what the script does right and wrong, and what to type instead"""
+    """run a few dozen steps, then report errors of the script and how to fix them"""
 
 
 @dataclass(frozen=True)
 class LaunchScript:
-    """Start a script on one machine or on many, as torchrun would, whose options are understood, too.
-
-    paceline launch --nproc 2 my_script.py --epochs 5
-    paceline launch --nproc 2 -m my_package.train --epochs 5
-    """
+    """Start any script that torchrun could, on one machine or on many. Options of torchrun work too."""
 
     script: ScriptConfig = field(default_factory=ScriptConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -81,12 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
     typed = read_words(arguments, os.environ, known_options())
     by_torchrun = typed.script and typed.for_torchrun
-    options = tyro.cli(
-        Annotated[LaunchScript, tyro.conf.OmitArgPrefixes],  # pyright: ignore[reportArgumentType]
-        prog="paceline launch",
-        args=list(typed.own) if by_torchrun else our_words(typed),
-        description=LaunchScript.__doc__,
-    )
+    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else our_words(typed))
     words = script_words(typed)
     _check_script(options.script)
     if by_torchrun:
@@ -127,9 +117,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def known_options() -> dict[str, bool]:
     """Our options, and whether each takes a value."""
-    fields = (*dataclasses.fields(ScriptConfig), *dataclasses.fields(ClusterConfig))
-    found = {"--" + field.name.replace("_", "-"): field.type is not bool for field in fields}
-    return {"-h": False, "--help": False, **found} | {f"--no-{name[2:]}": False for name in found if not found[name]}
+    options = command_line("launch").options()
+    found = {one.name: not one.is_flag for one in options} | {one.negated: False for one in options if one.is_flag}
+    return found | dict.fromkeys(HELP, False)
 
 
 def _hand_over(typed: Typed, *, dry_run: bool) -> int:

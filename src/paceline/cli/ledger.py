@@ -10,10 +10,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, table_console, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
@@ -29,17 +29,17 @@ MAX_SHOWN = 20  # findings
 
 @dataclass(frozen=True)
 class LedgerConfig:
-    """Prove from a run's events that each sample was used exactly once an epoch. Exit code 1 if it was not."""
+    """Check from a run's events that each sample was used exactly once per epoch. Exit code 1 if not."""
 
-    run: tyro.conf.Positional[Path]
-    """the run folder; the run may have been killed, or still be running"""
+    run: Path
+    """run folder; the run may have been killed or may be running"""
     json: Path | None = None
     """also write the results to this file"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline ledger ARGUMENTS`."""
-    config = tyro.cli(LedgerConfig, prog="paceline ledger", args=arguments)
+    config: LedgerConfig = command_line("ledger").parse(arguments)
     check_out_file("--json", config.json)
     run_dir = real_path(config.run)
     if is_folder(run_dir):

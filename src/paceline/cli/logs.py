@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import Means, RunFlags, attempts, existing_run
 from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
@@ -32,25 +31,25 @@ UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "d
 
 @dataclass(frozen=True)
 class LogsConfig(RunFlags):
-    """Show the output of a run's workers, in the order of time; what several ranks say alike is shown once.
+    """Show the output of a run's ranks, ordered by time; equal lines of several ranks appear once.
 
-    Of a job that waits or failed early: its output in Slurm.
+    For a job that is queued or failed before its start, the output of the Slurm job is shown.
     """
 
     rank: str = "all"
-    """whose output: all, a rank, or several (0,2,5-7)"""
+    """ranks to show: all, a rank, or several (0,2,5-7)"""
     grep: str | None = None
-    """only lines in which this regular expression (Python's) is found"""
+    """show only lines that match this regular expression (Python syntax)"""
     since: str | None = None
-    """only what was written since then: 10m, 2h (ago), 13:05, 2026-01-31, 2026-01-31T13:05"""
+    """show only newer lines: 10m, 2h (ago), 13:05, 2026-01-31, 2026-01-31T13:05"""
     attempt: int | None = None
-    """in which start of the run (default: the last)"""
+    """attempt to show (default: the last)"""
     follow: bool = False
-    """continue until the run ends, over all its starts; Ctrl-C stops following, not the run"""
+    """continue until the run ends, over restarts; Ctrl-C stops following, not the run"""
     lines: int | None = None
-    """how many of the last lines; 0: all (default: 40, with --grep or --since all)"""
+    """number of lines from the end; 0: all (default: 40, with --grep or --since all)"""
     times: bool = False
-    """begin each line with the time at which it was written"""
+    """begin each line with its time"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class _Asked:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
-    config = tyro.cli(LogsConfig, prog="paceline logs", args=arguments)
+    config: LogsConfig = command_line("logs").parse(arguments)
     asked = _understood(config)
     run_dir, means = existing_run(config)
     logs = _logs(run_dir, asked)

@@ -5,10 +5,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-import tyro
 
 from paceline import config as configuration
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
@@ -22,39 +21,36 @@ from paceline.tasks import check_optimizer, check_task
 
 @dataclass(frozen=True)
 class Measuring:
-    """How often to measure, with which settings of the training, and where the results go."""
+    """Measurement and settings of the training."""
 
     steps: int = 30
-    """of each measurement"""
+    """steps of each measurement"""
     warmup: int = 5
-    """steps before it, which are not counted"""
+    """steps before each measurement"""
     rounds: int = 3
-    """how often everything is measured, in turn"""
+    """rounds: everything is measured N times, in turn"""
     threads_per_rank: int | None = None
     """CPU threads of each rank (default: cores / most ranks; exact and zero: 1)"""
     config: Path | None = None
-    """a config.toml with all other settings of the training"""
+    """config.toml with all other settings of the training"""
     device: Literal["auto", "cpu", "cuda", "xpu"] | None = None
-    """as for train, as all below"""
+    """device, as for train"""
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] | None = None
-    """gloo: several processes may share a GPU"""
+    """backend, as for train; with gloo several processes can use one GPU"""
     optimizer: str | None = None
-    """as for train"""
+    """optimizer, as for train"""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "auto"] | None = None
     """forward/backward precision"""
     data_dir: Path | None = None
-    """folder of IDX files"""
+    """folder of IDX files (default: the packaged MNIST)"""
     stem: Literal["imagenet", "small"] | None = None
-    """ResNet18's first layers"""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """as for train"""
+    """first layers of ResNet18"""
+    set: tuple[str, ...] = ()
+    """NAME=VALUE, an argument of the task function. Repeatable"""
     out: Path | None = None
-    """write all results to this file, as JSON"""
+    """file for all results, as JSON"""
     json: bool = False
     """print JSON instead of tables"""
-
-
-CliMeasuring = Annotated[Measuring, tyro.conf.arg(name="")]  # its flags stand among the command's own
 
 
 def check_measuring(how: Measuring) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import tyro
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.commands import command_line
 from paceline.cli.flags import command_words, print_json, table_console
 from paceline.contract.variables import RUN_ID
 from paceline.disk.owners import user_name
@@ -109,23 +109,23 @@ def _words(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Show what machines do now: cores, memory, network, GPUs, and the processes that use them. Ctrl-C leaves it."""
+    """Show live use of cores, memory, network and GPUs, and the processes that use them. Ctrl-C ends it."""
 
     hosts: str = ""
-    """machines to look at over ssh, separated by commas (default: this one); paceline must be there at the same path"""
+    """hosts to monitor over ssh, separated by commas (default: this one). They need paceline at the same path"""
     once: bool = False
-    """look once, and end; so it does where there is no terminal"""
+    """print once and end, as without a terminal"""
     json: bool = False
-    """print JSON, a list of machines, once"""
+    """print a JSON list of machines, once"""
     ssh: str = "ssh"
-    """the ssh command to reach them"""
+    """ssh command to reach the hosts"""
     python: str = sys.executable
-    """the Python there"""
+    """Python on the hosts (default: the path of this Python)"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline monitor ARGUMENTS`."""
-    config = tyro.cli(MonitorConfig, prog="paceline monitor", args=arguments)
+    config: MonitorConfig = command_line("monitor").parse(arguments)
     ssh = command_words("--ssh", config.ssh)
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
     if (config.hosts and not hosts) or any(host.startswith("-") for host in hosts):

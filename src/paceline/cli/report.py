@@ -4,12 +4,10 @@ import shlex
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import out_path
 from paceline.cli.run_state import standing
@@ -27,21 +25,21 @@ MOST_RUNS, MARK_BYTES = 16, 4096
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Write a page that explains a run: whether it went well, where its time went, how to repeat it."""
+    """Write an HTML report: outcome, time breakdown and command to repeat a run, or a comparison of runs."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
-    """the run's folder, or the beginning of its name under runs/; several are compared"""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """the file to write (default: report.html in the run's folder; of several runs, and of others' runs, here)"""
+    runs: tuple[str, ...]
+    """run folder, or the beginning of its name under runs/; several are compared"""
+    out: Path | None = field(default=None, metadata={"short": "-o"})
+    """file to write. Default: report.html in the run folder; for several runs or runs of other users, here"""
     explain: bool = False
-    """draw how it works as well, from this very run: one step, who saw which sample, who keeps what"""
+    """add diagrams of this run: one step, samples of each rank, memory of each rank"""
     open: bool = False
-    """show the page in a browser"""
+    """show the report in a browser"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline report ARGUMENTS`."""
-    config = tyro.cli(ReportConfig, prog="paceline report", args=arguments)
+    config: ReportConfig = command_line("report").parse(arguments)
     if not 1 <= len(config.runs) <= MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
     if config.explain and len(config.runs) > 1:

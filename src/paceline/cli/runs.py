@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from paceline.cli.commands import command_line
 from paceline.cli.finding import RUNS, holds_run
 from paceline.cli.flags import print_json, table_console
 from paceline.cli.run_state import MOST_CHARS, run_state
@@ -26,17 +26,17 @@ WIDEST = 60  # characters of a cell
 
 @dataclass(frozen=True)
 class RunsConfig:
-    """List the runs in a folder, the newest first: how each goes on or has ended, and what it has reached."""
+    """List the runs of a folder with state, progress and results, the newest first."""
 
-    folder: tyro.conf.Positional[Path] = RUNS
-    """the folder in which the runs' folders are"""
+    folder: Path = RUNS
+    """folder that contains the run folders"""
     json: bool = False
-    """print JSON: of each run what `paceline status --json` prints"""
+    """print JSON: for each run the output of `paceline status --json`"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline runs ARGUMENTS`."""
-    config = tyro.cli(RunsConfig, prog="paceline runs", args=arguments)
+    config: RunsConfig = command_line("runs").parse(arguments)
     found = runs_in(real_path(config.folder))
     if config.json:
         print_json(found)

@@ -9,15 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import tyro
-
 from paceline.bench.estimate import Machine, estimates_of, parse_network
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
 from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled
 from paceline.bench.spec import NO_EXCHANGE, Candidate
+from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
-from paceline.cli.measuring import CliMeasuring, Measuring, check_measuring, crowd, measured, publish, settings_of
+from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE, check_values
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
@@ -30,27 +29,27 @@ LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Measure how training speeds up with more ranks, and name the largest cause of what is lost."""
+    """Measure the speedup by more ranks and the causes of lost time, and estimate a step on more machines."""
 
-    task: tyro.conf.Positional[str | None] = None
-    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name"""
+    task: str | None = None
+    """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
     runs: str | None = None
-    """instead of a task: folders of runs on 1 and more ranks (any machines), separated by commas"""
+    """run folders to evaluate instead of a task, on 1 and more ranks, separated by commas"""
     ranks: str = "1,2,4"
-    """numbers of processes, separated by commas; 1 is always measured, too (with --mesh, one copy of the model)"""
+    """numbers of processes, separated by commas; 1 is always measured (with --mesh, one copy of the model)"""
     strategy: StrategyName = DEFAULT
-    """as for train"""
+    """how the ranks share the work"""
     mesh: str | None = None
-    """how several processes share one copy of the model, as train's --mesh without data: tensor=2, say"""
+    """mesh of one copy of the model, as --mesh of train without data, e.g. tensor=2"""
     mode: Literal["weak", "strong", "both"] = "both"
-    """as many samples for each rank, or for all of them together"""
+    """weak: the same number of samples per rank. strong: the same number over all ranks"""
     batch_size: int = DEFAULT_BATCH_SIZE
-    """samples of each rank in a step; for strong scaling, of each at the largest number of ranks"""
+    """samples of each rank and step; strong scaling: at the largest number of ranks"""
     network: str | None = None
-    """estimate a step on more machines, over links such as 100Gbit,5us (rate,latency)"""
+    """estimate a step on more machines, over links such as 100Gbit,5us"""
     num_workers: int | None = None
     """loader processes per rank"""
-    how: CliMeasuring = field(default_factory=Measuring)
+    how: Measuring = field(default_factory=Measuring)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Points:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline scale ARGUMENTS`."""
-    config = tyro.cli(ScaleConfig, prog="paceline scale", args=arguments)
+    config: ScaleConfig = command_line("scale").parse(arguments)
     network = None if config.network is None else parse_network(config.network)
     _check(config)
     found = _read(config, config.runs) if config.runs else _measure(config)

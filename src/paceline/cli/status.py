@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.cli.finding import RunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
@@ -27,7 +26,7 @@ GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 
 @dataclass(frozen=True)
 class StatusConfig(RunFlags):
-    """Show the state of a run: waiting, running at which step, or how it ended. Exit code 0 whatever its state is."""
+    """Show the state of a run: queued, running at a step, or its outcome. Exit code 0 for any state."""
 
     json: bool = False
     """print JSON"""
@@ -35,7 +34,7 @@ class StatusConfig(RunFlags):
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
-    config = tyro.cli(StatusConfig, prog="paceline status", args=arguments)
+    config: StatusConfig = command_line("status").parse(arguments)
     found = run_state(*existing_run(config))
     if config.json:
         print_json(found)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.cli.flags import check_names
-from paceline.errors import UsageError, unknown
+from paceline.cli.options import unknown_option
+from paceline.errors import UsageError
 
 OURS = {
     "--nnodes": "--nodes",
@@ -116,9 +116,7 @@ def read_words(arguments: Sequence[str], environ: Mapping[str, str], ours: Mappi
         loads = word.startswith("--module") and (has_value or ("--" in words[1:] and words[0][:1] != "-"))
         mine = name in ours and (name not in TORCHRUN or name == "--max-restarts" or loads)
         if not mine and name not in TORCHRUN:
-            check_names("paceline launch", [word], ("--nproc", "--nodes", "--run-dir"))
-            text = str(unknown("option", name, [*ours, *TORCHRUN])).partition(" Choose from")[0]
-            raise UsageError(f"{text} `paceline launch --help` lists ours, `torchrun --help` torchrun's: both hold")
+            raise unknown_option("paceline launch", name, [*ours, *TORCHRUN])
         takes = ours[name] if mine else name not in FLAGS
         if has_value and not takes:
             raise UsageError(f"{name} takes no value, got {word!r}")

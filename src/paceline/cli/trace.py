@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import tyro
 
+from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import out_path
 from paceline.disk import writing
@@ -25,19 +25,19 @@ MICRO = 1e6  # microseconds in a second
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """Write a run's steps, phases and collectives as a trace; ui.perfetto.dev or chrome://tracing shows it."""
+    """Write a run's steps, phases and collectives as a trace for ui.perfetto.dev or chrome://tracing."""
 
-    run: tyro.conf.Positional[str]
-    """the run's folder, or the beginning of its name under runs/"""
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("trace.json")
-    """the file to write"""
+    run: str
+    """run folder, or the beginning of its name under runs/"""
+    out: Path = field(default=Path("trace.json"), metadata={"short": "-o"})
+    """file to write"""
     overwrite: bool = False
-    """replace what is there"""
+    """replace an existing file"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline trace ARGUMENTS`."""
-    config = tyro.cli(TraceConfig, prog="paceline trace", args=arguments)
+    config: TraceConfig = command_line("trace").parse(arguments)
     folder, out = find_run(config.run), out_path("--out", config.out)
     note_strangers(folder)
     if os.path.lexists(out) and not config.overwrite:

@@ -5,21 +5,22 @@ The same command is the worker's: where a launcher's variables are set (torchrun
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-import tyro
 from msgspec.structs import replace as replace_fields
 
 from paceline import config as configuration
+from paceline.cli.commands import command_line
 from paceline.cli.elsewhere import placed_job, workers
-from paceline.cli.flags import check_gpus, check_names, nproc_auto, usable_gpus
+from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
+from paceline.cli.options import built
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import CliTrainConfig, ClusterConfig, TrainConfig, check_values
+from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
@@ -97,57 +98,29 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     Raises:
         UsageError: if the file is wrong. A wrong flag ends the process with exit code 2, as every parser does.
     """
-    rest, path = _take_config(list(arguments))
-    resumed = None if path else _resumed_config(rest)
+    line = command_line("train")
+    try:
+        given = line.given(arguments)
+    except SystemExit as end:
+        if end.code == 0 and ":" in arguments[0]:  # --help, asked with a task
+            print(told(arguments[0]))
+        raise
+    path = given.pop(("config",), None)
+    resumed = None if path else _resumed_config(given)
     path = real_path(path) if path else resumed
-    default = configuration.load(path, ours="--trust" not in rest) if path else TrainConfig()
+    default = configuration.load(path, ours=not given.get(("run", "trust"), False)) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
-    check_names("paceline train", rest)
-    try:
-        return tyro.cli(
-            CliTrainConfig,
-            prog="paceline train",
-            args=rest,
-            default=default,
-            description=_DESCRIPTION,
-            console_outputs=os.environ.get("RANK", "0") == "0",  # under torchrun every rank finds the same error
-        )
-    except SystemExit as end:
-        if end.code == 0 and rest and ":" in rest[0]:  # --help, asked with a task
-            print(told(rest[0]))
-        raise
+    return built(TrainConfig, given, default)
 
 
-_DESCRIPTION = "Train a model on one process or on many. --config FILE reads settings from TOML; flags win over it."
-
-
-def _take_config(arguments: list[str]) -> tuple[list[str], Path | None]:
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return arguments[:index] + arguments[index + 1 :], Path(argument.removeprefix("--config="))
-        if argument == "--config":
-            if index + 1 == len(arguments):
-                raise UsageError("--config needs a file, e.g. the config.toml of an earlier run")
-            return arguments[:index] + arguments[index + 2 :], Path(arguments[index + 1])
-    return arguments, None
-
-
-def _resumed_config(arguments: Sequence[str]) -> Path | None:
+def _resumed_config(given: Mapping[tuple[str, ...], Any]) -> Path | None:
     """The settings of the run to be resumed: what no flag changes stays as it was."""
-    folder = _value_of("--run-dir", arguments)
-    if folder is None or _value_of("--resume", arguments) != "auto":
+    folder = given.get(("run", "run_dir"))
+    if folder is None or given.get(("checkpoint", "resume")) != "auto":
         return None
-    path = real_path(Path(folder)) / CONFIG  # through no link in the folder itself
+    path = real_path(folder) / CONFIG  # through no link in the folder itself
     return path if os.path.lexists(path) else None
-
-
-def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    for argument, following in zip_longest(arguments, arguments[1:]):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == flag:  # the parser takes both
-            return value if equals else following
-    return None
 
 
 def start_here(config: TrainConfig) -> tuple[Path, int]:

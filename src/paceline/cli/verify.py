@@ -5,13 +5,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
-import tyro
 
+from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
 from paceline.config import settings_given
 from paceline.contract.windows import AUTO, Windows
@@ -37,49 +37,45 @@ OPTIMIZERS = ("sgd", "adamw", OWN)
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Compare N processes with one, step by step, in float64 on ragged data. Exit code 1 if they differ.
+    """Check that N processes compute the same as one, step by step, in float64. Exit code 1 if they differ.
 
-    With --bitwise: train in float32 on each number of processes, and compare all bits.
-
-    paceline verify mnist-cnn --ranks 1,2,4
-    paceline verify my_loop.py:main                 a function that trains in a paceline.session(), as it is
-    paceline verify my_loop.py:main -- --batch 16   with these words in sys.argv
+    my_loop.py:main is a function that trains in a paceline.session(). It runs unchanged, with the words behind --
+    in sys.argv. With --bitwise, each number of processes trains in float32 and all bits are compared.
     """
 
-    task: tyro.conf.Positional[str]
-    """mnist-cnn, mnist-resnet18, or your own: module:name or file.py:name; or a function with a loop of your own"""
+    task: str
+    """mnist-cnn, mnist-resnet18, or a custom task or loop: module:name or file.py:name"""
     ranks: str = "1,2,3"
-    """world sizes, separated by commas; the run is defined for as many virtual ranks as the largest"""
+    """numbers of processes, separated by commas; the largest is the number of virtual ranks"""
     bitwise: bool = False
-    """check that all world sizes compute the same bits, in float32"""
-    mesh: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """in place of --ranks: how ranks share the model and the batch, as for train; may be given several times"""
+    """compare the bits of all world sizes, in float32"""
+    mesh: tuple[str, ...] = ()
+    """device mesh, as for train, instead of --ranks. Repeatable"""
     sequence_parallel: bool = False
     """as for train"""
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
-    """as for train"""
-    strategies: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help=f"which, separated by commas (default: {','.join(FOR_SEVERAL)}, with --bitwise {','.join(EXACT)})"
-        ),
-    ] = None
+    """order of forwards and backwards in a pipeline"""
+    strategies: str | None = field(
+        default=None,
+        metadata={"help": "strategies, separated by commas (default: "
+                  f"{','.join(FOR_SEVERAL)}; with --bitwise {','.join(EXACT)})"},
+    )  # fmt: skip
     optimizers: str | None = None
-    """which, separated by commas: sgd, adamw, task (default: task, if it makes its own, else sgd,adamw)"""
+    """sgd, adamw or task, separated by commas (default: task if it has an optimizer, otherwise sgd,adamw)"""
     steps: int = 4
-    """optimizer steps to compare; an epoch has 3 here"""
+    """optimizer steps to compare; an epoch has 3 steps here"""
     seed: int = 0
-    """of weights, order and dropout"""
+    """seed of weights, order and dropout"""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "cpu"
-    """of all processes, also of the one; more processes than GPUs share them"""
+    """device of all processes; several processes can use one GPU"""
     data_dir: Path | None = None
-    """as for train"""
+    """folder of IDX files (default: the packaged MNIST)"""
     stem: Literal["imagenet", "small"] | None = None
-    """as for train"""
-    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """as for train"""
+    """first layers of ResNet18"""
+    set: tuple[str, ...] = ()
+    """NAME=VALUE, an argument of the task function. Repeatable"""
     checkpoint_activations: str | None = None
-    """as for train: the ranks recompute these modules in backward, the one process does not"""
+    """modules, by name or class, that the ranks recompute in backward and the single process does not"""
     json: Path | None = None
     """also write the results to this file"""
 
@@ -87,7 +83,7 @@ class VerifyConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
     own, words = split_words(arguments)
-    config = tyro.cli(VerifyConfig, prog="paceline verify", args=own, description=VerifyConfig.__doc__)
+    config: VerifyConfig = command_line("verify").parse(own)
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from paceline.cli.cancel import ask_to_stop
+from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
@@ -32,12 +31,15 @@ LOG_LINES, MOST_CHARS = 40, 20_000
 
 @dataclass(frozen=True)
 class WatchConfig(RunFlags):
-    """Watch a run until it ends: a line per rank, and keys to see stacks and logs, to save and to stop. q leaves it."""
+    """Watch a run live, rank by rank, until it ends.
+
+    Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.
+    """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watch ARGUMENTS`."""
-    config = tyro.cli(WatchConfig, prog="paceline watch", args=arguments)
+    config: WatchConfig = command_line("watch").parse(arguments)
     run_dir, means = existing_run(config)
     run = _Run(run_dir, means)
     try:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from paceline.cli.commands import command_line
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.windows import Windows
@@ -18,29 +17,26 @@ from paceline.worker.bootstrap import run_script, worker_command
 from paceline.worker.foreign import COUNTS, launched
 from paceline.worker.observed import begin
 
-SWITCHES = ("--end", "--no-end", "--help", "-h")
+SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
 
 
 @dataclass(frozen=True)
 class WatchoverConfig:
-    """Run a script as a rank that torchrun, srun or mpirun has started, under the hang guard; nothing else changes.
-
-    torchrun --nproc-per-node 4 -m paceline watchover train.py --epochs 5
-    srun python -m paceline watchover -m my_package.train --epochs 5
-    """
+    """Guard a script against hangs as a rank that torchrun, srun or mpirun started; nothing else changes."""
 
     stall_after: str = "auto"
-    """seconds without any progress on any rank until the guilty one is named; auto: learned from the run's own pace"""
+    """seconds without progress on any rank before the report of the rank at fault; auto: adapts to the pace of the run;
+    off: no guard"""
     end: bool = False
-    """free the ranks that only wait, and end all, once the guilty one is named: the launcher then ends the job"""
+    """after the report, unblock the waiting ranks and end all; the launcher then ends the job"""
     run_dir: Path | None = None
-    """folder for verdicts with all stacks (default: none; the verdict is on the screen)"""
+    """folder for reports with all stacks (default: none; reports are printed)"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watchover ARGUMENTS`."""
     own, words = split_script(arguments)
-    config = tyro.cli(WatchoverConfig, prog="paceline watchover", args=own)
+    config: WatchoverConfig = command_line("watchover").parse(own)
     windows = Windows.parse(config.stall_after)
     if not words:
         raise UsageError("which script? torchrun --nproc-per-node 4 -m paceline watchover [OPTIONS] SCRIPT [ARGUMENTS]")

@@ -47,9 +47,8 @@ from paceline.train.resume import origin_of, placed
 from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard
-from paceline.worker.world import DEFAULT_TIMEOUT_SECONDS, World, joined
+from paceline.worker.world import World, joined
 
-WATCH_EVERY = 100
 NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # what code raises that finds None in .grad
 CLIPPING = "torch/nn/utils/clip_grad.py"  # raises an error that does not name None
 UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
@@ -60,33 +59,31 @@ class Life(Loop):
 
     def __init__(
         self,
-        run_dir: str | os.PathLike[str] | None = None,
+        run_dir: str | os.PathLike[str] | None,
         *,
-        resume: bool = False,
-        strategy: str = "bucketed",
-        virtual_ranks: int | None = None,
-        seed: int | None = None,
-        threads: int | None = None,
-        checkpoint_every: int | str | None = None,
-        keep: int = 2,
-        watch_every: int = WATCH_EVERY,
-        not_finite: Literal["stop", "skip"] = "stop",
-        device: str = "auto",
-        backend: str = "auto",
-        timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        trust: bool = False,
-        track: str | None = None,
+        resume: bool,
+        strategy: str,
+        virtual_ranks: int | None,
+        seed: int | None,
+        threads: int | None,
+        checkpoint_every: int | str | None,
+        keep: int,
+        watch_every: int,
+        not_finite: Literal["stop", "skip"],
+        device: str,
+        backend: str,
+        timeout: float,
+        trust: bool,
+        track: str | None,
         **of_strategy: Any,
     ) -> None:
-        """See `session`; `of_strategy`: options that the strategy alone has."""
+        """The arguments are those of `session`, which has their defaults; `of_strategy`: those of one strategy only."""
         if strategy not in LADDER:
             raise unknown("strategy", strategy, list(LADDER))
         others = options_of_others(strategy)
         for name, value in of_strategy.items():
             if name in others and value is not None:
                 raise UsageError(f"session({name}={value!r}) is for strategy={others[name]!r}, not {strategy!r}")
-            if name not in {*others, *LADDER[strategy].options}:
-                raise TypeError(f"session() got an unexpected keyword argument {name!r}")
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
         keywords = {LADDER[strategy].options[name]: value for name, value in self._own.items()}
         self._options: dict[str, Any] = {**LADDER[strategy].in_own_loops, **keywords}

@@ -15,11 +15,12 @@
 It works under `paceline launch`, torchrun, srun, plain python and in a notebook, where it is a world of one.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, ParamSpec, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
+from paceline.ladder import StrategyName
 from paceline.seeding import preserved_streams
 from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
 from paceline.sessions.life import Life, install, made_as, open_sessions
@@ -41,9 +43,11 @@ from paceline.strategies import STRATEGIES
 from paceline.sums import together
 from paceline.train.weights import save
 
+P = ParamSpec("P")
+
 
 class Session(Life):
-    """A training among ranks, for a loop of one's own. Make one with `session`."""
+    """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
 
     # what a loop asks
 
@@ -77,8 +81,11 @@ class Session(Life):
     def prepare(self, model: nn.Module, optimizer: OptimizerLike, scheduler: SchedulerLike | None = None) -> Any:
         """Make a model, its optimizer and its scheduler this rank's part of the training (a collective).
 
+        The model moves to this rank's device, `s.device`, with its parameters and buffers, as `model.to(s.device)`
+        does. The state of an existing optimizer moves with it.
+
         Args:
-            model: with the same weights on all ranks or not: they become rank 0's.
+            model: a module on any device. All ranks get rank 0's weights.
             optimizer: a torch optimizer over the model's parameters, or a function that makes one from parameters.
             scheduler: one over that optimizer, or a function that makes one from the optimizer; None: none.
 
@@ -160,7 +167,11 @@ class Session(Life):
         collate: Callable[[list[Any]], Any] | None = None,
         split: bool = False,
     ) -> Loader:
-        """Batches of `data`, shared out among ranks.
+        """Batches of `data`, distributed over the ranks, on this rank's device.
+
+        Each tensor of a batch moves to `s.device`, in nested tuples, lists, dicts and dataclasses too. The containers
+        keep their types. On a CUDA GPU the copy comes from pinned memory and runs while the previous batch computes.
+        Numpy arrays, numbers, strings and objects of other classes are not moved.
 
         Args:
             data: a map-style dataset; a stream: what else can be iterated; or a DataLoader, whose dataset, collate
@@ -304,27 +315,82 @@ class Session(Life):
         return found[0]
 
 
-def session(run_dir: str | os.PathLike[str] | None = None, **options: Any) -> Session:
-    """A training among the ranks that the launcher has started: see the module's docstring and `Session.__init__`.
+def _named(make: Callable[P, Session]) -> Callable[P, Session]:
+    """Let a keyword that `make` does not have be an error that names the nearest one."""
+    names = [*inspect.signature(make).parameters]
+
+    @wraps(make)
+    def named(*arguments: P.args, **keywords: P.kwargs) -> Session:
+        if wrong := [name for name in keywords if name not in names]:
+            raise unknown("argument of session()", wrong[0], names)
+        return make(*arguments, **keywords)
+
+    return named
+
+
+@_named
+def session(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    strategy: StrategyName = "bucketed",
+    virtual_ranks: int | None = None,
+    seed: int | None = None,
+    threads: int | None = None,
+    checkpoint_every: int | str | None = None,
+    keep: int = 3,
+    watch_every: int = 100,
+    not_finite: Literal["stop", "skip"] = "stop",
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto",
+    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto",
+    timeout: float = 600.0,
+    trust: bool = False,
+    track: str | None = None,
+    fsdp_wrap: str | None = None,
+    compress: Literal["bf16", "int8", "powersgd"] | None = None,
+    powersgd_rank: int | None = None,
+    local_steps: int | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+) -> Session:
+    """Start a session: this process joins the ranks that the launcher started, or is the only rank.
 
     Args:
-        run_dir: the folder for checkpoints, events, weights and a summary; None: nothing is written.
-        options: resume: go on with the run in that folder, if there is one. strategy, virtual_ranks, seed, threads:
-            fsdp_wrap, compress, local_steps, ... as --strategy, ... of `paceline train`. checkpoint_every: steps, or a
-            time ("10min"), beside each epoch's end. track: "tensorboard", "wandb" or "mlflow", which get what s.log is
-            given. keep, watch_every, not_finite, device, backend, timeout, trust: as the flags of these names.
+        run_dir: folder for checkpoints, events, weights and a summary. None: the session writes no files.
+        resume: resume the run in `run_dir` if it has a checkpoint; otherwise start at step 0.
+        strategy: single, dp, manual, bucketed, ddp, exact, zero or fsdp: how the ranks share the work.
+        virtual_ranks: number of ranks for which the run is defined. Default: the number of ranks.
+        seed: seed of the data order and dropout (default 0). A value also seeds torch, numpy and Python's random.
+        threads: CPU threads per rank. Default: the launcher's choice, or 1 with strategy exact or zero.
+        checkpoint_every: steps between checkpoints, or a time such as "10min", in addition to the end of each epoch.
+        keep: number of checkpoints to keep, at least 2.
+        watch_every: steps between bit-by-bit comparisons of all replicas.
+        not_finite: what to do if a loss or gradient is NaN or Inf: "stop" the run or "skip" the step.
+        device: auto, cpu, cuda or xpu. auto: one GPU per rank if the node has GPUs, otherwise the CPU.
+        backend: backend of torch.distributed. auto: nccl on NVIDIA and AMD GPUs, xccl on xpu, gloo on CPUs.
+        timeout: seconds after which a collective fails.
+        trust: use a run folder that another user owns or can write to.
+        track: "tensorboard", "wandb" or "mlflow", or several separated by commas: where s.log also reports.
+        fsdp_wrap: fsdp only: blocks to shard, by name or class, e.g. "Block". Default: the repeated layers.
+        compress: bucketed only: send gradients between nodes as bf16 or int8, or as a PowerSGD approximation.
+        powersgd_rank: bucketed with compress="powersgd": rank of the approximation (default 4).
+        local_steps: bucketed only: optimizer steps of each node between two averages of the parameters (local SGD).
+        outer_lr: bucketed with local_steps: outer learning rate (default 1).
+        outer_momentum: bucketed with local_steps: outer Nesterov momentum (default 0).
 
     Raises:
-        UsageError: for what cannot be; TrainingError if not all ranks come.
+        UsageError: an unknown argument, an invalid value, or a run folder that cannot be used.
+        TrainingError: not all ranks started.
     """
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "run_dir"}
     if open_sessions:
         if open_sessions[-1].size > 1:
             raise UsageError("a session is open in this process already: end it first, s.close()")
         open_sessions[-1].close()  # a cell of a notebook that is run again
     install()
     with preserved_streams():  # packages that are imported here may draw from them
-        made: Any = (made_as[0] if made_as else Session)(run_dir, **options)
-    if options.get("seed") is not None:
+        made: Any = (made_as[0] if made_as else Session)(run_dir, **given)
+    if seed is not None:
         made.seed_streams()
     install()  # torch has put a hook of its own before ours, which holds back what is printed
     return made

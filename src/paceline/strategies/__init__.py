@@ -6,5 +6,6 @@ from paceline.ladder import LADDER
 from paceline.strategies.base import MakeOptimizer, Replica, Strategy
 
 STRATEGIES: dict[str, Strategy] = {name: getattr(import_module(f"{__name__}.{name}"), name) for name in LADDER}
+"""The strategies by name: single, dp, manual, bucketed, ddp, exact, zero and fsdp. Each is a `Strategy`."""
 
 __all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy"]

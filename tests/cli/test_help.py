@@ -1,0 +1,140 @@
+"""The help of every command: examples that its own parser takes, common options in groups, all of them on request."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+
+import pytest
+from tests import warm
+
+from paceline.cli import COMMANDS
+from paceline.cli.commands import command_line
+from paceline.cli.launch import known_options
+from paceline.cli.options import SHORTEST, built
+from paceline.cli.torchrun import our_words, read_words
+from paceline.cli.watchover import split_script
+from paceline.config import TrainConfig
+from paceline.errors import ExitCode, UsageError
+
+COLUMNS = 100
+commands = pytest.mark.parametrize("command", COMMANDS)
+
+
+def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"paceline.cli.{command}").main([flag])
+    assert end.value.code == ExitCode.DONE
+    return capsys.readouterr().out
+
+
+def options_in(text: str) -> list[str]:
+    return re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+
+
+@commands
+def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str) -> None:
+    line = command_line(command)
+    assert len(line.examples) == 2
+    for example in line.examples:
+        words = shlex.split(example)
+        words = words[words.index("paceline") + 1 :]
+        assert words.pop(0) == command, example
+        if command == "launch":
+            typed = read_words(words, {}, known_options())
+            words, script = our_words(typed), [*typed.script]
+        elif command == "watchover":
+            words, script = split_script(words)
+        else:
+            words, script = words[: [*words, "--"].index("--")], ["none is needed"]
+        line.parse(words)
+        assert script, example
+
+
+@commands
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_metavars_are_words_a_default_is_stated_once_and_lines_fit(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    text = shown(command, flag, capsys)
+    assert max(map(len, text.splitlines())) <= COLUMNS
+    assert text.index("Examples:\n") < text.index("usage:")
+    assert not re.search(r"\b(None|STR|INT|FLOAT|PosixPath)\b", text)
+    for entry in re.split(r"\n(?=  \S)", text):
+        assert len(re.findall(r"\bdefault\b", entry, re.IGNORECASE)) <= 1, entry
+    assert sys.executable not in text
+
+
+@commands
+def test_help_has_the_common_options_and_help_all_every_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line, common, whole = command_line(command), shown(command, "--help", capsys), shown(command, "--help-all", capsys)
+    names = [one.name for one in line.options() if one.name.startswith("-")]
+    assert sorted(options_in(whole)) == sorted(names)
+    assert 0 < len(options_in(common)) <= SHORTEST or not names
+    assert set(options_in(common)) <= set(names)
+    assert len(options_in(common)) == len(names) or f"{line.prog} --help-all" in common
+    assert {*line.common.split()} <= {name[2:] for name in names}
+
+
+@commands
+def test_every_option_and_argument_has_a_text(command: str) -> None:
+    for one in command_line(command).options():
+        assert one.text, one.name
+        assert not one.text.endswith("."), one.name
+        assert one.is_flag or one.metavar.strip("-"), one.name
+
+
+@commands
+def test_an_unknown_option_is_an_error_that_names_the_nearest(command: str) -> None:
+    names = [one.name for one in command_line(command).options() if one.name.startswith("-")]
+    for name in names[:3]:
+        with pytest.raises(UsageError) as caught:
+            command_line(command).parse([f"{name}x"])
+        assert f"{name}x" in str(caught.value)
+        assert f"Did you mean {name}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epochs"], "--epochs"),
+        (["--epochs", "--steps", "3"], "--epochs"),
+        (["--compile=yes"], "--compile"),
+        (["one", "two"], "'two'"),
+        (["--tail", "kep"], "Did you mean keep?"),
+        (["--nproc", "two"], "a whole number or auto"),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error_that_names_it(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        command_line("train").parse(words)
+    assert said in str(caught.value)
+
+
+def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> None:
+    line = command_line("train")
+    words = (
+        "mnist-cnn --lr=-1 --nproc auto --set a=1 --set b=2 --run_dir x --checkpoint-every 10min --no-checkpoint-epochs"
+    )
+    found = line.parse(words.split())
+    assert (found.task, found.optimizer.lr, found.launch.nproc, found.set) == (
+        "mnist-cnn",
+        -1.0,
+        "auto",
+        ("a=1", "b=2"),
+    )
+    assert (str(found.run.run_dir), found.checkpoint.checkpoint_every) == ("x", "10min")
+    assert found.checkpoint.checkpoint_epochs is False
+    given = line.given(["--nproc", "3", "--set", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
+    again = built(TrainConfig, given, found)
+    assert (again.task, again.launch.nproc, again.set) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
+    assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)
+
+
+def test_the_help_of_a_command_imports_no_torch() -> None:
+    code = "import sys; from paceline.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    done = warm.run(["-c", f"{code}sys.exit('torch' in sys.modules)"], torch=False)
+    assert done.returncode == 0, done.stderr
