@@ -161,7 +161,7 @@ TYPED = (
 TABLES = {"exactness.json", "slow-network.json", "congestion.json"}  # compared row by row below
 NO_NUMBERS = {  # the page links to the record and states no number of it
     "check.md", "same.json", "silent.md",
-    "ends.md", "hostile-0.json", "connections.json", "peers-4.json", "one_process.json",
+    "strangers.json", "ends.md", "hostile-0.json", "connections.json", "peers-4.json", "one_process.json",
     "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt", "gpu-nvidia-h200.json", "ladder.json",
     "lines.md", "faults.md", "faults-once.md", "bits-digests.json",
 }  # fmt: skip
@@ -200,7 +200,11 @@ def test_the_times_of_exact_steps_are_those_of_the_record() -> None:
     models = [*dict.fromkeys(model for model, *_ in values)]
     wall = "wall time of a step / ddp's"
     found = {row[0]: row[1:] for row in rows("docs/exactness.md", "exactness.json")}
-    for label, virtual_ranks, name in (("`exact`, V = 2", 2, "exact"), ("`zero`, V = 2", 2, "zero")):
+    labels = [(label, label[-1:], label.split("`")[1]) for label in found if label.endswith(("V = 2", "V = 4"))]
+    labels += [(label, "4", "exact") for label in found if "each process two" in label]
+    assert len(labels) == 3
+    for label, count, name in labels:
+        virtual_ranks = int(count)
         assert found[label] == [f"{median(values[model, virtual_ranks, wall, name]):.2f}" for model in models]
 
 
