@@ -115,6 +115,11 @@ def watched() -> list[str]:
     return [str(len({run.split(", ")[0] for run in record("watchover.json")["runs"]}))]
 
 
+def small_sums() -> list[str]:
+    found = [record("small-sums.json")[f"{ranks} ranks, 20 ms, 100 Mbit/s"] for ranks in (2, 4)]
+    return [f"{median(one[way]):.0f}" for way in ("paceline", "all_reduce") for one in found]
+
+
 class Typed(NamedTuple):
     """A sentence of a page: # stands for a number of the record, ... for other words."""
 
@@ -154,6 +159,12 @@ TYPED = (
         "peers.json",
         "reaches # on this MLP with 2 ranks (only 3 usable pairs), # with 4, and # on the GPT",
         in_memory,
+    ),
+    Typed(
+        "slow-networks.md",
+        "small-sums.json",
+        "takes # ms for 2 ranks and # ms for 4; torch's all-reduce takes # ms and # ms",
+        small_sums,
     ),
     Typed("benchmarks.md", "two-hosts.json", "1 Gbit/s: # (CNN) and # (GPT)", two_hosts),
     Typed("launch/ssh.md", "hosts.json", "most of # returns", lambda: hosts()[2:]),
