@@ -98,7 +98,7 @@ soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, cut
 soak-hosts: $(STAMP)  ## 100 runs of 2 to 4 ssh hosts that are lost at random, return and join (root; hours; type it again to go on)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_hosts.py --count 100 --out benchmarks/results/hosts.json
 
-soak-faults: $(STAMP)  ## let 63 things go wrong, 5 times, torchrun beside it; who is named? (hours; type it again to go on)
+soak-faults: $(STAMP)  ## inject 80 kinds of faults, 5 times, also under torchrun; is the right rank named? (hours; type it again to go on)
 	for part in here hosts; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_faults.py --part $$part --out benchmarks/results/faults || exit 1; \
 	done
@@ -203,7 +203,7 @@ bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the ac
 bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s between them (root)
 	$(BIN)/python benchmarks/two_hosts.py --rate 1gbit --out benchmarks/results/two-hosts.json
 
-bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and predict what was held out? (root)
+bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and is its estimate right? (root)
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
 
 bench-ladder: $(STAMP)  ## the tables of docs/ladder (20 minutes; quiet)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from paceline.bench.model import parse_network, ring_volume
+from paceline.bench.estimate import parse_network, ring_volume
 from paceline.bench.runs import read_run, weight_bytes
 from race.figures import machine
 from scale_here import TASKS

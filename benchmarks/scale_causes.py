@@ -1,11 +1,10 @@
-"""Does `paceline scale` name the cause that was injected, and predict the run that it has not seen?
+"""Does `paceline scale` name the cause that was injected, and is its estimate for several hosts near what they take?
 
     python benchmarks/scale_causes.py --out benchmarks/results/scale.json          # about 12 minutes on 2 quiet cores
 
 Causes: one thing is made slow, `scale` is asked, and its largest share must be that thing, with the right rank, and all
-shares together the whole loss. Held out: each number of ranks is predicted from all others, as `scale` itself prints,
-on a task that computes and on one that exchanges, weak and strong; and over hosts made of namespaces, whose cables
-have a limited rate (root only, and the programs of tests/cluster; left out elsewhere).
+shares together the whole loss. Estimates: each number of hosts is estimated from one rank and the stated link. The
+hosts are namespaces whose cables have a limited rate (root and the programs of tests/cluster; left out elsewhere).
 
 Each part is written as soon as it is there, and left alone when the file has it already: what was broken off goes on.
 What others compute meanwhile spoils numbers: a part begins when the machine is idle, and tells who else was busy.
@@ -22,15 +21,11 @@ from typing import Any
 
 from paceline.bench.shares import EXCHANGE, WAITING
 from race.figures import machine
-from scale_here import TASKS, Injected, cause, injected, judged, predicted
-from scale_hosts import LONG, RATE, UP_TO_8, hindrance, predicted_over_hosts, shares_over_hosts
+from scale_here import TASKS, Injected, cause, injected, judged
+from scale_hosts import LONG, RATE, UP_TO_8, estimated_over_hosts, hindrance, shares_over_hosts
 
 ALLOWED_ERROR = 0.10
-PARTS = ("causes", "ranks", "hosts")
-PREDICTED = {
-    "mnist-cnn": ("mnist-cnn", "--batch-size", "32", "--steps", "20"),
-    "wide MLP, 30 MB of gradients": (f"{TASKS}:wide", "--batch-size", "16", "--optimizer", "sgd"),
-}
+PARTS = ("causes", "hosts")
 
 
 def on_this_machine(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -40,12 +35,6 @@ def on_this_machine(arguments: argparse.Namespace, done: dict[str, Any]) -> Iter
     for name, one in injected().items() if "causes" in arguments.parts else ():
         if name not in done["causes"]:
             yield "causes", name, cause(name, one, times, steps)
-    ranks, how = (
-        ("1,2,3", (*few, "--rounds", "1")) if arguments.quick else ("1,2,3,4", ("--rounds", str(arguments.rounds)))
-    )
-    for name, task in PREDICTED.items() if "ranks" in arguments.parts else ():
-        if name not in done["held_out"]:
-            yield "held_out", name, predicted(task, ranks, how)
 
 
 def on_hosts(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -57,11 +46,11 @@ def on_hosts(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tu
     if (name := "rate-limited link") not in done["causes"]:
         one = Injected("", (), EXCHANGE)
         yield "causes", name, [judged(found, one) for found in shares_over_hosts(TASKS, times, steps)]
-    if (name := f"hosts, cables of {RATE}") not in done["held_out"]:
-        yield "held_out", name, predicted_over_hosts(TASKS, ranks, min(times, 2), steps)
+    if (name := f"hosts, cables of {RATE}") not in done["estimates"]:
+        yield "estimates", name, estimated_over_hosts(TASKS, ranks, min(times, 2), steps)
     for link in () if arguments.quick else LONG:
-        if (name := f"2 to 8 hosts, links of {link}") not in done["held_out"]:
-            yield "held_out", name, predicted_over_hosts(TASKS, UP_TO_8, min(times, 2), steps, link)
+        if (name := f"2 to 8 hosts, links of {link}") not in done["estimates"]:
+            yield "estimates", name, estimated_over_hosts(TASKS, UP_TO_8, min(times, 2), steps, link)
 
 
 def measure(arguments: argparse.Namespace, done: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -78,11 +67,10 @@ def told(section: str, name: str, found: Any) -> str:
         kinds = "; ".join(f"{one['percent'][one['cause']]:.0f} % {one['cause']}{_rank(one)}" for one in found)
         return f"{name}: named {right} of {len(found)} times ({kinds})"
     lines = [
-        f"{name}, {row['mode']}, {row['at']['ranks']} ranks x {row['at']['batch']}, {how.replace('_', ' ')}: predicted "
-        f"{1e3 * row['predicted_seconds']:.1f} ms, measured {1e3 * row['measured_seconds']:.1f} ms: "
+        f"{name}, {row['mode']}, {row['at']['ranks']} ranks x {row['at']['batch']}: estimated "
+        f"{1e3 * row['estimated_seconds']:.1f} ms, measured {1e3 * row['measured_seconds']:.1f} ms: "
         f"{100 * row['error']:+.1f} %"
-        for how in ("held_out", "from_one_rank_and_the_rate")
-        for row in found.get(how, [])
+        for row in found["estimated"]
     ]
     return "\n".join(lines)
 
@@ -94,10 +82,10 @@ def _rank(one: dict[str, Any]) -> str:
 def wrong(done: dict[str, Any]) -> list[str]:
     """What is not as it must be."""
     found = [name for name, times in done["causes"].items() if not all(one["named"] for one in times)]
-    for name, one in done["held_out"].items():
+    for name, one in done["estimates"].items():
         found += [
             f"{name}, {row['mode']}, {row['at']['ranks']} ranks: {100 * row['error']:+.1f} %"
-            for row in one["held_out"] if abs(row["error"]) > ALLOWED_ERROR
+            for row in one["estimated"] if abs(row["error"]) > ALLOWED_ERROR
         ]  # fmt: skip
     return found
 
@@ -105,12 +93,11 @@ def wrong(done: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=3, help="how often each cause is injected")
-    parser.add_argument("--rounds", type=int, default=3, help="of `paceline scale`, for what is held out")
     parser.add_argument("--quick", action="store_true", help="few steps: does it work?")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="causes; held-out ranks; hosts")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="causes; hosts")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    done: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "causes": {}, "held_out": {}}
+    done: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "causes": {}, "estimates": {}}
     if arguments.out and arguments.out.is_file():
         before = json.loads(arguments.out.read_text())
         done = before if before["quick"] == arguments.quick else done

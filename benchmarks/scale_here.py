@@ -1,4 +1,4 @@
-"""What does `paceline scale` say on this machine, where one thing was made slow, or a number of ranks held out?
+"""What does `paceline scale` say on this machine, where one thing was made slow?
 
 Used by scale_causes.py.
 """
@@ -131,11 +131,3 @@ def cause(name: str, one: Injected, times: int, steps: Sequence[str]) -> list[di
             words = (f"{TASKS}:{one.task}", *one.flags, "--mode", "weak", *steps, "--rounds", "1")
             found.append(judged(scale(*words, env=env), one))
     return found
-
-
-def predicted(task: Sequence[str], ranks: str, how: Sequence[str]) -> dict[str, Any]:
-    """Each number of ranks, weak and strong, predicted from the others."""
-    found = scale(*task, "--ranks", ranks, "--threads-per-rank", "1", *how)
-    weak = {lost["at"]["batch"] for lost in found["lost"] if lost["mode"] == "weak"}
-    rows = [{**held, "mode": "weak" if held["at"]["batch"] in weak else "strong"} for held in found["held"]]
-    return {"what": found["what"], "held_out": rows, "foreign": found["foreign"]}

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from paceline.bench.fit import HeldOut, fit_model, hold_out
-from paceline.bench.model import Machine, Network, parse_network
-from paceline.bench.runs import read_runs, weight_bytes
-from paceline.bench.scale import parts_of, usual
+from paceline.bench.estimate import Machine, Network, estimated_step, parse_network
+from paceline.bench.runs import At, read_runs, weight_bytes
+from paceline.bench.scale import parts_of
 from paceline.host.cgroup import usable_cores
 from race.quiet import wait_until_idle
 from race.wire import Wire
@@ -103,8 +100,8 @@ def shares_over_hosts(tasks: Path, times: int, steps: int) -> Iterator[dict[str,
             yield {**json.loads(out.read_text()), "said": said.stdout}
 
 
-def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: int, link: str = RATE) -> dict[str, Any]:
-    """Each number of hosts, weak and strong, predicted from the others, and from one rank and the link alone."""
+def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: int, link: str = RATE) -> dict[str, Any]:
+    """Each number of hosts, weak and strong, estimated from one rank and the link."""
     each, whole, network = 64, 768, parse_network(link)
     with hosts(max(ranks), network) as found:
         runs = [
@@ -113,18 +110,17 @@ def predicted_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
             for n in ranks
             for batch in ({each, whole // n} if n > 1 else {each, *(whole // m for m in ranks)})
         ]
-        size, parts = weight_bytes(runs), parts_of(usual(read_runs(runs, skip=WARM_UP)), {})
+        size, parts = weight_bytes(runs), parts_of(read_runs(runs, skip=WARM_UP), {})
     machine = Machine(usable_cores(), 1, size, over_network=True)
-    alone = fit_model({at: one for at, one in parts.items() if at.ranks == 1}, machine)
-    stated: list[HeldOut] = []
+    rows: list[dict[str, Any]] = []
     for at, one in parts.items():
         if at.ranks > 1:
-            seconds = alone.step_on_many(at.ranks, at.batch, at.ranks, network)
-            stated.append(HeldOut(at, one.step, seconds, seconds / one.step - 1))
-
-    def rows(held: Sequence[HeldOut]) -> list[dict[str, Any]]:
-        mode = {each: "weak"}
-        return [{**msgspec.to_builtins(one), "mode": mode.get(one.at.batch, "strong")} for one in held]
-
+            # more hosts than cores take turns: each works that much longer
+            turns = machine.crowd(at.ranks) - 1
+            seconds = estimated_step(parts, machine, at.ranks, at.batch, network) + turns * parts[At(1, at.batch)].step
+            rows.append({
+                "at": {"ranks": at.ranks, "batch": at.batch}, "mode": "weak" if at.batch == each else "strong",
+                "measured_seconds": one.step, "estimated_seconds": seconds, "error": seconds / one.step - 1,
+            })  # fmt: skip
     what = f"one rank a host, {size / 1e6:.1f} MB of weights, cables of {link}"
-    return {"what": what, "held_out": rows(hold_out(parts, machine)), "from_one_rank_and_the_rate": rows(stated)}
+    return {"what": what, "estimated": rows}

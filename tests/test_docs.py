@@ -101,7 +101,7 @@ def test_every_transcript_was_made_and_names_nothing_of_the_machine_it_was_made_
         assert "/tmp/" not in said and "\x1b" not in said, f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("tool", ["includes.py", "api.py", "environment.py", "reference.py"])
+@pytest.mark.parametrize("tool", ["includes.py", "api.py", "environment.py", "reference.py", "measured.py"])
 def test_what_a_tool_writes_into_the_docs_is_not_stale(tool: str) -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / tool, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ STRATEGIES = ROOT / "src" / "paceline" / "strategies"
 SHARED = {"__init__", "base", "buffers", "held", "outer", "parts", "pipelined", "refusals", "slow"}  # no strategies
 TASK = f"{ROOT / 'tests' / 'proofs' / 'verify' / 'tasks_under_test.py'}:dropout"
 LISTS = {  # where a page lists the strategies, and what its words are there
-    "CHANGELOG.md": (r"^- The strategies (.*?), under one training step", r"`(\w+)`"),
+    "CHANGELOG.md": (r"^- Strategies (.*?) compute the gradient", r"`(\w+)`"),
     "docs/design.md": (r"^strategies/ +the ladder: (.*?)$", r"\w+"),
     "docs/textbook.md": (r"^\| rung \|.*?\n\|[-|]+\n(.*?)\n\n", r"ladder/(\w+)\.md"),
     "docs/memory.md": (r"^\| strategy \|.*?\n\|[-|]+\n(.*?)\n\n", r"(?:^\| |, )(\w+)(?=[, ])"),

@@ -20,9 +20,11 @@ def canonical(name: str) -> str:
 
 
 def needed(package: str, extras: frozenset[str], seen: set[str]) -> set[str]:
-    """All that a package needs here, and what that needs in turn."""
+    """All that a package needs here, and what that needs in turn, except what only CUDA builds of torch need."""
     for text in requires(package) or []:
         one = Requirement(text)
+        if package == "torch" and re.match(r"cuda-|nvidia-|triton$", one.name):
+            continue
         name = canonical(one.name)
         wanted = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras | {""})
         if wanted and name not in seen:

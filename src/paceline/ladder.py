@@ -28,6 +28,8 @@ class Rung:
     """takes each gradient in hooks of torch's own, which no recording can hold"""
     compiler: bool = False
     """made of parts of torch that import its compiler, whether anything is compiled or not"""
+    least_torch: tuple[str, str] = ("", "")
+    """the oldest release that it runs on, if that is not the oldest of all, and what older ones do"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     """its own: the setting in `[model]` or `[network]`, None where not set, and the keyword of its function"""
     in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
@@ -46,7 +48,13 @@ LADDER: Mapping[str, Rung] = {
     "ddp": Rung(hooked=True, compiler=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
-    "fsdp": Rung(sharded=True, on_mesh=True, compiler=True, options={"fsdp_wrap": "wrap"}),
+    "fsdp": Rung(
+        sharded=True,
+        on_mesh=True,
+        compiler=True,
+        options={"fsdp_wrap": "wrap"},
+        least_torch=("2.13", "mix up gradients of parameters used on some ranks only"),
+    ),
 }
 
 DEFAULT = "bucketed"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.model import Network, parse_network
+from paceline.bench.estimate import Network, parse_network
 from paceline.errors import UsageError
 
 

@@ -96,8 +96,8 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
             out = tmp_path / f"{device[:4]}-{delay}.json"
             words = ["--runs", ",".join(map(str, folders)), "--network", f"1Gbit,{delay}ms", "--mode", "strong"]
             scale.main([*words, "--out", str(out)])
-            ahead = json.loads(out.read_text())["ahead"]
-            times.setdefault(device, []).append(next(a["step_seconds"] for a in ahead if a["at"]["ranks"] == 8))
+            rows = json.loads(out.read_text())["estimates"]
+            times.setdefault(device, []).append(next(a["step_seconds"] for a in rows if a["where"].startswith("8 ")))
     trips = 2 * (8 - 1) * 0.01
     assert times["cpu"][1] - times["cpu"][0] == pytest.approx(2 * trips)
     assert times["cuda:0"][1] - times["cuda:0"][0] == pytest.approx(trips)

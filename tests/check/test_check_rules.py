@@ -500,6 +500,16 @@ def test_a_rule_says_one_thing_of_a_line_the_worst_whatever_comes_from_there(ord
     assert level["same batches"] == "right"
 
 
+def test_rates_that_differ_because_the_loaders_do_are_a_note() -> None:
+    rates = drifted(learning_rate=(0.1, 0.2))
+
+    def of_rank(rank: int) -> ScriptFacts:
+        return msgspec.structs.replace(rates(rank), loaders=[trained(rank, batches=10 + rank)])
+
+    assert [one.rule for one in found(of_rank)] == ["uneven steps"]
+    assert [one.level for one in judged([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
+
+
 def test_the_words_tell_apart_what_one_rule_finds() -> None:
     words = {name: found(of_rank)[0].words for name, (of_rank, _, _) in PITFALLS.items()}
     assert words["the same batches"] == "all ranks train on the same batches"
@@ -617,6 +627,9 @@ def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
     assert unlike([[["1", "f:a"], ["2", "f:b"]], [["3", "f:x"], ["4", "f:y"]]])
     assert not unlike([[["1", "f:a"], ["2", "f:b"]], [["1", "f:x"], ["2", "f:y"]]]), "augmented on each rank, say"
     assert not unlike([[[""]], [[""]]]), "nothing is known"
+    labels, others = "021120", "022121"
+    columns = [[[a, f"f:{rank}{n}"] for n, a in enumerate(its)] for rank, its in enumerate((labels, others))]
+    assert unlike(columns), "4 of 6 labels are equal by chance"
 
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:

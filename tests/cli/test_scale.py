@@ -37,8 +37,8 @@ def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Pat
     assert (one["slowest"], one["slow_phase"]) == (1, "data")
     check_shares(one)
     assert "to waiting for the slowest rank (rank 1, in its data)" in said
-    assert "EXTRAPOLATED, not measured" in said
-    assert "64 machines like this one" in said
+    assert "ESTIMATED, not measured" in said
+    assert "64 machines, " in said
 
 
 STREAM = """
@@ -135,20 +135,6 @@ def test_too_many_threads_are_slower_compute_and_said_to_be_the_cause(tmp_path: 
     assert f"to slower compute ({cores} threads for each core)" in said
 
 
-@pytest.mark.ranks
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("task", ["mnist-cnn", f"{TASKS}:wide"])
-def test_every_number_of_ranks_is_predicted_from_the_others(tmp_path: Path, task: str) -> None:
-    """Within a tenth on a quiet machine (benchmarks/scale_causes.py); here only what no neighbour explains."""
-    how = ("--ranks", "1,2,3,4", "--batch-size", 16, "--threads-per-rank", 1, "--optimizer", "sgd")
-    found, said = measured(tmp_path, "scale", task, *how, timeout=500)
-    assert {(one["at"]["ranks"]) for one in found["held"]} == {2, 3, 4}
-    assert len(found["held"]) == 6  # weak and strong
-    assert all(abs(one["error"]) < 0.3 for one in found["held"]), found["held"]
-    assert said.count("model, fitted without") == 6
-
-
 def test_every_point_of_weak_and_strong_scaling_has_its_counterpart_on_one_rank() -> None:
     assert points_to_measure([1, 2, 4], 64, None) == [At(1, 64), At(2, 64), At(4, 64)]
     both = points_to_measure([1, 2, 4], 64, 256)
@@ -173,7 +159,7 @@ def test_copies_of_a_model_that_two_processes_share_are_measured_as_ranks_are(tm
     }  # fmt: skip
     assert f"bucketed on {mesh}, 1 thread a process" in said
     assert "a rank below is a copy of the model, which 2 processes share" in " ".join(said.split())
-    assert "all is sent" in said and "--compress" not in said
+    assert "2 machines, " in said and "--compress" not in said
 
 
 def test_a_mesh_that_cannot_be_measured_is_refused() -> None:

@@ -53,7 +53,7 @@ def test_a_copy_of_a_module_computes_with_its_own_weights():
         assert torch.equal(other(torch.randn(1, 3)), torch.ones(1, 2))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # DeprecationWarning until torch 2.13, then FutureWarning
 def test_a_forward_that_is_not_the_classs_is_refused():
     model = nn.Linear(2, 2)
     model.forward = lambda x: x

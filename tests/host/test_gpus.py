@@ -10,6 +10,7 @@ import pynvml
 import pytest
 from tests.host.test_gpu_trouble import Driver, running
 
+from paceline.cli import train
 from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
 from paceline.errors import UsageError
 from paceline.host import gpus
@@ -150,3 +151,22 @@ def test_the_cores_beside_a_gpu_are_those_of_its_numa_node(bare: Path, monkeypat
     (bare / "0000:3b:00.0").mkdir()
     (bare / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
     assert cores_near("1234") == {0, 1, 2, 8, 10, 11}
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "lines"),
+    [([], 2, 1), (["--strategy", "dp"], 2, 0), (["--device", "cpu"], 2, 0), ([], 1, 0), (["--nproc", "auto"], 2, 0)],
+)
+def test_train_says_how_to_use_all_gpus(
+    bare: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+    count: int,
+    lines: int,
+) -> None:
+    driver(monkeypatch, *[H100] * count)
+    monkeypatch.setattr(train, "start_here", lambda config: (Path(), 0))
+    monkeypatch.setattr(train, "launch", lambda job, config: (Path(), 0))
+    assert train.main(["mnist-cnn", *words]) == 0
+    assert capfd.readouterr().err.count("--nproc auto") == lines

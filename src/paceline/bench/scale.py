@@ -1,21 +1,16 @@
-"""Scaling from points measured: efficiency, what is lost to which cause, what is to be expected; and its tables."""
+"""Efficiency of measured runs, what is lost to which cause, and the tables of `paceline scale`."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import median
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.ahead import Ahead, ahead_table
 from paceline.bench.compare import Spread, make_table, spread
-from paceline.bench.fit import HeldOut, Points
-from paceline.bench.model import Machine
-from paceline.bench.runs import At, Run, Runs, Spent
+from paceline.bench.estimate import Estimate, Machine, Points, estimate_table
+from paceline.bench.runs import At, Run, Runs
 from paceline.bench.shares import (
-    CAUSES,
     COMPUTE,
     WAITING,
     Share,
@@ -51,8 +46,7 @@ class Scaled(msgspec.Struct, frozen=True):
 
     what: str
     lost: list[Lost]
-    held: list[HeldOut]
-    ahead: list[Ahead]
+    estimates: list[Estimate]
     notes: list[str]
 
 
@@ -64,18 +58,6 @@ def parts_of(runs: Runs, alone: Runs) -> dict[At, StepParts]:
         without = _middle(alone[at]) if alone.get(at) else base
         parts[at] = take_apart(_middle(found), backward_per_forward(without) if without and at.ranks > 1 else None)
     return parts
-
-
-def usual(runs: Runs) -> Runs:
-    """The quicker half of each point's steps, of all rounds together, as one run.
-
-    What the model is fitted to: what disturbs a step now and then is not the task's, and follows no law.
-    """
-    found: dict[At, Sequence[Run]] = {}
-    for at, rounds in runs.items():
-        steps = sorted((step for run in rounds for step in run.steps), key=_longest)
-        found[at] = [replace(rounds[0], steps=steps[: math.ceil(len(steps) / 2)])]
-    return found
 
 
 def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) -> list[Lost]:
@@ -107,10 +89,6 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
     return found
 
 
-def _longest(step: Mapping[int, Spent]) -> float:
-    return max(spent.seconds for spent in step.values())
-
-
 def _middle(found: Sequence[Run]) -> Run:
     middle = median([run.step_seconds for run in found])
     return min(found, key=lambda run: abs(run.step_seconds - middle))
@@ -125,10 +103,8 @@ def print_scaled(scaled: Scaled) -> None:
             console.print(_lost_table(mode, rows))
             for lost in rows:
                 console.print(loss_sentence(lost), markup=False)
-    for held in scaled.held:
-        console.print(held_words(held), markup=False)
-    if scaled.ahead:
-        console.print(ahead_table(scaled.ahead))
+    if scaled.estimates:
+        console.print(estimate_table(scaled.estimates))
     for note in scaled.notes:
         console.print(note, markup=False)
 
@@ -154,36 +130,12 @@ def _who(lost: Lost) -> str:
     return f" ({turns})" if cause == COMPUTE and turns else ""
 
 
-def held_words(held: HeldOut) -> str:
-    """How well the model does where it can be checked."""
-    return (
-        f"model, fitted without {held.at.ranks} ranks: predicts {_ms(held.predicted_seconds)} a step of "
-        f"{held.at.batch} samples each there, measured {_ms(held.measured_seconds)}: {100 * held.error:+.0f} %"
-    )
-
-
 def _lost_table(mode: str, rows: Sequence[Lost]) -> Table:
-    causes = [cause for cause in CAUSES if any(share.cause == cause for lost in rows for share in lost.shares)]
     what = "as many samples for each rank" if mode == "weak" else "as many samples for all ranks together"
-    columns = [*LOST, *(CAUSES[cause] for cause in causes)]
-    title = f"{mode} scaling ({what}): ms of each step lost to each cause, and its part of the loss"
-    table = make_table(columns, title)
+    table = make_table(LOST, f"{mode} scaling ({what})")
     for lost in rows:
-        by_cause = {share.cause: share for share in lost.shares}
-        told = 1 - lost.efficiency.median >= NOISE  # parts of nothing are no numbers
-        cells = [_cell(by_cause.get(cause), percent=told) for cause in causes]
         spread = lost.efficiency
         efficiency = f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
         numbers = (f"{lost.samples_per_second:,.0f}", f"{lost.step_seconds * 1000:.1f}", efficiency)
-        table.add_row(str(lost.at.ranks), str(lost.at.batch), *numbers, f"{lost.lost_seconds * 1000:.1f}", *cells)
+        table.add_row(str(lost.at.ranks), str(lost.at.batch), *numbers, f"{lost.lost_seconds * 1000:.1f}")
     return table
-
-
-def _cell(share: Share | None, *, percent: bool) -> str:
-    if share is None:
-        return "-"
-    return f"{share.seconds * 1000:.1f}" + (f" ({share.percent:.0f} %)" if percent else "")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"

@@ -27,10 +27,6 @@ WAITS_IN_BACKWARD = 1.05  # so much longer than it takes by itself; less is nois
 ONE_CULPRIT = 0.6  # of the waiting must be one rank's, for it to be named
 COMPUTE, DATA, EXCHANGE, WAITING = "slower compute", "data", "exposed communication", "waiting for the slowest rank"
 SMALLER, REST = "smaller batch per rank", "rest"
-CAUSES = {  # in a column's head
-    COMPUTE: "compute", SMALLER: "smaller batch", DATA: "data",
-    EXCHANGE: "communication", WAITING: "waiting", REST: "rest",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

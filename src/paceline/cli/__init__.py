@@ -35,7 +35,7 @@ GROUPS = {
     "check and measure": {
         "verify": "check that N processes compute the same as one",
         "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
-        "scale": "measure scaling and lost time, and predict the gain of more ranks",
+        "scale": "measure scaling and lost time, and estimate a step on more machines",
         "ledger": "check that each sample was used once per epoch, over all attempts",
     },
     "checkpoints": {

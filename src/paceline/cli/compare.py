@@ -19,6 +19,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
 from paceline.mesh import Mesh, mesh_of, meshes_of
+from paceline.torch_version import lacks_torch
 
 AUTO = "auto"
 
@@ -116,7 +117,7 @@ def _not_run(strategy: str, nproc: int) -> str:
     """Why a strategy is not measured; empty if it is."""
     rung = LADDER[strategy]
     if not rung.one_process or strategy == DEFAULT_ALONE:
-        return ""
+        return lacks_torch(strategy)
     where = " on a machine with several GPUs" if rung.several_gpus else ""
     return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 

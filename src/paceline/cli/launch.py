@@ -25,6 +25,7 @@ from paceline.launch.local import local
 from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
+from paceline.torch_version import untested_torch
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
 
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     if by_torchrun:
         return _hand_over(typed, dry_run=options.cluster.dry_run)
     _check_no_rank(os.environ)
+    for line in untested_torch():
+        say(line)
     if unused := ignored(typed):
         say(f"ignored: {unused}")
     job = _script_job(options, words)

@@ -1,4 +1,4 @@
-"""`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, says where the rest is lost, and extrapolates."""
+"""`paceline scale`: measures efficiency on 1, 2, 4, ... ranks, names the largest cause of the loss, and estimates."""
 
 import math
 import sys
@@ -9,12 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from paceline.bench.ahead import ahead_of
-from paceline.bench.fit import hold_out
-from paceline.bench.model import Machine, parse_network
+from paceline.bench.estimate import Machine, estimates_of, parse_network
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
-from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled, usual
+from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
@@ -31,7 +29,7 @@ LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Measure the speedup by more ranks and the causes of lost time, and predict the gain of more ranks."""
+    """Measure the speedup by more ranks and the causes of lost time, and estimate a step on more machines."""
 
     task: str | None = None
     """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
@@ -48,7 +46,7 @@ class ScaleConfig:
     batch_size: int = DEFAULT_BATCH_SIZE
     """samples of each rank and step; strong scaling: at the largest number of ranks"""
     network: str | None = None
-    """predict more nodes, over links such as 100Gbit,5us"""
+    """estimate a step on more machines, over links such as 100Gbit,5us"""
     num_workers: int | None = None
     """loader processes per rank"""
     how: Measuring = field(default_factory=Measuring)
@@ -80,10 +78,9 @@ def main(arguments: Sequence[str]) -> int:
     weak, strong = found.batches
     lost = [one for mode, batch in (("weak", weak), ("strong", strong)) if batch
             for one in lost_of(found.runs, parts, found.machine, mode, batch)]  # fmt: skip
-    undisturbed = parts_of(usual(found.runs), usual(found.alone))
-    ahead = ahead_of(undisturbed, found.machine, weak, strong, network)
+    estimates = estimates_of(parts, found.machine, weak, strong, network) if network else []
     told = [] if network else ["for more machines, state the network between them: --network 100Gbit,5us"]
-    scaled = Scaled(found.what, lost, hold_out(undisturbed, found.machine), ahead, [*found.notes, *told])
+    scaled = Scaled(found.what, lost, estimates, [*found.notes, *told])
     publish(scaled, config.how, partial(print_scaled, scaled))
     return ExitCode.DONE
 

@@ -27,8 +27,9 @@ IDLE = {  # what has no meaning here, by the reason
     MEET: ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--local-addr"),
     "what each rank prints is shown, and is in its log": (
         *("--redirects", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--logs-specs"),
+        "--log-line-prefix-template",  # new in torch 2.14
     ),
-    "torchrun's own workings": ("--monitor-interval", "--start-method", "--event-log-handler"),
+    "torchrun's own workings": ("--monitor-interval", "--start-method", "--event-log-handler", "--print-completion"),
     "each rank is a Python of its own": ("--run-path",),
     "no rank is bound to cores": ("--numa-binding",),
     "signals that end a run are passed on": ("--signals-to-handle",),
@@ -41,7 +42,7 @@ ELSE = (  # what has, in `cli.launch` or below
 )
 TORCHRUN = (*OURS, *ELSE, *(name for names in IDLE.values() for name in names))
 FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
-NO_VARIABLE = ("--logs-specs", "--numa-binding")
+NO_VARIABLE = ("--logs-specs", "--numa-binding", "--print-completion")
 SHORT = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
 OF_WATCHOVER = ("--stall-after", "--run-dir")  # options of ours that `paceline watchover` has, too
 

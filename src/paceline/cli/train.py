@@ -24,10 +24,12 @@ from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.ladder import DEFAULT_ALONE
+from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
+from paceline.observe.terminal import say
 from paceline.tasks.settings import told
+from paceline.torch_version import untested_torch
 from paceline.worker.foreign import check_shape, launched
 from paceline.worker.imports import TRAINING, import_all
 
@@ -36,6 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
     check_values(config)
+    if os.environ.get("RANK", "0") == "0":
+        for line in untested_torch():
+            say(line)
     if launched(os.environ):
         check_guard(config)
         return start_here(config)[1]
@@ -50,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError("--detach, --env, --module, --activate and --python require --nproc N")
+    if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
+        say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:

@@ -14,6 +14,7 @@ from paceline.observe.track import wanted
 from paceline.store.store import Checkpoints, Damaged
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
+from paceline.torch_version import lacks_torch
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
@@ -44,6 +45,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
             f"strategy {config.strategy} is single-process, but --nproc is {nproc}. "
             f"For several processes use {', '.join(FOR_SEVERAL)}."
         )
+    if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
+        raise UsageError(f"{why}. Upgrade torch or use --strategy zero")
     if mesh.replicas > shape.virtual_ranks:
         who = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.compute.rules import matching, subclassed
 from paceline.errors import UsageError, first_few
+from paceline.torch_version import lacks_torch
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
@@ -50,13 +51,10 @@ def cut_into_blocks(
         UsageError: see `blocks_of` and `check_types`; or torch is too old.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise UsageError(
-            f"strategy fsdp requires torch 2.13 or newer (found {torch.__version__}; older versions mix up gradients "
-            "of parameters used on some ranks only). Upgrade torch or use --strategy zero"
-        )
+    if why := lacks_torch("fsdp"):
+        raise UsageError(f"{why}. Upgrade torch or use --strategy zero")
     blocks = blocks_of(model, rule, flag=flag)
     check_types(model, blocks)
     for parameter in model.parameters():

@@ -36,6 +36,7 @@ from paceline.sessions.wording import CUT, as_keywords, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.sums import check_equal, told_once
 from paceline.sums.sharing import memory_or_hosts
+from paceline.torch_version import untested_torch
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
@@ -120,7 +121,8 @@ class Life(Loop):
                 place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
             memory_or_hosts("auto")
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
-            notices = take_threads(threads or (DEFAULT_THREADS if self._exact else None), world)
+            threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
+            notices = untested_torch() + take_threads(threads_asked, world)
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)

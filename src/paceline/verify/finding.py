@@ -46,10 +46,14 @@ def same_leaf(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
 
 
 def unlike(of_ranks: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Whether each tensor of most samples differs between ranks: not the inputs alone, say, beside equal labels."""
-    columns = _columns(of_ranks)
-    same = (_mostly_same([digests] for digests in filter(_known, column)) for column in columns)
-    return bool(columns) and not any(same)
+    """Whether the ranks' samples differ in every tensor. Some labels are equal by chance; inputs are not."""
+    columns = [[*filter(_known, column)] for column in _columns(of_ranks)]
+    return bool(columns) and not any(map(_same_tensor, columns))
+
+
+def _same_tensor(column: Sequence[tuple[str, ...]]) -> bool:
+    floats = any(digest.startswith("f:") for digests in column for digest in digests)
+    return _mostly_same([digests] for digests in column) if floats else not any(map(differs, column))
 
 
 def _columns(of_ranks: Iterable[Sequence[Sequence[str]]]) -> list[list[tuple[str, ...]]]:

@@ -29,8 +29,9 @@ def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Re
         if LEVELS.index(one.level) < LEVELS.index(said.level):
             found[one.rule, one.site] = one
     wrong = {one.rule for one in found.values() if one.level == "wrong"}
-    # DDP sends buffers only after a forward that it has reduced: what is wrong with that comes first
+    # DDP sends buffers only after a forward that it reduces; a schedule over the loader's length follows that length
     follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()
+    follows |= {"replicas"} if "uneven steps" in wrong else set[str]()
     told = [msgspec.structs.replace(one, level="note") if one.rule in follows else one for one in found.values()]
     told += run_findings(noted, wrong)
     return sorted(told, key=lambda one: LEVELS.index(one.level))

@@ -22,6 +22,7 @@ from paceline.proofs.verify.setup import Setting, build, make_setting, task_of, 
 from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
 from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.sums import gather_words, together
+from paceline.torch_version import lacks_torch
 from paceline.train.step import train_step
 from paceline.verify.spec import OWN, Case, Diagnosis, Policy, Result, Spec, VerifyReport
 from paceline.worker.attach import run_worker
@@ -118,6 +119,8 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
 
 def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
     rung = LADDER[strategy]
+    if why := lacks_torch(strategy):
+        return why.removeprefix(f"strategy {strategy} ")
     if rung.exact and policy == "sync":
         return "has local batch norm only"
     if rung.sharded and optimizer not in ELEMENT_WISE:

@@ -1,0 +1,231 @@
+"""Numbers on pages that refer to a record are those of the record.
+
+`tools/measured.py` writes the tables of docs/benchmarks.md, `tools/includes.py` those of the strategies' chapters; what
+they write is compared in test_docs.py. This file compares the numbers that were typed by hand.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+WRITTEN = re.compile(r"<!-- (?:goals|records|measured)[^>]*-->.*?<!-- end -->", re.DOTALL)  # by a tool
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def record(name: str) -> Any:
+    text = (RESULTS / name).read_text()
+    return json.loads(text) if name.endswith(".json") else text
+
+
+def speeds(*of: tuple[str, str, str, str], low: bool = False) -> list[str]:
+    """The speed of a contender, of another one = 1, over laps of one round; the median or the lower quartile."""
+    summary = importlib.import_module("summary")
+    found = list[str]()
+    for file, work, contender, base in of:
+        own, other = (summary.row(RESULTS / file, work, name) for name in (contender, base))
+        ratios = summary.ratios(own, other)
+        found.append(f"{summary.lower_quartile(ratios) if low else median(ratios):.2f}")
+    return found
+
+
+def in_memory() -> list[str]:
+    limit = ("peers.json", "W3"), ("peers-4.json", "W3"), ("peers.json", "W3g")
+    return speeds(*((file, work, "default", "no-exchange") for file, work in limit))
+
+
+def two_hosts() -> list[str]:
+    return speeds(*(("two-hosts.json", f"{work} 1gbit", "default", "vanilla") for work in ("W1", "W3g")), low=True)
+
+
+def gpu() -> list[str]:
+    return speeds(*(("gpu.json", "W1 fp32", name, "vanilla") for name in ("default", "cuda-graphs", "compile")))
+
+
+def lines() -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for name, one in record("congestion.json").items():
+        if name != "machine":
+            steps = one["median_step_seconds_of_each_start"]
+            found[name] = [f"{one['volume_alone_seconds']:.2f} s"]
+            for kind in ("cubic", "reno", "bbr"):
+                of = [f"{x:.2f}" for way, values in steps.items() if way.endswith(f", {kind}") for x in values]
+                found[name].append(" to ".join(dict.fromkeys((min(of), max(of)))) + " s" if of else "-")
+    return found
+
+
+def planted(name: str) -> list[str]:
+    rows = [line.split("|")[-2].strip() for line in record(name).splitlines() if line.startswith("| ")]
+    assert {*rows} <= {"verdict", "named", "right", "no finding, right"}
+    return [str(rows.count("named"))]
+
+
+def hook() -> list[str]:
+    return [f"{record('ddp-hook.json')['ratios'][work]['median']:.2f}" for work in ("W1", "W2", "W3", "W3g")]
+
+
+def session() -> list[str]:
+    found = record("session.json")
+    return [f"{found[f'{work}, {ranks} ranks']['median']:.2f}" for work in ("cnn", "mlp") for ranks in (1, 2)]
+
+
+def checks() -> list[str]:
+    found = [record("checks.json")[f"{ranks} ranks"]["checks"]["all"][1] for ranks in (1, 2)]
+    return [f"{found[0]:.1f}", f"{found[1]:.0f}"]
+
+
+def hosts() -> list[str]:
+    found = record("hosts.json")["summary"]
+    return [*map(str, (found["runs"], found["losses"], found["returns"]))]
+
+
+def causes() -> list[str]:
+    named = [one["named"] for runs in record("report-causes.json")["causes"].values() for one in runs]
+    return [str(sum(named)), str(len(named))]
+
+
+def thousand() -> list[str]:
+    last = record("thousand.json")["rows"][-1]
+    return [f"{last['quiet_cpu'] * 100:.0f}", f"{last['head_mib']:.0f}"]
+
+
+def doubled() -> list[str]:
+    ranks = [line.split("|")[3].strip() for line in record("nccl-double.md").splitlines() if line.startswith("| ")][2:]
+    return [str(len(ranks)), str(ranks.count("yes"))]
+
+
+def classic() -> list[str]:
+    return ["1e-12"] if max(one["apart"] for one in record("classic.json").values()) < 1e-12 else []
+
+
+def long_run() -> list[str]:
+    found = record("report.json")
+    return [f"{found['events']:,}", str(found["ranks"])]
+
+
+def watched() -> list[str]:
+    return [str(len({run.split(", ")[0] for run in record("watchover.json")["runs"]}))]
+
+
+class Typed(NamedTuple):
+    """A sentence of a page: # stands for a number of the record, ... for other words."""
+
+    page: str
+    record: str
+    sentence: str
+    numbers: Callable[[], list[str]]
+
+
+TYPED = (
+    Typed(
+        "own-loop.md",
+        "session.json",
+        "takes # times (1 rank) and # times (2 ranks) ... takes # and # times",
+        session,
+    ),
+    Typed("own-loop.md", "checks.json", "take # microseconds per step on 1 rank and # on 2 ranks", checks),
+    Typed("own-loop.md", "classic.json", "ends within # of its original", classic),
+    Typed(
+        "speed.md", "ddp-hook.json", "steps # (CNN), # (ResNet18), # (MLP, 25 M) and # (GPT, 10 M) times as fast", hook
+    ),
+    Typed("gpu.md", "nccl-double.md", "| # [faults](faults.md) ... | # with the right rank", doubled),
+    Typed("gpu.md", "gpu.json", "# of its speed ... `--cuda-graphs` #, with `--compile` #", gpu),
+    Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
+    Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
+    Typed("design.md", "thousand.json", "cost the head # % of a core and # MB", thousand),
+    Typed(
+        "verify.md",
+        "loop-mutations.md",
+        "[# planted bugs](../benchmarks/results/loop-m",
+        partial(planted, "loop-mutations.md"),
+    ),
+    Typed("verify.md", "mutations.md", "[# planted bugs](../benchmarks/results/mut", partial(planted, "mutations.md")),
+    Typed("watchover.md", "watchover.md", "for all # kinds", watched),
+    Typed(
+        "shared-memory.md",
+        "peers.json",
+        "reaches # on this MLP with 2 ranks (only 3 usable pairs), # with 4, and # on the GPT",
+        in_memory,
+    ),
+    Typed("benchmarks.md", "two-hosts.json", "1 Gbit/s: # (CNN) and # (GPT)", two_hosts),
+    Typed("launch/ssh.md", "hosts.json", "most of # returns", lambda: hosts()[2:]),
+)
+TABLES = {"exactness.json", "slow-network.json", "congestion.json"}  # compared row by row below
+NO_NUMBERS = {  # the page links to the record and states no number of it
+    "check.md", "same.json", "silent.md",
+    "ends.md", "hostile-0.json", "connections.json", "peers-4.json", "one_process.json",
+    "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt", "gpu-nvidia-h200.json", "ladder.json",
+    "lines.md", "faults.md", "faults-once.md", "bits-digests.json",
+}  # fmt: skip
+
+
+def pattern(sentence: str) -> str:
+    words = re.escape(sentence).replace(r"\#", r"([\d.,e-]*\d)").replace(r"\ \.\.\.\ ", r".*?")
+    return words.replace(r"\ ", r"\s+")
+
+
+@pytest.mark.parametrize("typed", TYPED, ids=[f"{typed.page}-{typed.record}" for typed in TYPED])
+def test_a_typed_number_is_that_of_its_record(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found = re.search(pattern(typed.sentence), (ROOT / "docs" / typed.page).read_text(), re.DOTALL)
+    assert found, f"{typed.page} states no number of {typed.record}"
+    assert [*found.groups()] == typed.numbers()
+
+
+def rows(page: str, name: str) -> list[list[str]]:
+    """The cells of the tables between a record's link and the next heading."""
+    text = (ROOT / page).read_text().split(f"results/{name}", 1)[1]
+    text = re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
+    return [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+
+
+def test_the_ways_to_fill_a_link_are_those_of_the_record() -> None:
+    (_, _, *found) = rows("docs/slow-networks.md", "congestion.json")
+    assert [row[1:] for row in found[:3]] == [*lines().values()]
+
+
+def test_the_times_of_exact_steps_are_those_of_the_record() -> None:
+    values = {
+        (one["model"], one["virtual_ranks"], one["table"], one["name"]): one["values"]
+        for one in record("exactness.json")["rows"]
+    }
+    models = [*dict.fromkeys(model for model, *_ in values)]
+    wall = "wall time of a step / ddp's"
+    found = {row[0]: row[1:] for row in rows("docs/exactness.md", "exactness.json")}
+    for label, virtual_ranks, name in (("`exact`, V = 2", 2, "exact"), ("`zero`, V = 2", 2, "zero")):
+        assert found[label] == [f"{median(values[model, virtual_ranks, wall, name]):.2f}" for model in models]
+
+
+def test_the_speeds_on_a_slow_network_are_those_of_the_record() -> None:
+    speeds_of = record("slow-network.json")["speeds"]
+    found = rows("docs/slow-networks.md", "slow-network.json")
+    ways = {"DDP, ms a step": "ddp", "paceline as it is": "paceline", "`--compress powersgd`": "powersgd"}
+    tables = [(n, row[0]) for n, row in enumerate(found) if row[1:2] == ["1 Gbit/s"]]
+    works = {"CNN": "W1", "MLP": "W3s", "GPT, 2.7": "W3gs"}
+    compared = 0
+    for start, title in tables:
+        work = next((key for words, key in works.items() if title.startswith(words)), None)
+        for row in found[start + 2 : start + 12] if work else ():
+            for cell, rate in zip(row[1:4], ("1gbit", "100mbit", "10mbit"), strict=True):
+                if row[0] in ways:
+                    way, one = ways[row[0]], speeds_of[f"{work} {rate} 20ms"]
+                    wanted = f"{mean(one['ms'][way]):,.0f} ms" if way == "ddp" else f"{mean(one['times_ddp'][way]):.1f}"
+                    assert cell == wanted, (title, row[0], rate)
+                    compared += 1
+    assert compared == 27
+
+
+def test_every_reference_to_a_record_is_compared() -> None:
+    compared = {(f"docs/{typed.page}", typed.record) for typed in TYPED}
+    for page in PAGES:
+        here = str(page.relative_to(ROOT))
+        for name in re.findall(r"\]\((?:\.\./)*benchmarks/results/([\w.-]+)\)", WRITTEN.sub("", page.read_text())):
+            assert (here, name) in compared or name in TABLES | NO_NUMBERS, f"{here}: {name}"
