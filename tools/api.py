@@ -88,7 +88,7 @@ def headed(level: str, name: str, function: Any, *, method: bool = False) -> str
         words += f": {ast.unparse(kind)}" if kind else ""
         if one.default is not one.empty:
             words += " = os.environ" if one.default is os.environ else f" = {re.sub('<.*>', '...', repr(one.default))}"
-        lines += [] if method and one.name == "self" else [f"{words},"]
+        lines += [] if method and one.name == "self" else [f"{words},".replace("'", '"')]  # as ruff formats it
     return "\n".join(
         [
             f"{level} `{name}`\n\n```python",

@@ -104,8 +104,10 @@ class Option:
             return ""
         if not free:
             return f"{{{','.join(self.choices)}}}"
-        own = next((metavar for metavar, names in METAVARS.items() if name in names.split()), None)
-        return own or "|".join([BY_TYPE.get(free[0], name.upper()), *self.choices])
+        own = next((metavar for metavar, names in METAVARS.items() if name in names.split()), "")
+        if own and ("|" not in own or str in free):  # of doctor, --nodes is a number
+            return own
+        return "|".join([BY_TYPE.get(free[0], name.upper()), *self.choices])
 
     @property
     def shown(self) -> str:
