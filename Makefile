@@ -141,6 +141,9 @@ soak-check: $(STAMP)  ## plant every pitfall of docs/check.md, and check what is
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]' lightning==2.6.6
 	PYTHONPATH=. $(BIN)/python tests/check/soak_check.py --out benchmarks/results/check.md
 
+soak-support: $(STAMP)  ## every cell of docs/support.md: each strategy with each feature (2 minutes, quiet)
+	$(BIN)/python tools/support.py --check
+
 soak-judge: $(STAMP)  ## the judge on 20,000 generated standstills
 	PYTHONPATH=. $(BIN)/python tests/guard/soak_judge.py --count 20000 --out benchmarks/results/judge.json
 

@@ -1,0 +1,63 @@
+"""docs/support.md says what the program does; `make soak-support` asks for every cell."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.ladder import LADDER
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "support.md"
+
+
+@pytest.fixture(scope="module")
+def support() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support", ROOT / "tools" / "support.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_table_has_a_column_for_each_strategy_and_a_row_for_each_feature(support: ModuleType) -> None:
+    for kind, (_, titles) in support.TABLES.items():
+        assert {*support.told(PAGE.read_text(), kind)} == {(title, name) for title in titles for name in LADDER}
+
+
+def test_what_the_checks_of_settings_find_is_in_the_tables(
+    support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.read_text()
+    for kind in ("task", "check"):
+        for (title, name), found in support.told(page, kind).items():
+            now = support.checked(name, title)
+            if now[0] or kind == "check":
+                assert found == now, f"{title}, {name}: python tools/support.py"
+    assert [*tmp_path.iterdir()] == []
+
+
+def check(*words: str, seconds: int) -> None:
+    """Run `tools/support.py --check`."""
+    command = [sys.executable, str(ROOT / "tools" / "support.py"), "--check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+def test_the_sessions_of_zero_are_those_of_the_table() -> None:
+    check("zero", seconds=110)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_every_cell_is_what_the_program_does() -> None:
+    check(seconds=1200)
