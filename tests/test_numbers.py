@@ -141,8 +141,13 @@ TYPED = (
     Typed(
         "speed.md", "ddp-hook.json", "steps # (CNN), # (ResNet18), # (MLP, 25 M) and # (GPT, 10 M) times as fast", hook
     ),
-    Typed("gpu.md", "nccl-double.md", "| # [faults](faults.md) ... | # with the right rank", doubled),
-    Typed("gpu.md", "gpu.json", "# of its speed ... `--cuda-graphs` #, with `--compile` #", gpu),
+    Typed(
+        "../tests/doubles/README.md",
+        "nccl-double.md",
+        "| # [faults](../../docs/faults.md) ... | # with the right rank",
+        doubled,
+    ),
+    Typed("gpu.md", "gpu.json", "| **#**, with `--cuda-graphs` #, with `--compile` #", gpu),
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
     Typed("design.md", "thousand.json", "cost the head # % of a core and # MB", thousand),
