@@ -617,7 +617,7 @@ def shards() -> None:
 def second_order() -> None:
     """Steps that go forward and backward several times, in a closure."""
     model = DistributedDataParallel(network())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3, line_search_fn="strong_wolfe")
     for step in until_time():
         if step % 50 == 0:  # of batches that differ, a longer history ends in NaN some day
             optimizer.state.clear()
