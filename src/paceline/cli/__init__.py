@@ -29,7 +29,7 @@ GROUPS = {
         "logs": "show the output of a run's ranks",
         "hang": "show which rank is blocking a run, with every rank's stack",
         "monitor": "show live use of cores, memory, network and GPUs, by process",
-        "analyze": "find throughput, loss and anomalies in any training log or run",
+        "analyze": "print throughput and loss of any training log or run",
         "trace": "write a run as a Perfetto trace, with every rank on one clock",
     },
     "check and measure": {
