@@ -89,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.cli.rank import import_for
+        from paceline.worker.imports import TRAINING, import_all
         from paceline.worker.preload import serve
 
-        serve(birth, lambda: import_for(arguments[-1]))
+        serve(birth, lambda: import_all(TRAINING))
     if birth is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.worker.attach import attach
 
