@@ -13,7 +13,7 @@ SPEC.loader.exec_module(house)
 
 # what is not yet within its limit, and must not get worse
 STILL = {
-    "lines of src": 63_200,  # may only fall; "Shrink the codebase" asks for 47,000
+    "lines of src": 62_698,  # may only fall; "Shrink the codebase" asks for 47,000
 }
 
 

@@ -26,8 +26,6 @@ class Rung:
     """can train a rank's part of a model that several ranks share (`--mesh`)"""
     hooked: bool = False
     """takes each gradient in hooks of torch's own, which no recording can hold"""
-    compiler: bool = False
-    """made of parts of torch that import its compiler, whether anything is compiled or not"""
     least_torch: tuple[str, str] = ("", "")
     """the oldest release that it runs on, if that is not the oldest of all, and what older ones do"""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -45,13 +43,12 @@ LADDER: Mapping[str, Rung] = {
     "dp": Rung(one_process=True, several_gpus=True),
     "manual": Rung(),
     "bucketed": Rung(on_mesh=True, options={name: name for name in SLOW}),
-    "ddp": Rung(hooked=True, compiler=True, in_own_loops={"gradient_as_bucket_view": False}),
+    "ddp": Rung(hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
     "exact": Rung(exact=True),
     "zero": Rung(exact=True, sharded=True),
     "fsdp": Rung(
         sharded=True,
         on_mesh=True,
-        compiler=True,
         options={"fsdp_wrap": "wrap"},
         least_torch=("2.13", "mix up gradients of parameters used on some ranks only"),
     ),

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from tests.cluster.slurm import Slurm
 
-from paceline.view.analysis import Analyzer
-from paceline.view.analyzed import add_log
+from paceline.cli.analyze import analyzed
 
 SCRIPT = """
 import os, sys
@@ -28,10 +27,8 @@ def test_the_output_of_srun_with_labels(slurm: Slurm, tmp_path: Path) -> None:
     submit = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", f"--output={log}")
     job = slurm.run(*submit, f"--wrap=srun --label python3 {tmp_path}/script.py").stdout.strip()
     assert slurm.wait(job) == "FAILED"
-    analyzer = Analyzer("job.out")
-    add_log(analyzer, log)
-    found = analyzer.result()
+    found = analyzed(str(log))
     assert found.ranks == ["0", "1"] and found.formats == {"classic": 80, "key and value": 4}
-    assert found.throughput[0].highest.value == 1001
-    assert {(one.kind, one.rank) for one in found.anomalies} >= {("not finite", "1"), ("traceback", "1")}
-    assert "killed" in found.counts  # srun: error: n2: task 1: Exited with exit code 1
+    assert max(found.values["samples/s"]) == 1001
+    assert len(found.values["loss"]) == 40
+    assert found.not_finite == {"1": 1}

@@ -13,7 +13,7 @@ OF_RUNS = (
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "view/*.py",
     "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
-    "view/rank_logs.py", "view/analyzed.py",
+    "view/rank_logs.py", "view/analysis.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
     "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkdir", "glob", "rglob", "iterdir", "symlink_to",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from paceline.observe.events import decode_event
 from paceline.observe.machine import decode_record
 from paceline.view import run as reading
 from paceline.view.analysis import Analyzer
-from paceline.view.analyzed import UnknownFormat, add_run
-from paceline.view.curves import Point, Series, sparkline
 from paceline.view.explain import drawings
 from paceline.view.page import report_page
 from paceline.view.run import whole_run
@@ -69,8 +66,7 @@ def test_odd_numbers_end_in_a_page_that_is_not_large(case: str, tmp_path: Path) 
     assert len(report_page([run], "", drawings(run)).encode()) < MOST_PAGE_BYTES
     assert b"NaN" not in msgspec.json.encode([*trace_events(run)])
     analyzer = Analyzer("run")
-    with suppress(UnknownFormat):  # no step is left
-        add_run(analyzer, folder)
+    analyzer.add_run(folder)
     analyzer.result()
 
 
@@ -93,11 +89,6 @@ def test_a_record_with_a_size_that_is_none_is_left_out(number: str) -> None:
 
 
 def test_a_curve_over_all_floats_is_drawn() -> None:
-    series = Series()
-    for number, value in enumerate((-1.7e308, 1.7e308, 0.0) * 100):
-        series.add(Point(str(number), value))
-    curve = series.curve()
-    assert curve is not None and len(sparkline(curve)) == 60
     assert len(last_bars([-1.7e308, 1.7e308, math.inf], 10)) == 2
 
 

@@ -29,7 +29,7 @@ GROUPS = {
         "logs": "show the output of a run's ranks",
         "hang": "show which rank is blocking a run, with every rank's stack",
         "monitor": "show live use of cores, memory, network and GPUs, by process",
-        "analyze": "find throughput, loss and anomalies in any training log or run",
+        "analyze": "print throughput and loss of any training log or run",
         "trace": "write a Perfetto trace of a run, with every rank on one clock",
     },
     "check and measure": {
@@ -94,10 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.cli.rank import import_for
+        from paceline.worker.imports import TRAINING, import_all
         from paceline.worker.preload import serve
 
-        serve(birth, lambda: import_for(arguments[-1]))
+        serve(birth, lambda: import_all(TRAINING))
     if birth is not None:  # before anything slow: a worker must not outlive its agent
         from paceline.worker.attach import attach
 

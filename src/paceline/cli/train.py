@@ -142,7 +142,7 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
                 f"--nproc {asked} within a launcher that started {local_size} processes on this node: "
                 "leave out --nproc, the launcher has decided"
             )
-    import_all([TRAINING])  # the first import of torch
+    import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
     ended = train(config, run_dir=config.run.run_dir if prepared else None)

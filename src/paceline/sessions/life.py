@@ -19,7 +19,6 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.compute.phase_events import phase_events
-from paceline.compute.postponed import postpone_compiler
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
@@ -97,7 +96,6 @@ class Life(Loop):
         self._is_seeded = seed is not None
         seed = seed or 0
         attach()
-        postpone_compiler()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
         self._guard.take_over()

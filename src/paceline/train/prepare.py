@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.compute.postponed import postpone_compiler
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
@@ -88,7 +87,6 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         UsageError: on one rank, for whatever is wrong with the task, the data, the model or their fit to this world;
             ToldElsewhere on all others.
     """
-    postpone_compiler()
     with together(world):  # first what each rank does alone, above all the user's own code
         shape = batch_shape(config.data, world.data.size)
         share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)

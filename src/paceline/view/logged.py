@@ -1,56 +1,32 @@
-"""What a run's page takes from the logs: all that is known of a script without records, and what is out of order."""
+"""What a run's page takes from the logs of a script without records: the curve of its loss, and its throughput."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from statistics import median
 
 from paceline.errors import PacelineError
 from paceline.view.analysis import Analyzer
-from paceline.view.analyzed import add_logs
-from paceline.view.curves import Curve
 from paceline.view.figures import Figure, line
 from paceline.view.run import WholeRun
-from paceline.view.tables import Table
 
 MOST_BYTES = 8 << 20  # of all logs: a page is made in seconds
+RATES = ("samples/s", "samples/s (counted)", "steps/s")
 
 
-@dataclass
-class Logged:
-    """What the logs say."""
-
-    figures: list[Figure] = field(default_factory=list[Figure])
-    tables: list[Table] = field(default_factory=list[Table])
-    sentence: str = ""
-
-
-def logged(run: WholeRun) -> Logged:
-    """Read the logs of all ranks; curves only where no events have better ones."""
+def logged(run: WholeRun) -> tuple[list[Figure], str]:
+    """Figures, and a sentence; nothing if there are events, which have better ones."""
     analyzer = Analyzer(run.name)
+    if run.ranks:
+        return [], ""
     try:
-        add_logs(analyzer, run.folder, only_trouble=bool(run.ranks), most_bytes=MOST_BYTES)
+        analyzer.add_run(run.folder, most_bytes=MOST_BYTES)
     except (OSError, PacelineError) as error:
         run.missing.append(f"logs: {error}")
-    result = analyzer.result()
-    found = Logged()
-    rows = [[one.kind, one.rank, one.where, one.words] for one in result.anomalies]
-    if rows:
-        many = ", ".join(f"{kind}: {count:,}" for kind, count in result.counts.items())
-        found.tables.append(Table("Unusual lines in the logs", ["kind", "rank", "where", "words"], rows, f"{many}."))
-    if run.ranks:
-        return found
-    for name, curve in (("loss", result.loss), *((f"test {name}", one) for name, one in result.held_out.items())):
-        if curve is not None and curve.count > 1:
-            found.figures.append(_figure(name, curve, len(found.figures)))
-    if found.figures:
-        found.sentence = "This script has kept no records of its steps: what stands here was read from its logs."
-        for rate in result.throughput[:1]:
-            found.sentence += f" It made {rate.median:,.3g} {rate.unit}."
-    return found
-
-
-def _figure(name: str, curve: Curve, number: int) -> Figure:
-    values: Sequence[float] = [point.value for point in curve.points]
-    order = [float(index * curve.count / len(values)) for index in range(len(values))]
-    words = f"The {name} as the log tells it, line by line."
-    return Figure(f"logged-{number}", name.capitalize(), words, [line(name, [order], values, number)],
-                  x="lines that tell it", y=name, log=name == "loss")  # fmt: skip
+    found = analyzer.result().values
+    figures = [
+        Figure(f"logged-{number}", name.capitalize(), f"The {name} in the log, line by line.",
+               [line(name, [[float(index) for index in range(len(values))]], values, number)],
+               x="lines that contain it", y=name, log=name == "loss")
+        for number, (name, values) in enumerate(found.items()) if name not in RATES and len(values) > 1
+    ]  # fmt: skip
+    rate = next((f" It made {median(found[unit]):,.3g} {unit}." for unit in RATES if unit in found), "")
+    words = f"This script has kept no records of its steps: these curves were read from its logs.{rate}"
+    return figures, words if figures else ""

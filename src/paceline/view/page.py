@@ -92,9 +92,9 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
             learning,
             Section("speed", "Speed", [*speed, *phases(runs)]),
         ]
-    happened, from_logs = happenings(run), logged(run)
-    learning.figures += from_logs.figures
-    learning.texts = [from_logs.sentence] if from_logs.sentence else []
+    happened, (from_logs, sentence) = happenings(run), logged(run)
+    learning.figures += from_logs
+    learning.texts = [sentence] if sentence else []
     return [
         learning,
         Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, whys[0].waits)],
@@ -103,7 +103,7 @@ def _sections(runs: Sequence[WholeRun], whys: Sequence[Why], drawings: Sequence[
                 texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
         Section("memory", "Memory", tables=[*held(run)]),
         Section("machines", "Machines", [*devices(run)]),
-        Section("happened", "What happened", [*timeline(happened)], [*from_logs.tables, *moments(happened)]),
+        Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
         Section("samples", "Samples", tables=[*ledger(run)]),
         Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)] if run.settings else []),
     ]  # fmt: skip

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from paceline.observe.bar import clock_words
 from paceline.observe.terminal import clean
-from paceline.view.curves import BARS
 
+BARS = "▁▂▃▄▅▆▇█"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

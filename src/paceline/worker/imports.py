@@ -9,9 +9,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TRAINING = "paceline.train.run"
-COMPILER = "torch._dynamo"
-"""torch's, which takes as long to import as two thirds of torch"""
+TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
 
 
 def import_all(modules: Sequence[str]) -> None:
