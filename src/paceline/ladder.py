@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 @dataclass(frozen=True)
 class Rung:
-    """What the rest of the house may ask about a strategy; the defaults are those of most."""
+    """The properties of a strategy that other packages use; the defaults are those of most strategies."""
 
     exact: bool = False
     """promises the same bits at every world size"""
