@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,10 @@ def test_the_recipes_have_one_result_on_one_rank_and_on_two(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_recipes_stop_early_and_resume_with_the_same_bits(tmp_path: Path) -> None:
-    words = ("--strategy", "exact", "--bf16")
-    whole = numbers(2, "recipes.py", *words, "--epochs", 40, cwd=tmp_path)
-    assert len(whole) < 40  # it has stopped early
-    (tmp_path / "killed").mkdir()
-    first = numbers(2, "recipes.py", *words, "--epochs", 2, "--run-dir", "run", cwd=tmp_path / "killed")
-    assert first[:2] == whole[:2]
+def test_the_recipes_stop_early_in_bf16(tmp_path: Path) -> None:
+    words = ("--strategy", "exact", "--bf16", "--patience", 1, "--epochs", 40)
+    epochs = numbers(2, "recipes.py", *words, cwd=tmp_path)
+    assert 2 < len(epochs) < 40
 
 
 @pytest.mark.ranks
@@ -82,6 +80,7 @@ def test_the_loop_from_lightning_has_one_result_on_one_rank_and_on_two(tmp_path:
 
 
 FINE_TUNE = """
+import sys
 sys.path.insert(0, {examples!r})
 import finetune
 common = ["--model", "model", "--data", "train.jsonl", "--epochs", "1"]
@@ -123,10 +122,8 @@ def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_pa
     for size in (1, 2):
         folder = tmp_path / str(size)
         make_model(folder / "model")
-        rows = [{"text": f"it was a {word} day", "label": word == "good"} for word in ("good", "bad") * 40]
-        (folder / "train.jsonl").write_text(
-            "".join(json.dumps({**row, "label": int(row["label"])}) + "\n" for row in rows)
-        )
+        rows = [{"text": f"it was a {word} day", "label": int(word == "good")} for word in ("good", "bad") * 40]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         done = run_script(size, script, cwd=folder, env={"HF_HUB_OFFLINE": "1"}, timeout=150)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append([float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)])
@@ -195,7 +192,10 @@ def test_the_commands_of_the_workflow_run(tmp_path: Path) -> None:
     commands = [shlex.split(step["run"]) for step in job["steps"] if step.get("run", "").startswith("paceline ")]
     assert [words[1] for words in commands] == ["launch", "verify"]
     shutil.copy(EXAMPLES / "existing_ddp.py", tmp_path / "train_ddp.py")
-    (tmp_path / "train_loop.py").write_text((EXAMPLES / "recipes.py").read_text())
+    trained, _, evaluated = (EXAMPLES / "own_loop.py").read_text().partition("        model.eval()\n")
+    assert evaluated
+    loop = textwrap.indent(trained, "    ")  # docs/ci.md says why without the evaluation
+    (tmp_path / "train_loop.py").write_text(f"def main():\n{loop}")
     (tmp_path / "data").symlink_to(ROOT / "src" / "paceline" / "datasets" / "mnist")
     for words in commands:
         done = warm.run(["-m", *words], cwd=tmp_path, timeout=90)
