@@ -95,7 +95,7 @@ def _first_difference(bits: Bits, yardstick: Bits) -> str:
     if not bits.ranks_agree:
         return "its own ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, yardstick.steps, strict=True), 1):
-        for what in ("loss", "gradients", "grad_norm", "parameters", "logged"):  # the norm follows from the gradients
+        for what in ("loss", "gradients", "grad_norm", "parameters"):  # the norm follows from the gradients
             if getattr(got, what) != getattr(want, what):
                 return f"first in step {number}: {what} {getattr(got, what)[:24]}, not {getattr(want, what)[:24]}"
     if bits.weights != yardstick.weights:

@@ -182,8 +182,6 @@ class StepBits(msgspec.Struct, frozen=True):
     """SHA-256 of what the optimizer was given"""
     parameters: str
     """SHA-256 after the step"""
-    logged: str = ""
-    """by a loop"""
 
 
 class Bits(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ RIGHT = (
     "right_with_parameter_hooks",
     "right_with_micro_batches_of_the_loaders_own",
     "right_with_an_order_from_pythons_stream",
+    "right_with_averages_of_the_model",
 )
 LATE_WEIGHTS = ("right_with_a_clamp_and_weights", "right_with_a_clamp_and_losses_of_each_sample")
 """loops whose global weight is known after backward only; they must equal one process, or raise an error"""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import paceline
@@ -177,6 +178,31 @@ class Clamp(torch.autograd.Function):
 class Clamped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return Clamp.apply(x)
+
+
+def right_with_averages_of_the_model() -> None:
+    """One copied before `s.prepare`, one after it; and a metric that the loop adds up itself, in float32."""
+    with paceline.session() as s:
+        plain = net()
+        before = AveragedModel(plain)
+        model, optimizer = s.prepare(plain, sgd)
+        averages = [before, AveragedModel(model)]
+        for number, average in enumerate(averages):
+            s.register(f"average {number}", average)
+        for _ in s.epochs(9):
+            for x, y in s.loader(data(), global_batch=16):
+                optimizer.zero_grad()
+                s.backward(mean_loss(model, x, y))
+                optimizer.step()
+                if s.last:
+                    for average in averages:
+                        average.update_parameters(model)
+            total, count = 0.0, 0
+            with torch.no_grad():
+                for x, y in s.loader(data(), global_batch=24):
+                    total += F.cross_entropy(before(x), y, reduction="sum").item()
+                    count += len(x)
+            s.log(loss=s.mean(total, count))
 
 
 def right_with_a_clamp() -> None:

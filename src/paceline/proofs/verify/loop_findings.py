@@ -13,7 +13,7 @@ from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, Lo
 
 Run = list[dict[str, Any]]
 """what each rank has noted"""
-BITS = ("gradients bits", "parameters bits", "numbers")
+BITS = ("gradients bits", "parameters bits")  # the loop adds up numbers itself, in an order that follows the ranks
 ACROSS = {  # what ranks must have alike, in the order in which one makes the next
     "rates": ("settings", "the learning rate"),
     "gradients bits": ("sync", "the gradient after s.backward"),

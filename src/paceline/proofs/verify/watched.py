@@ -86,7 +86,12 @@ class WatchedSession(Session):
             part.backward = self._backward_plainly
             part.replica = replace(part.replica, sync_gradients=partial(_undivided, part.replica.sync_gradients))
         part.optimizer.register_step_pre_hook(partial(self._before_step, part))
-        model.register_forward_hook(self._on_forward, with_kwargs=True)
+
+        def seen(module: nn.Module, *seen: Any) -> None:  # a function: copies of the model do not copy the session
+            if module is model:
+                self._on_forward(*seen)
+
+        model.register_forward_hook(seen, with_kwargs=True)
         self.noted["start"] |= _constants(model) | fingerprints(_parameters(part))
         self.noted["optimizer"] = type(part.optimizer).__name__
         return found
@@ -101,6 +106,12 @@ class WatchedSession(Session):
         watched: Any = _Short if type(made) is Loader else _Watched  # a stream has no epoch to cut
         made.__class__ = type(watched.__name__, (watched, type(made)), {"session": self})
         return made
+
+    def register(self, name: str, thing: Any, *, saved: bool = True) -> None:
+        """See Session; an average of a model is in float64, as the model is."""
+        if not self.case.exact and isinstance(thing, nn.Module):
+            thing.double().register_forward_pre_hook(inputs_to_double, with_kwargs=True)
+        super().register(name, thing, saved=saved)
 
     def epochs(self, count: int) -> Generator[int]:
         """See Session; no more than the steps need."""
@@ -193,7 +204,7 @@ class WatchedSession(Session):
     def _cast(self, batch: Any) -> Any:
         return batch if self.case.exact else mapped(batch, to_double)
 
-    def _on_forward(self, model: nn.Module, *seen: Any) -> None:
+    def _on_forward(self, *seen: Any) -> None:
         """Adds up what goes in and out; a longer row of zeros adds nothing."""
         work = self._steps.body.work if self._steps.body is not None else None
         if work is None or not work.counted:
