@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 from tests import warm
 from tests.run_script import run_script
 
 from paceline.cli import train
-from paceline.cli.watchover import WatchoverConfig, split_script
+from paceline.cli.commands import command_line
+from paceline.cli.watchover import split_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -171,7 +171,7 @@ def test_the_commands_of_a_manifest_are_valid(path: Path, tmp_path: Path, monkey
             watch, *words = parsed.training_script_args
             own, script = split_script(words)
             assert watch == "watchover" and script == ["train.py"]
-            assert tyro.cli(WatchoverConfig, args=own).end
+            assert command_line("watchover").parse(own).end
         else:
             assert [program, words[0]] == ["paceline", "train"]
             place = words.index("--run-dir") + 1

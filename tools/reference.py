@@ -84,7 +84,7 @@ def commands() -> str:
         parts.append(f"## `paceline {name}`\n\n{_plain(about)}\n\n")
         parts.append("```bash\n" + "\n".join(line.examples) + "\n```\n\n")
         parts += [f"{_plain(words)}\n\n" for words in more]
-        parts.append(f"```text\n{line.usage(line.options())}\n```\n\n")
+        parts.append(f"```text\nusage: {line.usage(line.options())}\n```\n\n")
         parts.append(rows("argument", [one for one in line.options() if not one.name.startswith("-")]))
         for title, group, options in groups[name]:
             parts.append("" if group in shared else f"### {title}\n\n{rows('option', options)}")

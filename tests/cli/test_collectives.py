@@ -26,7 +26,7 @@ for step in range(20):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--collectives shard -- script.py", "invalid choice 'shard'"),
+        ("--collectives shard -- script.py", "unknown choice 'shard'"),
         ("--collectives shared --nodes 2 --on print -- script.py", "here are 2 nodes"),
         ("--collectives shared --nodes 1 --on print -- script.py", "--agent paceline does"),
         ("--collectives shared -- echo", "echo runs as it is; name the .py file itself. Choose from: torch, shared"),

@@ -15,7 +15,7 @@ TASK = "train mnist-cnn --nproc 2"
         *((f"{TASK} --stall-after={value}", WANTED) for value in ("0", "-3", "abc", "nan", "1e3", "")),
         ("launch --stall-after never -- script.py", WANTED),
         ("train mnist-cnn --stall-after 5", "requires --nproc"),
-        (f"{TASK} --not-finite ignore", "invalid choice"),
+        (f"{TASK} --not-finite ignore", "unknown choice"),
     ],
 )
 def test_a_wrong_value_is_told_before_anything_is_started(paceline, tmp_path, arguments: str, words: str) -> None:

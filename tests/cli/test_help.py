@@ -104,8 +104,9 @@ def test_an_unknown_option_is_an_error_that_names_the_nearest(command: str) -> N
         (["--epochs", "--steps", "3"], "--epochs"),
         (["--compile=yes"], "--compile"),
         (["one", "two"], "'two'"),
-        (["--tail", "kep"], "Did you mean keep?"),
+        (["--tail", "kep"], "Did you mean 'keep'?"),
         (["--nproc", "two"], "a whole number or auto"),
+        (["--epoch", "3"], "Did you mean --epochs?"),
     ],
 )
 def test_what_cannot_be_parsed_is_a_usage_error_that_names_it(words: list[str], said: str) -> None:
@@ -132,6 +133,18 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
     again = built(TrainConfig, given, found)
     assert (again.task, again.launch.nproc, again.set) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
     assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)
+
+
+def test_arguments_may_stand_between_options() -> None:
+    found = command_line("report").parse(["runs/a", "--open", "runs/b", "-o", "x.html", "runs/c"])
+    assert (found.runs, found.open, str(found.out)) == (("runs/a", "runs/b", "runs/c"), True, "x.html")
+
+
+@pytest.mark.parametrize(("words", "said"), [(["-o", "x"], "RUN"), (["runs/a"], "--out"), (["--ou", "x"], "--out?")])
+def test_what_is_missing_is_named_after_what_is_unknown(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        command_line("export").parse(words)
+    assert said in str(caught.value)
 
 
 def test_the_help_of_a_command_imports_no_torch() -> None:

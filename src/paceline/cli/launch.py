@@ -117,8 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def known_options() -> dict[str, bool]:
     """Our options, and whether each takes a value."""
-    options = command_line("launch").options()
-    found = {one.name: not one.is_flag for one in options} | {one.negated: False for one in options if one.is_flag}
+    found = {name: not one.is_flag for one in command_line("launch").options() for name in one.names}
     return found | dict.fromkeys(HELP, False)
 
 

@@ -1,10 +1,11 @@
-"""The options of a command: from the fields of its settings, a dataclass, to a parser and to its help.
+"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass.
 
-The type of a field says what its option takes: int, float, str, Path, Literal, a union of these; bool: none, with
---no-NAME for the opposite; tuple[str, ...]: it may be repeated. The text below a field is its help, that of the class
-the title of a group.
+The type of a field defines the values of its option. int, float, str, Path, Literal, or a union of these: one value.
+bool: no value, and --no-NAME is the opposite. tuple[str, ...]: the option is repeatable. The text below a field is the
+help of its option, the text of a class the title of a group.
 """
 
+import argparse
 import ast
 import dataclasses
 import difflib
@@ -13,16 +14,17 @@ import re
 import shutil
 import textwrap
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import UsageError, unknown
 
-WIDEST, COLUMN = 100, 24  # columns of the help; where the texts of options begin
+WIDTH = 100  # most columns of the help
 SHORTEST = 20  # with so many options or fewer, --help shows all of them
 HELP = ("-h", "--help", "--help-all")
 METAVARS = {  # what stands for a value, by the names of options; else by the type
@@ -53,226 +55,209 @@ FAMILIAR = {  # of other frameworks' flags, ours
     "--warmup-steps": "warmup num-warmup-steps",
     "--schedule": "scheduler lr-scheduler lr-scheduler-type",
 }
-BY_TYPE = {int: "N", float: "X", Path: "FILE"}
-WORDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+TYPES = {int: ("N", "a whole number"), float: ("X", "a number"), Path: ("FILE", "a path")}  # metavar, description
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option, or argument without a name, of a command."""
+    """One option, or positional argument, of a command."""
 
-    name: str
-    """--batch-size; task, for an argument"""
-    own_text: str
-    """its help, if that is not the text below its field"""
-    path: tuple[str, ...]
-    """of its field in the settings"""
-    group: type
-    """the class that has the field"""
-    types: tuple[Any, ...]
-    """of its value; None is left out"""
-    default: Any
-    """dataclasses.MISSING: there is none"""
-    short: str = ""
-
-    @property
-    def text(self) -> str:
-        """Its help, without its default."""
-        return self.own_text or " ".join(field_texts(self.group).get(self.path[-1], "").split())
+    name: str  # --batch-size; task, for an argument
+    dest: str  # its field in the settings: data.batch_size
+    group: type  # the class that has the field
+    types: list[Any]  # of its value, without None and Literal; [bool]: a flag; [tuple]: it is repeatable
+    choices: list[str]  # further values
+    default: Any  # MISSING: it is required
+    text: str  # its help, without the default
+    short: str = ""  # -o
 
     @property
     def is_flag(self) -> bool:
         """Whether it takes no value."""
-        return self.types == (bool,)
+        return self.types == [bool]
 
     @property
-    def is_many(self) -> bool:
-        """Whether several values are put together."""
-        return get_origin(self.types[0]) is tuple
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The only values that it takes, beside those of its other types."""
-        return tuple(str(word) for kind in self.types if get_origin(kind) is Literal for word in get_args(kind))
+    def names(self) -> list[str]:
+        """Its spellings; none for an argument."""
+        negated = f"--no-{self.name[2:]}" if self.is_flag else ""
+        return [name for name in (self.short, self.name, negated) if name.startswith("-")]
 
     @property
     def metavar(self) -> str:
-        """What stands for its value; empty for a flag."""
+        """The placeholder of its value; empty for a flag."""
         name = self.name.removeprefix("--")
-        free = [kind for kind in self.types if get_origin(kind) is not Literal]
         if self.is_flag:
             return ""
-        if not free:
+        if not self.types:
             return f"{{{','.join(self.choices)}}}"
         own = next((metavar for metavar, names in METAVARS.items() if name in names.split()), "")
-        if own and ("|" not in own or str in free):  # of doctor, --nodes is a number
+        if own and ("|" not in own or str in self.types):  # --nodes of doctor is a number
             return own
-        return "|".join([BY_TYPE.get(free[0], name.upper()), *self.choices])
+        return "|".join([TYPES.get(self.types[0], (name.upper(),))[0], *self.choices])
 
     @property
     def shown(self) -> str:
-        """As help has it: -o, --out FILE."""
-        if not self.name.startswith("-"):
-            words = f"{self.metavar} ..." if self.is_many else self.metavar
-            return words if self.default is dataclasses.MISSING else f"[{words}]"
-        names = ", ".join(filter(None, (self.short, self.name, self.negated if self.default is True else "")))
-        return f"{names} {self.metavar}".rstrip()
-
-    @property
-    def negated(self) -> str:
-        """The opposite of a flag."""
-        return f"--no-{self.name[2:]}"
+        """Its form in the help and the usage line: -o, --out FILE."""
+        if not self.names:
+            words = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
+            return words if self.default is MISSING else f"[{words}]"
+        names = self.names[:1] if self.is_flag and self.default is not True else self.names
+        return f"{', '.join(names)} {self.metavar}".rstrip()
 
     @property
     def default_shown(self) -> str:
-        """Its default, if there is one that its text does not state."""
+        """Its default; empty if there is none or the text states it."""
         value = self.default
-        is_none = value in (dataclasses.MISSING, None, "", ()) or isinstance(value, bool)
-        if is_none or "default" in self.text.lower():
+        if value in (MISSING, None, "", ()) or isinstance(value, bool) or "default" in self.text.lower():
             return ""
         return f"{value:g}" if isinstance(value, float) else str(value)
 
-    def read(self, word: str) -> Any:
-        """The value that a word stands for.
-
-        Raises:
-            UsageError: none.
-        """
-        if word in self.choices:
+    def convert(self, word: str) -> Any:
+        """The value of a word; the `type` of argparse."""
+        if word in self.choices or self.types == [tuple]:
             return word
-        free = [kind for kind in self.types if get_origin(kind) is not Literal]
-        for kind in [str] if self.is_many else free:
-            try:
+        for kind in self.types:
+            with suppress(ValueError):
                 return kind(word)
-            except ValueError:
-                pass
-        if self.choices and not free:
-            near = difflib.get_close_matches(word, self.choices, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(f"{self.name}: invalid choice {word!r}.{meant} Choose from: {', '.join(self.choices)}")
-        wanted = [*(WORDS[kind] for kind in free), *self.choices]
-        listed = " or ".join(filter(None, (", ".join(wanted[:-1]), wanted[-1])))
-        raise UsageError(f"{self.name} must be {listed}, got {word!r}")
+        if not self.types:
+            raise argparse.ArgumentTypeError(str(unknown("choice", word, self.choices)))
+        wanted = " or ".join([*(TYPES[kind][1] for kind in self.types), *self.choices])
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {word!r}")
+
+    def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
+        """Add it to a group of a parser. The help omits a `hidden` option."""
+        default = f" (default: {self.default_shown})" if self.default_shown else ""
+        how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else (self.text + default).replace("%", "%%")}
+        if self.is_flag:
+            action = add_argument(self.name, dest=self.dest, action=argparse.BooleanOptionalAction, **how)
+        elif self.names:
+            store = "append" if self.types == [tuple] else "store"
+            action = add_argument(*self.names, dest=self.dest, action=store, type=self.convert, **how)
+        else:
+            many: dict[str, Any] = {"nargs": "*", "default": []} if self.types == [tuple] else {"nargs": "?"}
+            action = add_argument(self.dest, type=self.convert, **many, **how)
+        action.metavar = self.shown
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows an option as `Option.shown`, and breaks no line inside the name of an option."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return str(action.metavar)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its help begins with `about`, its errors are UsageErrors."""
+
+    about = ""
+
+    def format_help(self) -> str:
+        return f"{self.about}\n\n{super().format_help()}"
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # `main` handles a closed pipe
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help")
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """A command with options."""
 
-    prog: str
-    """as it is typed: paceline train"""
+    prog: str  # as it is typed: paceline train
     settings: type
-    arguments: tuple[str, ...] = ()
-    """fields that are given without a name, in this order"""
-    examples: tuple[str, ...] = ()
-    """commands that work as they are"""
-    behind: str = ""
-    """what follows the options and is not parsed here, in the usage line"""
-    common: str = ""
-    """names of the options that --help shows, of a command with many"""
-    config: str = ""
-    """help of --config FILE, of which the caller makes the settings' default; empty: there is no such option"""
+    arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
+    examples: tuple[str, ...] = ()  # commands that work as they are
+    behind: str = ""  # rest of the usage line: arguments that are not parsed here
+    common: str = ""  # options that --help shows, for a command with many
+    config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
     def options(self) -> list[Option]:
-        """All of them."""
-        found = [*self._options(self.settings, ())]
-        found += [Option("--config", self.config, ("config",), self.settings, (Path,), None)] if self.config else []
-        return sorted(found, key=lambda one: self.arguments.index(one.name) if one.name in self.arguments else 99)
+        """All options and arguments."""
+        found = [*self._options(self.settings, "")]
+        found += [Option("--config", "config", self.settings, [Path], [], None, self.config)] if self.config else []
+        return sorted(found, key=lambda one: 99 if one.names else self.arguments.index(one.name))
 
-    def _options(self, kind: type, path: tuple[str, ...]) -> Iterator[Option]:
+    def _options(self, kind: type, prefix: str) -> Iterator[Option]:
         hints = get_type_hints(kind)
         for one in dataclasses.fields(kind):
-            hint, here = hints[one.name], (*path, one.name)
+            hint, dest = hints[one.name], prefix + one.name
             if dataclasses.is_dataclass(hint):
-                yield from self._options(hint, here)  # pyright: ignore[reportArgumentType]
+                yield from self._options(hint, f"{dest}.")  # pyright: ignore[reportArgumentType]
                 continue
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            choices = [str(word) for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+            others = [each for kind in kinds if (each := get_origin(kind) or kind) not in (types.NoneType, Literal)]
             owner = next(each for each in kind.__mro__ if one.name in vars(each).get("__annotations__", {}))
             name = one.name if one.name in self.arguments else "--" + one.name.replace("_", "-")
-            given = tuple(each for each in kinds if each is not types.NoneType)
-            own_text, short = (one.metadata.get(key, "") for key in ("help", "short"))
-            yield Option(name, own_text, here, owner, given, one.default, short)
-
-    def parse(self, words: Sequence[str]) -> Any:
-        """The settings that the words give; see `given`."""
-        return built(self.settings, self.given(words))
-
-    def given(self, words: Sequence[str]) -> dict[tuple[str, ...], Any]:
-        """The values that the words give, by the paths of their fields; asked for help, the process ends with code 0.
-
-        Raises:
-            UsageError: an option that there is not, a value that is none, or one that is missing.
-        """
-        options = self.options()
-        if asked := [word for word in words if word in HELP]:
-            print(self.help(options, whole="--help-all" in asked), flush=True)  # here: a reader may be gone
-            raise SystemExit(ExitCode.DONE)
-        named = {name: one for one in options if one.name.startswith("-") for name in (one.name, one.short) if name}
-        negated = {one.negated: one for one in named.values() if one.is_flag}
-        waiting = [one for one in options if not one.name.startswith("-")]
-        left, values = list(words), dict[tuple[str, ...], Any]()
-        while left:
-            word = left.pop(0)
-            if not _is_option(word):
-                if not waiting:
-                    raise UsageError(f"{self.prog}: unexpected argument {word!r}. See {self.prog} --help")
-                one = waiting[0] if waiting[0].is_many else waiting.pop(0)
-                values[one.path] = (*values.get(one.path, ()), word) if one.is_many else one.read(word)
-                continue
-            name, equals, value = word.partition("=")
-            name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-            one = named.get(name) or negated.get(name)
-            if one is None:
-                raise unknown_option(self.prog, name, [*named, *(negated if name.startswith("--no-") else ())])
-            if one.is_flag:
-                if equals:
-                    raise UsageError(f"{name} takes no value, got {word!r}")
-                values[one.path] = name not in negated
-                continue
-            if not equals and (not left or _is_option(left[0])):
-                raise UsageError(f"{name} needs a value: {one.name} {one.metavar}")
-            value = value if equals else left.pop(0)
-            values[one.path] = (*values.get(one.path, ()), value) if one.is_many else one.read(value)
-        for one in options:
-            if one.default is dataclasses.MISSING and one.path not in values:
-                if one.is_many:
-                    values[one.path] = ()
-                else:
-                    raise UsageError(f"{self.prog} needs {one.shown}: {one.text}. See {self.prog} --help")
-        return values
-
-    # help
+            text = one.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, one.name]
+            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""))
 
     def groups(self, options: Sequence[Option]) -> list[tuple[str, type, list[Option]]]:
         """(title, class, options) of each group, the command's own first."""
         found: dict[type, list[Option]] = {self.settings: []}
         for one in options:
-            if one.name.startswith("-"):
+            if one.names:
                 found.setdefault(one.group, []).append(one)
-        return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, those)
-                for group, those in found.items() if those]  # fmt: skip
+        return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, members)
+                for group, members in found.items() if members]  # fmt: skip
 
     def usage(self, options: Sequence[Option]) -> str:
-        """One line."""
-        places = [one.shown for one in options if not one.name.startswith("-")]
-        return " ".join(("usage:", self.prog, "[OPTIONS]", *places, self.behind)).rstrip()
+        """The usage line."""
+        places = [one.shown for one in options if not one.names]
+        return " ".join((self.prog, "[OPTIONS]", *places, self.behind)).rstrip()
 
-    def help(self, options: Sequence[Option], *, whole: bool) -> str:
-        """What --help prints, or `whole`, --help-all."""
-        width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
-        named = [one for one in options if one.name.startswith("-")]
-        common = [f"--{word}" for word in self.common.split()] if len(named) > SHORTEST and not whole else []
-        chosen = [one for one in named if not common or one.name in common]
-        places = [one for one in options if not one.name.startswith("-")]
-        first, *others = paragraphs(self.settings)
-        out = [*textwrap.wrap(first, width), "", "Examples:", *(f"  {line}" for line in self.examples), ""]
-        out += [line for words in others for line in (*textwrap.wrap(words, width), "")] + [self.usage(options), ""]
-        for title, rows in (("Arguments", places), *((title, rows) for title, _, rows in self.groups(chosen))):
-            out += [f"{title}:", *(line for one in rows for line in _row(one, width)), ""] if rows else []
-        hidden, negatable = len(named) - len(chosen), whole and any(one.is_flag for one in chosen)
-        out += [f"{hidden} more options: {self.prog} --help-all"] if hidden else []
-        out += ["An option without a value has an opposite: --no-NAME."] if negatable else []
-        return "\n".join(out).rstrip()
+    def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
+        """The parser. Its help shows the common options; with `whole`, all options."""
+        named = [one for one in options if one.names]
+        common = self.common.split() if len(named) > SHORTEST and not whole else [one.name[2:] for one in named]
+        note = f"{len(named) - len(common)} more options: {self.prog} --help-all" if len(named) > len(common) else ""
+        if whole and any(one.is_flag for one in named):
+            note = "An option without a value has an opposite: --no-NAME."
+        width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+        parser = _Parser(self.prog, self.usage(options), epilog=note, add_help=False, allow_abbrev=False,
+                         formatter_class=partial(_HelpFormatter, width=width))  # fmt: skip
+        about, *others = (textwrap.fill(words, width) for words in paragraphs(self.settings))
+        parser.about = "\n\n".join([about, "\n  ".join(("Examples:", *self.examples)), *others])
+        parser.add_argument(*HELP, action="help", help=argparse.SUPPRESS)
+        arguments = parser.add_argument_group("Arguments")
+        for one in options:
+            if not one.names:
+                one.add(arguments.add_argument, hidden=False)
+        for title, _, members in self.groups(options):
+            group = parser.add_argument_group(title)
+            for one in members:
+                one.add(group.add_argument, hidden=one.name[2:] not in common)
+        return parser
+
+    def parse(self, words: Sequence[str]) -> Any:
+        """The settings from the command line; see `given`."""
+        return built(self.settings, self.given(words))
+
+    def given(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values from the command line, by `Option.dest`. --help prints the help and exits with code 0.
+
+        Raises:
+            UsageError: an option is unknown, a value is invalid, or one is missing.
+        """
+        options = self.options()
+        # argparse knows --run-dir; --run_dir means the same
+        words = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in words]
+        found, left = self.parser(options, whole="--help-all" in words).parse_known_intermixed_args(words)
+        if wrong := [word for word in left if word.startswith("-")]:
+            names = [name for one in options for name in one.names]
+            raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
+        if left:
+            raise UsageError(f"{self.prog}: unexpected argument {left[0]!r}. See {self.prog} --help")
+        given = {dest: value for dest, value in vars(found).items() if value is not None}
+        for one in options:  # argparse's `required` would report this before an unknown option
+            if one.default is MISSING and one.dest not in given:
+                raise UsageError(f"{self.prog} needs {one.shown}: {one.text}. See {self.prog} --help")
+        return given
 
 
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
@@ -283,53 +268,33 @@ def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
     return UsageError(f"{prog} has no {name}.{meant} See {prog} --help-all")
 
 
-def _row(one: Option, width: int) -> list[str]:
-    default = f" (default: {one.default_shown})" if one.default_shown else ""
-    lines = textwrap.wrap(one.text + default, width - COLUMN, break_on_hyphens=False, break_long_words=False)
-    first = f"  {one.shown}"
-    if len(first) <= COLUMN - 2 and lines:
-        first = f"{first:{COLUMN}}{lines.pop(0)}"
-    return [first, *(" " * COLUMN + line for line in lines)]
-
-
-def _is_option(word: str) -> bool:
-    """Whether it names one; -1 is a number."""
-    return len(word) > 1 and word[0] == "-" and not re.match(r"-\.?\d", word)
-
-
 def paragraphs(kind: type) -> list[str]:
-    """Of the text of a class, each on one line; the first is the title of a group of options."""
+    """The paragraphs of a class's docstring, one line each; the first is the title of a group of options."""
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", inspect.cleandoc(kind.__doc__ or ""))]
 
 
 @cache
-def field_texts(owner: type) -> dict[str, str]:
-    """The text below each field of a class."""
+def _field_texts(module: Path) -> dict[tuple[str, str], str]:
+    """The text below each field of a module's classes, by (class, field)."""
     return {
-        ast.unparse(node.target): str(after.value.value)
-        for one in _classes(Path(inspect.getfile(owner)))
-        if one.name == owner.__name__
+        (one.name, ast.unparse(node.target)): " ".join(str(after.value.value).split())
+        for one in ast.parse(module.read_text()).body
+        if isinstance(one, ast.ClassDef)
         for node, after in pairwise(one.body)
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
 
 
-@cache
-def _classes(module: Path) -> list[ast.ClassDef]:
-    return [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.ClassDef)]
-
-
-def built(kind: type, values: Mapping[tuple[str, ...], Any], default: Any = None, path: tuple[str, ...] = ()) -> Any:
-    """The settings that are `values`, over `default`, with those of the classes inside."""
-    hints, given = get_type_hints(kind), dict[str, Any]()
+def built(kind: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
+    """The settings from `given`; the values of `default` fill the gaps."""
+    hints, values = get_type_hints(kind), dict[str, Any]()
     for one in dataclasses.fields(kind):
-        here = (*path, one.name)
-        if dataclasses.is_dataclass(hints[one.name]):
-            inner = None if default is None else getattr(default, one.name)
-            given[one.name] = built(hints[one.name], values, inner, here)  # pyright: ignore[reportArgumentType]
-        elif here in values:
-            before = getattr(default, one.name, ())  # values of a repeated option are added to those of a file
-            given[one.name] = (*before, *values[here]) if isinstance(values[here], tuple) else values[here]
+        hint, dest, before = hints[one.name], prefix + one.name, getattr(default, one.name, None)
+        if dataclasses.is_dataclass(hint):
+            values[one.name] = built(hint, given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
+        elif dest in given:  # a list is of a repeatable option: its values follow those of the default
+            value = given[dest]
+            values[one.name] = (*(before or ()), *value) if isinstance(value, list) else value
         elif default is not None:
-            given[one.name] = getattr(default, one.name)
-    return kind(**given)
+            values[one.name] = before
+    return kind(**values)

@@ -105,19 +105,19 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         if end.code == 0 and ":" in arguments[0]:  # --help, asked with a task
             print(told(arguments[0]))
         raise
-    path = given.pop(("config",), None)
+    path = given.pop("config", None)
     resumed = None if path else _resumed_config(given)
     path = real_path(path) if path else resumed
-    default = configuration.load(path, ours=not given.get(("run", "trust"), False)) if path else TrainConfig()
+    default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
     return built(TrainConfig, given, default)
 
 
-def _resumed_config(given: Mapping[tuple[str, ...], Any]) -> Path | None:
+def _resumed_config(given: Mapping[str, Any]) -> Path | None:
     """The settings of the run to be resumed: what no flag changes stays as it was."""
-    folder = given.get(("run", "run_dir"))
-    if folder is None or given.get(("checkpoint", "resume")) != "auto":
+    folder = given.get("run.run_dir")
+    if folder is None or given.get("checkpoint.resume") != "auto":
         return None
     path = real_path(folder) / CONFIG  # through no link in the folder itself
     return path if os.path.lexists(path) else None
