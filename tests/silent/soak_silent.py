@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.check.planted_cases import kinds
 from tests.launch.launch_harness import LAUNCHER
 
 from paceline.observe.notices import notices
@@ -115,10 +116,9 @@ def under_torchrun(fault: str, steps: int) -> Row:
 def clean(script: str) -> Row:
     """A script in which nothing is wrong: it is well if nothing is said."""
     with tempfile.TemporaryDirectory() as folder:
-        code, _ = started([*LAUNCH, str(RANKS), str(CLEAN / f"{script}.py")], Path(folder))
-        told = [
-            one.words for one in notices(Path(folder) / "run" / "attempt-1") if (script, one.kind) not in MAY_BE_SAID
-        ]
+        name, *kind = script.split()
+        code, _ = started([*LAUNCH, str(RANKS), str(CLEAN / f"{name}.py"), *kind], Path(folder))
+        told = [one.words for one in notices(Path(folder) / "run" / "attempt-1") if (name, one.kind) not in MAY_BE_SAID]
     return Row("clean", script, not told and code == 0, "", code, "; ".join(told))
 
 
@@ -126,7 +126,9 @@ def to_do(scripts: list[str]) -> Iterator[tuple[str, str]]:
     """Which runs there are to be."""
     for script in scripts:
         if script == "clean":
-            yield from ((script, path.stem) for path in sorted(CLEAN.glob("*.py")))
+            yield from (
+                (script, f"{path.stem} {kind}".strip()) for path in sorted(CLEAN.glob("*.py")) for kind in kinds(path)
+            )
             continue
         left_out = NOT_IN_TRAINER if script == "trainer" else ()
         names = catalogue("ddp" if script == "torchrun" else script)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 36), nn.Linear(36, 16)
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
