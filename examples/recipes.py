@@ -70,8 +70,8 @@ def main() -> None:
     inputs: Tensor = torch.randn(512, 20)
     data = TensorDataset(inputs, inputs[:, :1] * inputs[:, 1:2])
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
-    settings = {"strategy": args.strategy, "virtual_ranks": 2, "resume": args.run_dir is not None}
-    with paceline.session(args.run_dir, **settings) as s:
+    resume = args.run_dir is not None
+    with paceline.session(args.run_dir, strategy=args.strategy, virtual_ranks=2, resume=resume) as s:
         train(s, net, data, args)
 
 
