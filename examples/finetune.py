@@ -20,10 +20,10 @@ import paceline
 
 
 def with_lora(model: Any) -> Any:
-    """The model with an adapter in its attention. Everything else but the head is frozen."""
+    """The model with an adapter in each linear layer. Everything else but the head is frozen."""
     from peft import LoraConfig, TaskType, get_peft_model
 
-    config = LoraConfig(task_type=TaskType.SEQ_CLS, r=4, lora_alpha=8, target_modules=["query", "value"])
+    config = LoraConfig(task_type=TaskType.SEQ_CLS, r=4, lora_alpha=8, target_modules="all-linear")
     return get_peft_model(model, config)
 
 
@@ -62,14 +62,16 @@ def train(args: argparse.Namespace) -> None:
             scheduler.step()
             optimizer.zero_grad()
             total, count = total + loss.item() * s.samples, count + s.samples
-        s.print(f"loss {s.mean(total, count):.6f}")
-    save(s, model, args.out)
+        if s.any(count > 0):  # not if a resume begins at the end of an epoch
+            s.print(f"loss {s.mean(total, count):.6f}")
+    save(s, model, tokenizer, args.out)
     s.close()
 
 
-def save(s: paceline.Session, model: nn.Module, folder: str) -> None:
+def save(s: paceline.Session, model: nn.Module, tokenizer: Any, folder: str) -> None:
     """As transformers and peft read it: `from_pretrained(folder)`. For LoRA the adapter alone."""
     s.main(lambda weights: model.save_pretrained(folder, state_dict=weights), s.weights(model))  # pyright: ignore
+    s.main(lambda: tokenizer.save_pretrained(folder))
 
 
 def main(words: list[str] | None = None) -> None:

@@ -87,6 +87,8 @@ common = ["--model", "model", "--data", "train.jsonl", "--epochs", "1"]
 finetune.main([*common, "--strategy", "exact", "--out", "whole"])
 for strategy in ("bucketed", "exact", "zero"):
     finetune.main([*common, "--lora", "--strategy", strategy, "--out", "lora-" + strategy])
+for start in range(2):  # the second finds the run finished
+    finetune.main([*common, "--strategy", "exact", "--out", "again", "--run-dir", "runs/again"])
 """
 
 
@@ -128,8 +130,9 @@ def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_pa
         assert done.returncode == 0, done.stdout + done.stderr
         found.append([float(loss) for loss in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)])
     one, two = found
-    assert len(one) == 4 and one == pytest.approx(two, abs=2e-6)
-    assert len({*one[1:]}) == 1 and one[0] != one[1]  # one result of LoRA with all strategies
+    assert len(one) == 5 and one == pytest.approx(two, abs=2e-6)
+    assert len({*one[1:4]}) == 1 and one[0] != one[1]  # one result of LoRA with all strategies
+    assert one[4] == one[0] and (tmp_path / "2" / "again" / "tokenizer.json").is_file()
     adapters = [load_file(tmp_path / "2" / f"lora-{name}" / "adapter_model.safetensors") for name in ("exact", "zero")]
     assert adapters[0] and all("lora" in name or "classifier" in name for name in adapters[0])
     assert all(bool((adapters[0][name] == adapters[1][name]).all()) for name in adapters[0])

@@ -176,10 +176,9 @@ TYPED = (
 )
 TABLES = {"exactness.json", "slow-network.json", "congestion.json"}  # compared row by row below
 NO_NUMBERS = {  # the page links to the record and states no number of it
-    "check.md", "same.json", "silent.md",
-    "strangers.json", "ends.md", "hostile-0.json", "connections.json", "peers-4.json", "one_process.json",
-    "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt", "gpu-nvidia-h200.json", "ladder.json",
-    "lines.md", "faults.md", "faults-once.md", "bits-digests.json",
+    "check.md", "same.json", "silent.md", "strangers.json", "ends.md", "hostile-0.json", "connections.json",
+    "peers-4.json", "one_process.json", "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt",
+    "gpu-nvidia-h200.json", "ladder.json", "lines.md", "faults.md", "faults-once.md", "bits-digests.json",
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Ranks:
         """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
         total, count = self.sum(total, count)
         if count == 0:
-            raise UsageError("s.mean: the counts of all ranks add up to 0")
+            raise UsageError("s.mean: all counts are 0, as in a finished epoch after a resume. Ask s.any(count > 0)")
         return float(total / count)
 
     def any(self, flag: bool | Tensor) -> bool:
