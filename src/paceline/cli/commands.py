@@ -10,8 +10,8 @@ TABLE: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     "train": (
         "TrainConfig", "task",
         ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
-        {"common": "config strategy set batch-size global-batch lr precision epochs run-dir checkpoint-every resume "
-         "nproc device on nodes hosts",
+        {"common": "config strategy set batch-size global-batch virtual-ranks lr precision epochs steps run-dir "
+         "checkpoint-every resume nproc device on nodes hosts",
          "config": "TOML file with settings, e.g. the config.toml of a run; options override it"},
     ),
     "launch": (
