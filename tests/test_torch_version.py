@@ -18,7 +18,7 @@ def newer(monkeypatch):
     monkeypatch.setattr(torch_version, "version", lambda name: "3.0.0a0+cu140")
 
 
-@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST}.9"])
+@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST}.9", "0+unknown"])
 def test_a_tested_release_is_not_reported(monkeypatch, found):
     monkeypatch.setattr(torch_version, "version", lambda name: found)
     assert untested_torch() == []

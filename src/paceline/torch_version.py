@@ -34,4 +34,4 @@ def _release() -> tuple[tuple[int, ...], str]:
 
 
 def _numbers(words: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in words.split(".")[:2])
+    return tuple(int(part) for part in words.partition("+")[0].split(".")[:2] if part.isdecimal())
