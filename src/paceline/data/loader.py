@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -36,6 +37,7 @@ from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
 from paceline.seeding import preserved_streams
 
+EXIT_SECONDS = 1.0  # a loader process closes its connections before the kernel reports that it ended
 GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's words for a process that was killed
 
 Request = tuple[int, Tensor]
@@ -249,8 +251,11 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
     try:
         try:
             yield
-        except ConnectionError:  # it has died while we fetched what it had loaded, before the signal came
-            torch._C._error_if_any_worker_fails()  # pyright: ignore[reportPrivateUsage]
+        except ConnectionError:  # a loader process may be the one that died
+            deadline = time.monotonic() + EXIT_SECONDS
+            while time.monotonic() < deadline:
+                torch._C._error_if_any_worker_fails()  # pyright: ignore[reportPrivateUsage]
+                time.sleep(0.01)
             raise
     except RuntimeError as error:
         found = GONE.search(str(error))
