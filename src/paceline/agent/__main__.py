@@ -24,8 +24,6 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.follower import Follower
-from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.start import Inherited, make_snapshots, worker_environment
@@ -179,6 +177,9 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
 
 
 def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
+    from paceline.agent.follower import Follower  # while the preloader imports torch
+    from paceline.agent.head import Head
+
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
