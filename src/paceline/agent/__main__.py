@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
+from paceline.agent.attach import watch_over
 from paceline.agent.follower import Follower
 from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
@@ -161,6 +162,8 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code."""
+    if plan.attach >= 0:
+        return watch_over(plan)
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:

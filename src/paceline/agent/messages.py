@@ -24,7 +24,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nproc: int
     probe_port: int
     facts: Facts
-    ranks: tuple[int, ...] = ()  # where another launcher has given them out: see `observer.py`
+    ranks: tuple[int, ...] = ()  # where another launcher has given them out: see attach.py
 
 
 class ToStore(msgspec.Struct, frozen=True, tag=True):

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
 from paceline.agent.store import Store
-from paceline.agent.stranger import Stranger
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.node_plan import NodePlan
@@ -49,12 +49,27 @@ def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+class Process(Protocol):
+    """What an agent needs of a process, whoever started it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+
+    def wait(self, timeout: float, /) -> int | None:
+        """Wait until it ends, or the time is over: None, or subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal; one that has ended gets none."""
+
+
 @dataclass(frozen=True)
 class Worker:
     """One worker, what it shares with its agent, and the relay of its error output if it has one."""
 
     member: Member
-    process: subprocess.Popen[bytes] | Forked | Stranger  # all have poll, wait and send_signal
+    process: Process
     log: Path
     log_start: int  # its first byte in the log; what is before it is an earlier generation's
     relays: Sequence[threading.Thread]

@@ -123,7 +123,7 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
     end = end_of(first)
     if end is RankEnd.LOST:
         ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
-        logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or its observer alone"
+        logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
         return f"{clean(first.lost)}\nwith it rank {ranks}; {logs}"
     alike = [one for one in evidence if _same_failure(one, first)]
     lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]

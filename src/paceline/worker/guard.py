@@ -51,8 +51,8 @@ class Guard:
         """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
         self.on = on
         self._has_agent = box is not None
-        self.record = -1  # memory for the record of a failure, where an observer is to read it
-        self.last_word: Callable[[int], None] | None = None  # says the exit code to an observer
+        self.record = -1  # memory for the record of a failure, for an agent that did not start us
+        self.last_word: Callable[[int], None] | None = None  # tells it the exit code
         self.box = box or Box(make_box(0))
         self._complained = False
         self._ledger = Ledger(self.box, self.complain)
