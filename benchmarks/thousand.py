@@ -36,7 +36,7 @@ import paceline.agent.gather as gather_module
 import paceline.agent.generation as generation_module
 from paceline.agent.follower import Follower
 from paceline.agent.head import Head
-from paceline.agent.start import Inherited
+from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, signal_inbox

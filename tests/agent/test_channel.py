@@ -13,8 +13,20 @@ import pytest
 from benchmarks.faults.reading import said_by_paceline
 
 from paceline.agent import channel
-from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, introduce
-from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
+from paceline.agent.channel import (
+    LENGTH,
+    MAC_BYTES,
+    MAGIC,
+    MAX_MESSAGE_BYTES,
+    Alive,
+    Knock,
+    Link,
+    Message,
+    Ordered,
+    RunOver,
+    Stop,
+    introduce,
+)
 
 SECRET = b"s" * 32
 
@@ -79,7 +91,7 @@ def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) ->
 
 
 def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
-    from paceline.agent.messages import StartReply
+    from paceline.agent.channel import StartReply
 
     head, node = pair
     words = "x" * (MAX_MESSAGE_BYTES // 2)
@@ -198,7 +210,7 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
 def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(
     pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.agent.messages import StartReply
+    from paceline.agent.channel import StartReply
 
     _, node = pair
     monkeypatch.setattr(channel, "SEND_SECONDS", 0.2)

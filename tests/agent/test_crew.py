@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
-from paceline.agent.channel import Link, introduce
-from paceline.agent.crew import Crew
-from paceline.agent.messages import Alive, Beat, Hello, Ordered
+from paceline.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
+from paceline.agent.cluster import Crew
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.host.facts import gather

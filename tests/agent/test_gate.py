@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.agent.crew import Crew
+from paceline.agent.cluster import Crew
 from paceline.agent.gate import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
-from paceline.agent.crew import Crew
+from paceline.agent.cluster import Crew
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding
+from paceline.agent.monitor import Guarding
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import Told, read_verdict
 
 pytestmark = pytest.mark.sample(3)
 

@@ -13,7 +13,7 @@ from tests.agent.nodes_harness import Nodes, several
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import Told, read_verdict
 
 RANKS = """
 import torch, torch.distributed as dist

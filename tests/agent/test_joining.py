@@ -17,10 +17,10 @@ import pytest
 from tests.agent.nodes_harness import Nodes, several
 
 from paceline.agent import joining
+from paceline.agent.channel import Hello, Reached, StartReply
+from paceline.agent.cluster import RemoteNode
 from paceline.agent.gather import refuse_differences
 from paceline.agent.joining import Newcomers
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import Hello, Reached, StartReply
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather

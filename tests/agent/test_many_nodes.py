@@ -18,20 +18,18 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
-from paceline.agent.channel import Link, introduce
-from paceline.agent.crew import Crew
-from paceline.agent.door import MAX_KNOCKS, Door
+from paceline.agent.channel import MAX_KNOCKS, Beat, Door, Hello, Link, introduce
+from paceline.agent.cluster import Crew
 from paceline.agent.gather import ALL_PAIRS, partners
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding
-from paceline.agent.messages import Beat, Hello
+from paceline.agent.monitor import Guarding
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
+from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
-from paceline.guard.pace import Alarm
-from paceline.guard.story import MAX_KEPT, telling
+from paceline.guard.report import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
@@ -83,7 +81,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
         assert len(crew.here) == NODES - 1
         crew.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
-        monkeypatch.setattr("paceline.agent.messages.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
+        monkeypatch.setattr("paceline.agent.cluster.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
         links[6].send(beat(7, 1))  # that its worker has not ended was not known before
         crew.wait(20.0)
         for step in (2, 3, 4):
@@ -102,7 +100,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
 def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.agent.guarding.unreachable", lambda *_: [])
+    monkeypatch.setattr("paceline.agent.monitor.unreachable", lambda *_: [])
     plan, waiting = NodePlan(("true",), nproc=1, world_size=3), [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (crew, _):
         guarding = Guarding(Generation(plan, Workers(plan, 0, 0), crew))

@@ -15,7 +15,7 @@ import pytest
 from tests import warm
 from tests.launch.launch_harness import wait_until
 
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 from paceline.host.procfs import processes, read_process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]

@@ -13,7 +13,7 @@ from tests.cluster.training import PACELINE, words
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import Told, read_verdict
 
 SCRIPT = """
 import os, time

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.faults.setups import Ran, run_command
 
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 
 HERE = Path(__file__).parent
 SCRIPTS = {"trainer": "transformers", "accelerated": "accelerate", "lit": "lightning", "ignited": "ignite"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
 from paceline.errors import UsageError
-from paceline.guard.pace import Alarm, Pace
+from paceline.guard.detectors import Alarm, Pace
 
 
 def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:

@@ -10,7 +10,7 @@ import pytest
 from paceline.contract.box import BOX_BYTES, Box, make_box
 from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
-from paceline.guard.pace import Stillness, sample_seconds
+from paceline.guard.detectors import Stillness, sample_seconds
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.contract.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
 from paceline.contract.windows import Windows
-from paceline.guard.asleep import Asleep
+from paceline.guard.detectors import Asleep
 from paceline.guard.judge import judge
 from paceline.guard.silent import Silent
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.contract.evidence import Phase, Sample
-from paceline.guard.slow import Slowness, median_without, slow_network, slow_rank, slow_script
+from paceline.guard.detectors import Slowness, median_without, slow_network, slow_rank, slow_script
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 

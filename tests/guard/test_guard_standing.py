@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.contract.windows import Windows
-from paceline.guard.pace import Alarm, Pace, perhaps_waiting, stands_still, to_free
+from paceline.guard.detectors import Alarm, Pace, perhaps_waiting, stands_still, to_free
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")

@@ -29,7 +29,7 @@ from paceline.agent.follower import Follower
 from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
-from paceline.agent.start import Inherited, make_snapshots, worker_environment
+from paceline.agent.workers import Inherited, make_snapshots, worker_environment
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing

@@ -18,15 +18,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent import messages as m
-from paceline.agent.channel import Link
-from paceline.agent.crew import Crew
+from paceline.agent.channel import Link, StartOrder, StartReply
+from paceline.agent.cluster import Crew
 from paceline.agent.follower import Follower
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding, Judgement
 from paceline.agent.head import POLL_FAILING_SECONDS
-from paceline.agent.start import Inherited, Worker
-from paceline.agent.workers import Workers
+from paceline.agent.monitor import Guarding, Judgement
+from paceline.agent.workers import Inherited, Worker, Workers
 from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
@@ -34,7 +32,7 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders, Readable, wait_readable
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.wording import named, verb
+from paceline.guard.sentences import named, verb
 from paceline.host.procfs import descendants, exit_code, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
@@ -275,9 +273,9 @@ class AttachedFollower(Follower):
         super().__init__(plan, orders, Inherited(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
-    def _start(self, start: m.StartOrder) -> m.StartReply:
+    def _start(self, start: StartOrder) -> StartReply:
         self._number, self._workers = start.generation, self._attached
-        return m.StartReply(start.generation)
+        return StartReply(start.generation)
 
     def _head_lost(self, link: Link) -> str:
         if not self._attached.running:  # node 0's may still have a question about them
@@ -363,7 +361,7 @@ class AttachedHead:
         before = [*self._generation.members]
         for member in self.crew.here:
             if member not in before:
-                member.start(m.StartOrder(0, 0, self.plan.world_size, 0, "", ""))
+                member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
         now = [*self.crew.members.values()]
         if now != before:
             self._generation.members = now

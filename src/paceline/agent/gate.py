@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.agent.channel import MEET_SECONDS, Link, introduce
-from paceline.agent.messages import Alive, ToStore
+from paceline.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
 from paceline.host.signed import sign

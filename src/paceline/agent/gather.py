@@ -11,10 +11,8 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from paceline.agent.channel import Link, introduce
-from paceline.agent.crew import Crew
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import PeerAddress, Reach
+from paceline.agent.channel import Link, PeerAddress, Reach, introduce
+from paceline.agent.cluster import Crew, RemoteNode
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders
 from paceline.errors import PacelineError, UsageError, first_few

@@ -11,11 +11,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
-from paceline.agent.start import Inherited
-from paceline.agent.workers import Workers
+from paceline.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
+from paceline.agent.cluster import Crew, RemoteNode
+from paceline.agent.workers import Inherited, Workers
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS

@@ -7,15 +7,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
+from paceline.agent.cluster import Crew, RemoteNode
 from paceline.agent.gather import gather_nodes, reachable
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding, Judgement
 from paceline.agent.joining import Newcomers
-from paceline.agent.member import RemoteNode
+from paceline.agent.monitor import Guarding, Judgement, Watching
 from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
-from paceline.agent.start import Inherited
-from paceline.agent.watching import Watching
+from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
@@ -23,7 +21,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECOND
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
-from paceline.guard.verdict import failure_page
+from paceline.guard.report import failure_page
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 

@@ -16,10 +16,9 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
+from paceline.agent.channel import Enter, Reach
+from paceline.agent.cluster import Crew, RemoteNode
 from paceline.agent.gather import refuse_differences, try_to_reach
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import Enter, Reach
 from paceline.contract.node_plan import NodePlan
 from paceline.disk import writing
 from paceline.errors import ExitCode, TrainingError, UsageError

@@ -21,8 +21,7 @@ from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.story import Told, description, read_verdict
-from paceline.guard.verdict import VERDICT, page
+from paceline.guard.report import VERDICT, Told, description, page, read_verdict
 from paceline.observe.terminal import clock
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer

@@ -17,9 +17,8 @@ from paceline.contract.evidence import SHARED_GROUP, Evidence, Op, Sample
 from paceline.contract.places import stands_at, waits_for_ranks
 from paceline.contract.windows import Windows
 from paceline.guard.deaths import RankEnd
-from paceline.guard.disputes import has_circle
-from paceline.guard.odds import Odds, find_odds, split
-from paceline.guard.waits import Rank, waiting_graph
+from paceline.guard.judge import has_circle
+from paceline.guard.waits import Odds, Rank, find_odds, split, waiting_graph
 
 UNMET_SECONDS = 2.0  # for which nothing of the ranks has moved
 MAX_UNMET_SECONDS = 8.0  # the same in a run whose ranks often wait as long for a good reason

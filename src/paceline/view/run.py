@@ -17,7 +17,7 @@ import msgspec
 from paceline.contract.failure import Failure
 from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import Told, read_verdict
 from paceline.observe.events import Started, decode_event, event_files
 from paceline.observe.folder import CONFIG, attempt_number, failure_records
 from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files

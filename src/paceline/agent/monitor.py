@@ -1,13 +1,15 @@
-"""The head's part of the guard: it has a standstill or a failure judged, and writes the verdict down.
+"""The head's monitor of a generation: it judges stalls, failures and silent faults, and serves `paceline watch`.
 
-What becomes of the run is the head's business. What goes wrong in here is reported once, and the run goes on without a
-guard; a failure is then judged by samples alone.
+What becomes of the run is the head's business. An error in here is reported once, and the run continues without the
+part that failed; a failure is then judged by samples alone.
 """
 
+import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +19,119 @@ from msgspec.structs import replace
 
 from paceline.agent.gather import unreachable
 from paceline.agent.generation import Generation
-from paceline.agent.silence import Silence
-from paceline.agent.watching import take_asks
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
+from paceline.contract.live import CHECKPOINT_ASK, LIVE, WATCHED, Live, LiveRank
+from paceline.disk import writing
 from paceline.errors import ExitCode
-from paceline.guard import story
-from paceline.guard.asleep import Asleep
 from paceline.guard.collect import ANSWER_SECONDS
+from paceline.guard.detectors import (
+    Alarm,
+    Asleep,
+    Pace,
+    Slowness,
+    beat_seconds,
+    perhaps_waiting,
+    sample_seconds,
+    stands_still,
+    to_free,
+    waits,
+)
 from paceline.guard.judge import judge, judge_samples
-from paceline.guard.pace import Alarm, Pace, beat_seconds, perhaps_waiting, sample_seconds, stands_still, to_free, waits
-from paceline.guard.slow import Slowness
+from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
+from paceline.guard.sentences import named, verb
+from paceline.guard.silent import Silent, calls_of
 from paceline.guard.unmet import Unmet, never_meet
-from paceline.guard.verdict import EXIT_CODES, failure_page, in_a_line, page, warning
-from paceline.guard.wording import named, verb
+from paceline.observe.notices import Noted, note
 from paceline.observe.terminal import say
+
+PATIENCE_SECONDS = 0.5
+
+
+class Silence:
+    """Of one generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation, self._plan = generation, generation.plan
+        self._silent = Silent(self._plan.world_size, generation.own.names, lambda: calls_of(self._ask()))
+
+    def _ask(self) -> Sequence[Evidence]:
+        return self._generation.ask(PATIENCE_SECONDS)
+
+    def look(self, *, last: bool = False) -> tuple[Verdict, Sequence[Evidence]] | None:
+        """Do what is to be done now; the verdict by which the run is to be ended, and what it was made from."""
+        samples = self._generation.samples()
+        if not any(one.script for one in samples):
+            return None
+        found = self._silent.see(samples, last=last)
+        stops, step = self._plan.on_drift == "stop", max(one.step for one in samples)
+        for notice in self._silent.notices:
+            self.tell(notice.words, step, kind=notice.kind)
+        self._silent.notices.clear()
+        for one in found[:1] if stops else found:
+            name = one.kind.name.replace("_", " ")
+            words = f"{name}{f' at step {one.step}' if one.step else ''}: {'; '.join(one.sentences)}"
+            self.tell(words, one.step or step, kind=name.lower(), aloud=not stops)  # else its page follows
+        return (found[0], self._ask()) if stops and found else None
+
+    def tell(self, words: str, step: int = 0, *, kind: str = "", aloud: bool = True) -> None:
+        """Say it, and write it down."""
+        if aloud:
+            say(words)
+        if self._plan.attempt_dir:
+            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step, kind))
+
+
+LOOK_SECONDS = 0.9  # the head comes by once a second
+WATCHED_SECONDS = 15.0  # since the last touch
+CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
+
+
+class Watching:
+    """Of one generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._folder = Path(generation.plan.attempt_dir)
+        self._looked_seconds = 0.0
+        self._touched, self._touched_seconds = 0, float("-inf")  # as its file system has it, and when we saw that
+        self._off = not generation.plan.attempt_dir
+
+    def look(self, ranks: Sequence[Sample]) -> None:
+        """Do what is to be done now."""
+        now = time.monotonic()
+        if self._off or now < self._looked_seconds + LOOK_SECONDS:
+            return
+        self._looked_seconds = now
+        try:
+            if self._is_watched(now):
+                live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
+                writing.replace(self._folder / LIVE, msgspec.json.encode(live))
+            if [*take_asks(self._folder, CHECKPOINT)]:
+                self._generation.own.ask_to_save()  # rank 0 is ours, and votes on it with all others
+        except Exception as error:
+            self._off = True
+            say(f"warning: paceline watch sees this run no more: {type(error).__name__}: {error}")
+
+    def _is_watched(self, now_seconds: float) -> bool:
+        """No two machines' clocks are compared: what counts is that the file's time has changed."""
+        try:
+            touched = (self._folder / WATCHED).lstat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if touched != self._touched:
+            self._touched, self._touched_seconds = touched, now_seconds
+        return now_seconds < self._touched_seconds + WATCHED_SECONDS
+
+
+def take_asks(folder: Path, ask: re.Pattern[str]) -> Iterator[str]:
+    """Remove the files by which somebody asks for something, one by one: what their names say of who asks."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            match = ask.fullmatch(entry.name)
+            if match is not None and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                Path(entry.path).unlink()
+                yield match[1]
+
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning
@@ -215,7 +316,7 @@ class Guarding:
             folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
             folder = next(folder for folder in folders if not folder.exists())
             try:
-                story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
+                write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
                 shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
             except OSError:  # a full disk does not keep anybody from being named
                 shutil.rmtree(folder, ignore_errors=True)
@@ -236,7 +337,7 @@ class Guarding:
             waited_seconds = min((one.still_seconds for one in evidence if one.code is None), default=0.0)
             with suppress(OSError):
                 place = folder / f"verdict-live-{nonce}"
-                story.write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
+                write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
 
 
 def _short(path: Path) -> str:
