@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from pathlib import Path
@@ -19,11 +19,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.agent.channel import Link, StartOrder, StartReply
-from paceline.agent.cluster import Crew
+from paceline.agent.cluster import Cluster
 from paceline.agent.follower import Follower
 from paceline.agent.generation import Generation
 from paceline.agent.head import POLL_FAILING_SECONDS
-from paceline.agent.monitor import Guarding, Judgement
+from paceline.agent.monitor import Judgement, Monitor
 from paceline.agent.workers import Inherited, Worker, Workers
 from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
 from paceline.contract.evidence import Sample
@@ -33,7 +33,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Order
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
-from paceline.host.procfs import descendants, exit_code, read_process
+from paceline.host.procfs import exit_code, processes, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
 
@@ -212,7 +212,7 @@ class AttachedWorkers(Workers):
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """As `Workers.stop`, if that is allowed."""
         if self.plan.may_end:
-            self._started |= descendants({one.pid for one in self.running})
+            self._started |= _descendants({one.pid for one in self.running})
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
@@ -240,6 +240,14 @@ class AttachedWorkers(Workers):
             os.close(one.pidfd)
         for connection in (*self._connections, *self._goodbyes, self._listener):
             connection.close()
+
+
+def _descendants(pids: Collection[int]) -> dict[int, int]:
+    """The processes that these have started, and those that these have, and so on: pid -> start."""
+    every, found = [*processes()], dict[int, int]()
+    while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
+        found |= more
+    return found
 
 
 class AttachOrders(Orders):
@@ -297,9 +305,9 @@ class AttachedHead:
     def __init__(self, workers: AttachedWorkers) -> None:
         self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
         plan, self.heads = self.plan, self.plan.first_rank == 0 and self.plan.nodes > 1
-        self.crew = Crew(plan if self.heads else replace(plan, nodes=1), self.orders)
-        self._generation = Generation(plan, workers, self.crew)
-        self._guarding: Guarding | None = None
+        self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
+        self._generation = Generation(plan, workers, self.cluster)
+        self._monitor: Monitor | None = None
         self._stall_seconds: float | None = None  # when a stall was reported that still lasts
         self._reported = self._apart = False  # a failure was reported; node 0 is lost, or was never found
         self._over_seconds = 0.0
@@ -310,7 +318,7 @@ class AttachedHead:
         try:
             self._watch()
         finally:
-            self.crew.end(ExitCode.DONE)
+            self.cluster.end(ExitCode.DONE)
 
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + ARRIVAL_SECONDS
@@ -325,19 +333,19 @@ class AttachedHead:
     def _watch(self) -> None:
         if self.heads:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
-            self.workers.tell_first(Meeting(addresses, self.crew.port, self.plan.secret))
+            self.workers.tell_first(Meeting(addresses, self.cluster.port, self.plan.secret))
         while self._goes_on():
-            if self._guarding is None:
-                self._guarding = Guarding(self._generation)
+            if self._monitor is None:
+                self._monitor = Monitor(self._generation)
             failing = due_seconds(self._generation.samples()) is not None and not self._reported
-            self.crew.wait(POLL_FAILING_SECONDS if failing else self._guarding.look_seconds)
+            self.cluster.wait(POLL_FAILING_SECONDS if failing else self._monitor.look_seconds)
             if self.workers.meeting is not None and not self.heads and not self._apart:
                 self._follow(self.workers.meeting)
             self._count_nodes()
-            if self.crew.launcher_gone and not self._reported:
+            if self.cluster.launcher_gone and not self._reported:
                 self._end_all(LIFELINE_GRACE_SECONDS)
-            if self._guarding is not None and not self._reported:
-                self._judge(self._guarding, self._generation.samples())
+            if self._monitor is not None and not self._reported:
+                self._judge(self._monitor, self._generation.samples())
 
     def _goes_on(self) -> bool:
         """Whether a rank runs that this agent watches, or one has failed and that was not reported yet."""
@@ -359,14 +367,14 @@ class AttachedHead:
     def _count_nodes(self) -> None:
         """Take in the other nodes' agents that have come."""
         before = [*self._generation.members]
-        for member in self.crew.here:
+        for member in self.cluster.here:
             if member not in before:
                 member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
-        now = [*self.crew.members.values()]
+        now = [*self.cluster.members.values()]
         if now != before:
             self._generation.members = now
             if self._whole:
-                self._guarding = None  # another one, that knows all ranks
+                self._monitor = None  # another one, that knows all ranks
 
     def _follow(self, meeting: Meeting) -> None:
         """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""
@@ -382,13 +390,13 @@ class AttachedHead:
 
     # ---- judging ----
 
-    def _judge(self, guarding: Guarding, samples: Sequence[Sample]) -> None:
+    def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
         """Judge what is to be judged now, and report it once."""
         now = time.monotonic()
         if (due := due_seconds(samples)) is not None:
             # who only lost others, or was interrupted by them, cannot be told from a part of the ranks
             if now >= due + (0.0 if self._whole or self._apart or self.plan.nodes == 1 else MEET_SECONDS):
-                self._report_failure(guarding, samples)
+                self._report_failure(monitor, samples)
             return
         if self._stall_seconds is not None:
             least = now - self._stall_seconds - MOVED_SECONDS
@@ -397,7 +405,7 @@ class AttachedHead:
                 return
             self._stall_seconds = None
             say(f"{named(moved)} {verb(moved, 'is', 'are')} making progress again; the stall is over")
-        if (judgement := guarding.look()) is not None:
+        if (judgement := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(judgement, len(samples))
 
@@ -411,12 +419,12 @@ class AttachedHead:
         self._generation.free(judgement.freed, judgement.word)
         return self._end_all(self.plan.grace_seconds)
 
-    def _report_failure(self, guarding: Guarding, samples: Sequence[Sample]) -> None:
+    def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
         self._reported = True
         first = first_to_fail(samples)
         if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
             return say(f"the ranks were ended from outside ({first.failure.type})")
-        page = changed(guarding.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
+        page = changed(monitor.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
         whole = self._whole or self.plan.nodes == 1
         say(page + ("" if whole else f"\nas {os.uname().nodename} sees it, which has not met all other nodes"))
         self.workers.let_go(all_of_them=True)

@@ -291,7 +291,7 @@ class Link:
         self._socket.close()
 
 
-class Knock:
+class Handshake:
     """The head's side of a meeting that may still turn out to be a stranger's; never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
@@ -384,7 +384,7 @@ def plain(address: str) -> str:
 MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the secret proves it at once
 
 
-class Door:
+class Listener:
     """Where the other agents come in. It never waits.
 
     Raises:
@@ -393,7 +393,7 @@ class Door:
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret
-        self._knocks: list[Knock] = []
+        self._knocks: list[Handshake] = []
         self._strangers: list[Link] = []  # have proved themselves, but not said who they are
         self.port: int = self._socket.getsockname()[1]
 
@@ -405,7 +405,7 @@ class Door:
         """Who has come in since the last call, and what they have said: one message at least."""
         with suppress(BlockingIOError):
             for _ in range(MAX_KNOCKS):
-                self._knocks.append(Knock(self._socket.accept()[0], self._secret))
+                self._knocks.append(Handshake(self._socket.accept()[0], self._secret))
         for knock in list(self._knocks):
             link = None if knock.closed else knock.answer()
             if link is not None:

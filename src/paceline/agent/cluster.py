@@ -1,7 +1,7 @@
 """The other nodes as the head sees them: who has come, how their workers are, and who is no longer heard of.
 
-The head waits in `Crew.wait`, and nowhere else: until the time is over, or an order, another node or the end of a child
-comes.
+The head waits in `Cluster.wait`, and nowhere else: until the time is over, or an order, another node or the end of a
+child comes.
 """
 
 import math
@@ -16,9 +16,9 @@ from paceline.agent.channel import (
     Alive,
     Ask,
     Beat,
-    Door,
     Hello,
     Link,
+    Listener,
     Message,
     Ordered,
     PeerAddress,
@@ -29,7 +29,7 @@ from paceline.agent.channel import (
     StartReply,
     ToStore,
 )
-from paceline.agent.gate import StoreGate
+from paceline.agent.store import StoreGate
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
@@ -184,7 +184,7 @@ MAX_PARTED = 16
 SILENT_SECONDS = 3 * BEAT_SECONDS
 
 
-class Ears:
+class Poller:
     """Which of many links have something to say: the kernel keeps the list, so a look costs the same for a thousand.
 
     It can be waited for itself: it is readable when one of them is.
@@ -218,7 +218,7 @@ class Ears:
         self._kernel.close()
 
 
-class Crew:
+class Cluster:
     """All nodes but the head's own, and all orders, whichever agent was given them."""
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
@@ -229,11 +229,11 @@ class Crew:
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
-        self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._door = Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # when connections have recovered from what has been silent and is heard again
-        self._ears = Ears()
+        self._ears = Poller()
         self._parted: list[Link] = []  # to nodes that have been told to end
 
     @property

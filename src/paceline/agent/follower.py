@@ -28,7 +28,7 @@ from paceline.agent.channel import (
     StartReply,
     Stop,
 )
-from paceline.agent.gather import interface_of, join, try_to_reach
+from paceline.agent.joining import interface_of, join, try_to_reach
 from paceline.agent.workers import Inherited, Workers
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders

@@ -18,11 +18,10 @@ from typing import Protocol, Self
 
 import msgspec
 
-from paceline.agent.gate import StoreGate
 from paceline.agent.janitor import tell_janitor
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
-from paceline.agent.store import Store
+from paceline.agent.store import Store, StoreGate
 from paceline.contract.birth import ROOM, WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
@@ -33,7 +32,7 @@ from paceline.contract.node_plan import NodePlan
 from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
 from paceline.guard.collect import Collection
-from paceline.guard.detectors import Stillness
+from paceline.guard.detectors import IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
@@ -276,7 +275,7 @@ class Workers:
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> exit code, when seen
         self._drained: set[int] = set()  # ranks whose last words have been waited for
         self._oom_kills_before = oom_kills()
-        self._stillness, self._saves_asked = Stillness(), 0
+        self._stillness, self._saves_asked = IdleClock(), 0
         self.machine: MachineLog | None = None
         """what this machine does, in the run's folder; None for a run without one"""
         self.gate: StoreGate | None = None

@@ -30,6 +30,7 @@ from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, Verdict
 from paceline.contract.marks import read_findings, read_marks, read_orders
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
+from paceline.guard.judge import UNMET_SECONDS
 from paceline.host.procfs import queued_seconds
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
@@ -53,7 +54,7 @@ class Alarm:
     window_seconds: float
 
 
-class Pace:
+class StallDetector:
     """A run's own pace, learned while it runs. One generation's: a restarted run has another."""
 
     def __init__(self, windows: Windows) -> None:
@@ -190,7 +191,7 @@ def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)
 
 
-class Stillness:
+class IdleClock:
     """When each worker of one generation moved last.
 
     Its clock is not asked: an age is how long the agent, by its own clock, has seen nothing of it move.
@@ -238,11 +239,13 @@ def beat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> flo
     return max(usual, nodes * SECONDS_A_NODE) if moves and usual == SAMPLE_SECONDS else usual
 
 
+# ---- a rank that sleeps ----
+
 FIRST_SECONDS, SURE_SECONDS = 20.0, 45.0
 AGAIN_SECONDS = 15.0
 
 
-class Asleep:
+class SleepDetector:
     """Finds a rank of a script that sleeps while others wait for it, long before the window of scripts is over.
 
     A script may evaluate for half an hour while others wait, download, or wait for a program that it has started; all
@@ -283,6 +286,8 @@ class Asleep:
         return bool(verdict.guilty) and all(rank in now and before.get(rank) == now[rank] for rank in verdict.guilty)
 
 
+# ---- a slow rank, a slow network ----
+
 FIRST_STEPS = 5  # of a start: compiling, filling caches
 LOOK_STEPS, LOOK_SECONDS = 10, 0.9  # from look to look, at least: batches of unlike lengths even out
 RANK_SECONDS = 0.001  # the same for each rank, of many: a look takes the head some microseconds for each
@@ -303,7 +308,7 @@ Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per st
 Slow = tuple[int, str, float]  # which rank, the sentence, by how many seconds a step
 
 
-class Slowness:
+class StragglerDetector:
     """Finds a rank that is slower than the others, or a slow network, from the time that each spends in each phase.
 
     In lockstep all are as slow as the slowest, so step times say nothing. What a rank does for itself (data, forward,
@@ -465,3 +470,37 @@ def median_without(ordered: Sequence[float], value: float) -> float:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1000:.0f} ms"
+
+
+# ---- ranks that can never meet ----
+
+MAX_UNMET_SECONDS = 8.0  # as UNMET_SECONDS, in a run whose ranks often wait as long for a good reason
+SAME_SECONDS = 1.5  # what two looks at the same moment may differ by
+
+
+class UnmetDetector:
+    """When to ask the ranks of one generation what they wait in: they may never meet, see `judge.never_meet`."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._off = windows.off
+        self._after_seconds, self._next_seconds = UNMET_SECONDS, 0.0
+        self._asked: dict[int, float] = {}  # rank -> since when it had not moved, at the last question
+
+    def due(self, now_seconds: float, running: Sequence[Sample]) -> bool:
+        """Whether to ask: two ranks or more have waited for long enough, and one of them has moved since last time.
+
+        Each question that finds nothing doubles the time for which ranks must have waited, up to MAX_UNMET_SECONDS.
+        """
+        if self._off or now_seconds < self._next_seconds:
+            return False
+        still = [one for one in running if one.waiting and one.still_seconds >= self._after_seconds]
+        since = {one.rank: now_seconds - one.still_seconds for one in still}
+        if len(since) < 2 or all(self._is_known(rank, at) for rank, at in since.items()):
+            return False
+        self._asked = since
+        self._after_seconds = min(2 * self._after_seconds, MAX_UNMET_SECONDS)
+        self._next_seconds = now_seconds + self._after_seconds
+        return True
+
+    def _is_known(self, rank: int, since_seconds: float) -> bool:
+        return since_seconds <= self._asked.get(rank, float("-inf")) + SAME_SECONDS

@@ -206,7 +206,7 @@ MAX_BYTES = 16 << 20
 MAX_KEPT = 256  # ranks: a file each, on a disk that a thousand nodes share
 
 
-class Told(msgspec.Struct, frozen=True):
+class VerdictRecord(msgspec.Struct, frozen=True):
     """A verdict and all that it was made from: the content of verdict.json."""
 
     format: Literal["paceline-verdict"]
@@ -242,7 +242,7 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     kept = tuple(
         replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for one in chosen
     )
-    content = Told("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
+    content = VerdictRecord("paceline-verdict", VERSION, verdict, waited_seconds, time.time(), kept)
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 
 
@@ -262,7 +262,7 @@ class _Head(msgspec.Struct):
     version: int = 0
 
 
-def read_verdict(folder: Path) -> Told:
+def read_verdict(folder: Path) -> VerdictRecord:
     """The verdict of a folder that `write_verdict` made.
 
     Raises:
@@ -277,7 +277,7 @@ def read_verdict(folder: Path) -> Told:
         head = msgspec.json.decode(content, type=_Head)
         if head.format == "paceline-verdict" and head.version != VERSION:
             raise UsageError(f"{path} is of version {head.version}; this paceline reads version {VERSION}")
-        return msgspec.json.decode(content, type=Told)
+        return msgspec.json.decode(content, type=VerdictRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} is no verdict of paceline's, or damaged: {error}") from error
 

@@ -1,7 +1,7 @@
 """Judges what goes wrong in a script without any error: replicas that drift apart, gradients that are not finite. Pure.
 
-From samples of all ranks, again and again: `Silent.see` gives what is to be said at once, and, where results are wrong,
-the verdict by which the run is to be ended.
+From samples of all ranks, again and again: `SilentFaultDetector.see` gives the notices to report at once, and, if
+results are wrong, the verdict by which the run is to be ended.
 
 What ranks have marked is compared: parameters that must be equal, and collectives that must come in one order. Only
 marks of one number are compared, of as many ranks as must have the same. Parameters that DDP keeps equal must be so
@@ -191,7 +191,7 @@ class Notice(NamedTuple):
     words: str
 
 
-class Silent:
+class SilentFaultDetector:
     """What is known of one generation, and was said of it."""
 
     def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:

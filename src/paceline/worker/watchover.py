@@ -49,9 +49,8 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
         if is_first:
             start_agent(address, plan)
         attachment = Attachment(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
-        attachment.look()
-        guard = Guard.observed(box, record).start(attachment.look).watch_torch()
-        guard.last_word = attachment.leave
+        guard = Guard.observed(box, record).start().watch_torch()
+        guard.leave = attachment.leave
     except Exception as error:
         if is_first:
             say(f"warning: the ranks of this node are not watched over: {error}")
@@ -87,66 +86,53 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
 
 
 class Attachment:
-    """This rank's connection to its node's agent; `look` is for a thread that calls it now and then."""
+    """This rank's connection to its node's agent, and a thread that listens to it."""
 
     def __init__(
         self, rank: int, address: bytes, descriptors: tuple[int, int], *, first: bool, several_nodes: bool
     ) -> None:
         """`descriptors` are of this rank's box and record; the `first` of its node speaks for all of them."""
         self._rank, self._address, self._descriptors = rank, address, descriptors
-        self._first, self._meets = first, first and several_nodes
-        self._connection: socket.socket | None = None
+        self._first, self._several_nodes = first, several_nodes
         self._over = False
-        self._meeting: Meeting | None = None  # what the other nodes shall know
-        self._seeks_until = time.monotonic() + SEEK_SECONDS
-
-    def look(self) -> None:
-        """Do what is to be done now; never waits."""
-        if self._over:
-            return
-        if self._connection is None:
-            self._connect()
-        else:
-            self._hear(self._connection)
-        if self._meets and (self._rank or self._meeting) and recorder.distributed() is not None:
-            self._meets = False
-            threading.Thread(target=self._meet, name="paceline-meet", daemon=True).start()
+        self._connection = self._connect()
+        threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
     def leave(self, code: int) -> None:
         """Tell the agent that this rank ends now, and wait until it has heard that."""
-        connection, self._over = None if self._over else self._connection, True
+        self._over = True
         with suppress(OSError):
-            if connection is not None:
-                send(connection, Goodbye(code))
-                select.select([connection], [], [], LEAVE_SECONDS)
+            if self._connection is not None:
+                send(self._connection, Goodbye(code))
+                select.select([self._connection], [], [], LEAVE_SECONDS)
 
-    def _connect(self) -> None:
+    def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.setblocking(False)
         try:
             connection.connect(self._address)
             if not peer_pid(connection):
                 raise PermissionError
             send(connection, Hello(self._rank), self._descriptors)
-            self._connection = connection
         except OSError:
             connection.close()
-            self._over = time.monotonic() > self._seeks_until  # the agent reports who has not come
+            return None
+        return connection
 
-    def _hear(self, connection: socket.socket) -> None:
-        try:
-            message, _ = receive(connection)
-        except BlockingIOError:
-            return
-        if isinstance(message, Meeting):
-            self._meeting = message
-        elif not self._over:  # else this rank has said goodbye meanwhile
-            self._over = True
-            connection.close()
-            if self._first:
-                say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
+    def _listen(self) -> None:
+        deadline = time.monotonic() + SEEK_SECONDS
+        while self._connection is None:
+            if time.monotonic() > deadline:
+                return  # the agent reports who has not come
+            time.sleep(LOOK_SECONDS)
+            self._connection = self._connect()
+        if self._first and self._several_nodes and self._rank:
+            threading.Thread(target=self._meet, args=(None,), name="paceline-meet", daemon=True).start()
+        while isinstance(message := receive(self._connection)[0], Meeting):
+            threading.Thread(target=self._meet, args=(message,), name="paceline-meet", daemon=True).start()
+        if self._first and not self._over:
+            say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
 
-    def _meet(self) -> None:
+    def _meet(self, meeting: Meeting | None) -> None:
         """Show the other nodes' first ranks where node 0's agent is, or learn it, through a store that all share.
 
         In a thread and over connections of its own: the main thread may wait in a store forever.
@@ -154,11 +140,12 @@ class Attachment:
         key = f"paceline/agent/{restarts()}"
         stores: list[Any] = [None, None]
         try:
-            while stores[1] is None or self._rank:  # not all can be reached at the port; then they have met elsewhere
-                stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
+            while stores[1] is None or meeting is None:  # not all can be reached at the port: they have met elsewhere
+                if recorder.distributed() is not None:
+                    stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
                 for store in filter(None, stores):
-                    if self._rank == 0:
-                        store.set(key, msgspec.json.encode(self._meeting))
+                    if meeting is not None:
+                        store.set(key, msgspec.json.encode(meeting))
                     elif store.check([key]) and self._connection is not None:
                         return send(self._connection, msgspec.json.decode(store.get(key), type=Meeting))
                 time.sleep(LOOK_SECONDS)
