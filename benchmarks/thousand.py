@@ -32,11 +32,11 @@ import psutil
 from msgspec.structs import replace
 
 import paceline.agent.follower as follower_module
-import paceline.agent.gather as gather_module
 import paceline.agent.generation as generation_module
+import paceline.agent.joining as joining_module
 from paceline.agent.follower import Follower
 from paceline.agent.head import Head
-from paceline.agent.start import Inherited
+from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, signal_inbox
@@ -142,7 +142,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     words = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(words, 1)
     os.dup2(words, 2)
-    modules: Any = (follower_module, gather_module)
+    modules: Any = (follower_module, joining_module)
     for module in modules:
         module.gather_facts = stand_in(facts, plan.node)
     for module in (follower_module, generation_module):

@@ -14,7 +14,7 @@ from benchmarks.faults.setups import Ran, Setup, run_command, surroundings
 
 from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 
 Launcher = Literal["paceline", "torchrun"]
 

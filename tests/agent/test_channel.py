@@ -13,8 +13,7 @@ import pytest
 from benchmarks.faults.reading import said_by_paceline
 
 from paceline.agent import channel
-from paceline.agent.channel import LENGTH, MAC_BYTES, MAGIC, MAX_MESSAGE_BYTES, Knock, Link, introduce
-from paceline.agent.messages import Alive, Message, Ordered, RunOver, Stop
+from paceline.agent.channel import Alive, Handshake, Link, Message, Ordered, RunOver, StartReply, Stop, introduce
 
 SECRET = b"s" * 32
 
@@ -23,7 +22,7 @@ def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link 
     """Both ends after a meeting: the head's (None: a stranger) and the node's."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
-        knock = Knock(door.accept()[0], head_secret)
+        knock = Handshake(door.accept()[0], head_secret)
     found: list[Link | str] = []
     node = threading.Thread(target=lambda: found.append(introduce(near, node_secret)))
     node.start()
@@ -79,10 +78,8 @@ def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) ->
 
 
 def test_a_long_message_arrives_whole(pair: tuple[Link, Link]) -> None:
-    from paceline.agent.messages import StartReply
-
     head, node = pair
-    words = "x" * (MAX_MESSAGE_BYTES // 2)
+    words = "x" * (channel.MAX_MESSAGE_BYTES // 2)
     sender = threading.Thread(target=node.send, args=(StartReply(1, words),))
     sender.start()
     assert heard(head, seconds=10.0) == [StartReply(1, words)]
@@ -102,7 +99,7 @@ def test_a_false_head_is_not_believed() -> None:
         near = socket.create_connection(door.getsockname())
         far = door.accept()[0]
     with closing(far):
-        far.sendall(MAGIC + bytes(32) + bytes(MAC_BYTES))
+        far.sendall(channel.MAGIC + bytes(32) + bytes(channel.MAC_BYTES))
         answer = introduce(near, SECRET)
     assert isinstance(answer, str)
 
@@ -120,7 +117,7 @@ def test_a_program_of_another_kind_is_told_apart() -> None:
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MEET_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as door, closing(socket.create_connection(door.getsockname())):
-        knock = Knock(door.accept()[0], SECRET)
+        knock = Handshake(door.accept()[0], SECRET)
         assert knock.answer() is None and not knock.closed
         time.sleep(0.3)
         assert knock.answer() is None and knock.closed
@@ -130,7 +127,7 @@ def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.Monke
 def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: tuple[Link, Link], place: str) -> None:
     head, node = pair
     frame = bytearray(recorded(head, Stop(3.0)))
-    frame[{"length": 3, "mac": LENGTH.size, "payload": -2}[place]] ^= 1
+    frame[{"length": 3, "mac": channel.LENGTH.size, "payload": -2}[place]] ^= 1
     head._socket.send(bytes(frame) + bytes(8))
     assert heard(node, seconds=0.5) == []
     assert "not signed" in node.ended
@@ -173,7 +170,7 @@ def test_a_message_of_another_connection_is_not_believed(pair: tuple[Link, Link]
 
 def test_a_length_beyond_the_bound_is_refused_before_it_is_read(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    head._socket.send(LENGTH.pack(MAX_MESSAGE_BYTES + 1) + bytes(MAC_BYTES))
+    head._socket.send(channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES))
     assert heard(node) == []
     assert "too long" in node.ended
 
@@ -182,7 +179,7 @@ def test_what_a_holder_of_the_secret_cannot_mean_is_refused_in_words(pair: tuple
     head, node = pair
     payload = b'{"type": "Unheard"}'
     mac = head._mac(b"head", 0, payload)
-    head._socket.send(LENGTH.pack(len(payload)) + mac + payload)
+    head._socket.send(channel.LENGTH.pack(len(payload)) + mac + payload)
     assert heard(node) == []
     assert "another version" in node.ended
 
@@ -198,8 +195,6 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
 def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(
     pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.agent.messages import StartReply
-
     _, node = pair
     monkeypatch.setattr(channel, "SEND_SECONDS", 0.2)
     began = time.monotonic()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.agent.crew import Crew
-from paceline.agent.gate import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
+from paceline.agent.cluster import Cluster
+from paceline.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import UsageError
@@ -60,21 +60,21 @@ def head() -> Iterator[tuple[int, StoreGate]]:
     store, gate = own_store(0)
     serve(store)
     with signal_inbox(()) as inbox:
-        crew, over = Crew(plan, Orders(inbox, lifeline=False)), threading.Event()
-        crew.gate = gate
+        cluster, over = Cluster(plan, Orders(inbox, lifeline=False)), threading.Event()
+        cluster.gate = gate
 
         def wait() -> None:
             while not over.is_set():
-                crew.wait(0.05)
+                cluster.wait(0.05)
 
         thread = threading.Thread(target=wait)
         thread.start()
         try:
-            yield crew.port, gate
+            yield cluster.port, gate
         finally:
             over.set()
             thread.join()
-            crew.end(0)
+            cluster.end(0)
             gate.close()
             store.shutdown(socket.SHUT_RDWR)
             store.close()
@@ -110,7 +110,7 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 def test_another_users_process_is_shut_out_at_the_loopback(
     head: tuple[int, StoreGate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.agent.gate.tcp_owner", lambda *_: 12345)
+    monkeypatch.setattr("paceline.agent.store.tcp_owner", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
-from paceline.agent.crew import Crew
+from paceline.agent.cluster import Cluster
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding
+from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import VerdictRecord, read_verdict
 
 pytestmark = pytest.mark.sample(3)
 
@@ -69,7 +69,7 @@ def line_of_fault(folder: Path) -> int:
     return next(number for number, line in enumerate(lines, 1) if "# the fault" in line)
 
 
-def verdict(one: Launch, number: int = 1) -> Told:
+def verdict(one: Launch, number: int = 1) -> VerdictRecord:
     return read_verdict(one.folder / f"verdict-{number}")
 
 
@@ -308,7 +308,7 @@ class Broken(Generation):
 def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
     plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
     with signal_inbox(()) as inbox:
-        guarding = Guarding(Broken(plan, Workers(plan, 0, 0), Crew(plan, Orders(inbox, lifeline=False))))
+        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, Orders(inbox, lifeline=False))))
         (tmp_path / "ask-1-x").touch()
         assert guarding.look() is None
         assert capfd.readouterr().err == (

@@ -13,7 +13,7 @@ from tests.agent.nodes_harness import Nodes, several
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import VerdictRecord, read_verdict
 
 RANKS = """
 import torch, torch.distributed as dist
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
         yield begin
 
 
-def verdict(nodes: Nodes) -> Told:
+def verdict(nodes: Nodes) -> VerdictRecord:
     (folder,) = nodes.run_dir.glob("attempt-1/verdict-1")
     return read_verdict(folder)
 

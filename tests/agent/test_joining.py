@@ -17,10 +17,9 @@ import pytest
 from tests.agent.nodes_harness import Nodes, several
 
 from paceline.agent import joining
-from paceline.agent.gather import refuse_differences
-from paceline.agent.joining import Newcomers
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import Hello, Reached, StartReply
+from paceline.agent.channel import Hello, Reached, StartReply
+from paceline.agent.cluster import RemoteNode
+from paceline.agent.joining import Newcomers, refuse_differences
 from paceline.contract.node_plan import NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
@@ -166,10 +165,10 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         ]
         old, off, new = nodes
         here, told = [old, off], list[str]()
-        crew = SimpleNamespace(
+        cluster = SimpleNamespace(
             here=here, members={1: old, 2: off}, waiting=[new], part_with=lambda *_: told.append("off")
         )
-        newcomers = Newcomers(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, crew))
+        newcomers = Newcomers(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
         newcomers.look(str(tmp_path), "proof")
         new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
         newcomers.look(str(tmp_path), "proof")

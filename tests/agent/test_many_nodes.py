@@ -18,20 +18,18 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
-from paceline.agent.channel import Link, introduce
-from paceline.agent.crew import Crew
-from paceline.agent.door import MAX_KNOCKS, Door
-from paceline.agent.gather import ALL_PAIRS, partners
+from paceline.agent.channel import MAX_KNOCKS, Beat, Hello, Link, Listener, introduce
+from paceline.agent.cluster import Cluster
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding
-from paceline.agent.messages import Beat, Hello
+from paceline.agent.joining import ALL_PAIRS, partners
+from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
+from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
-from paceline.guard.pace import Alarm
-from paceline.guard.story import MAX_KEPT, telling
+from paceline.guard.report import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
@@ -43,15 +41,15 @@ NODES = 100
 
 
 @contextmanager
-def crew_of(nodes: int) -> Generator[tuple[Crew, list[Link]]]:
-    """A head's crew, and the other ends of its links."""
+def crew_of(nodes: int) -> Generator[tuple[Cluster, list[Link]]]:
+    """A head's cluster, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, head_ports=(0,), secret=SECRET)
     with signal_inbox(()) as inbox:
-        crew, facts, links = Crew(plan, Orders(inbox, lifeline=False)), gather(), list[Link]()
+        cluster, facts, links = Cluster(plan, Orders(inbox, lifeline=False)), gather(), list[Link]()
 
         def come() -> None:
             for node in range(1, nodes):
-                link = introduce(socket.create_connection(("127.0.0.1", crew.port)), bytes.fromhex(SECRET))
+                link = introduce(socket.create_connection(("127.0.0.1", cluster.port)), bytes.fromhex(SECRET))
                 assert isinstance(link, Link)
                 link.send(Hello(node, nodes, 1, 0, replace(facts, host=f"n{node}"), (node,)))
                 links.append(link)
@@ -59,15 +57,15 @@ def crew_of(nodes: int) -> Generator[tuple[Crew, list[Link]]]:
         thread = Thread(target=come)
         thread.start()
         deadline = time.monotonic() + 60.0
-        while len(crew.members) < nodes - 1 and time.monotonic() < deadline:
-            crew.wait(0.2)
+        while len(cluster.members) < nodes - 1 and time.monotonic() < deadline:
+            cluster.wait(0.2)
         thread.join()
         try:
-            yield crew, links
+            yield cluster, links
         finally:
             for link in links:
                 link.end("the test is over")
-            crew.end(0)
+            cluster.end(0)
 
 
 def beat(node: int, step: int, code: int | None = None) -> Beat:
@@ -79,54 +77,54 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
 ) -> None:
     read: Counter[Link] = Counter()
     receive = Link.receive
-    with crew_of(NODES) as (crew, links):
-        assert len(crew.here) == NODES - 1
-        crew.wait(0.1)
+    with crew_of(NODES) as (cluster, links):
+        assert len(cluster.here) == NODES - 1
+        cluster.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
-        monkeypatch.setattr("paceline.agent.messages.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
+        monkeypatch.setattr("paceline.agent.cluster.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
         links[6].send(beat(7, 1))  # that its worker has not ended was not known before
-        crew.wait(20.0)
+        cluster.wait(20.0)
         for step in (2, 3, 4):
             links[6].send(beat(7, step))
             begun = time.monotonic()
-            crew.wait(0.15)
+            cluster.wait(0.15)
             assert time.monotonic() - begun >= 0.15  # nobody was woken
-            assert [one.step for one in crew.members[7].samples()] == [step]  # and yet it was taken in
+            assert [one.step for one in cluster.members[7].samples()] == [step]  # and yet it was taken in
         links[6].send(beat(7, 5, code=1))
         begun = time.monotonic()
-        crew.wait(60.0)
-        assert time.monotonic() - begun < 30.0 and crew.members[7].samples()[0].code == 1
-        assert set(read) == {crew.members[7].link} and read.total() <= 8
+        cluster.wait(60.0)
+        assert time.monotonic() - begun < 30.0 and cluster.members[7].samples()[0].code == 1
+        assert set(read) == {cluster.members[7].link} and read.total() <= 8
 
 
 def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.agent.guarding.unreachable", lambda *_: [])
+    monkeypatch.setattr("paceline.agent.monitor.unreachable", lambda *_: [])
     plan, waiting = NodePlan(("true",), nproc=1, world_size=3), [rank(n, BEFORE, WAITS) for n in range(3)]
-    with crew_of(3) as (crew, _):
-        guarding = Guarding(Generation(plan, Workers(plan, 0, 0), crew))
+    with crew_of(3) as (cluster, _):
+        guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
         judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
         assert judged is not None and judged.verdict.kind is VerdictKind.NETWORK
-        crew.wait(0.0)
-        assert crew.settled_seconds == 0.0
-        crew.members[2].link.heard_seconds -= 10.0
-        crew._beat_seconds = 0.0
-        crew.wait(0.0)
-        assert 10.0 < crew.settled_seconds - time.monotonic() < 20.0
+        cluster.wait(0.0)
+        assert cluster.settled_seconds == 0.0
+        cluster.members[2].link.heard_seconds -= 10.0
+        cluster._beat_seconds = 0.0
+        cluster.wait(0.0)
+        assert 10.0 < cluster.settled_seconds - time.monotonic() < 20.0
         assert guarding._stall(waiting, Alarm("stall", 12.0, 10.0)) is None
 
 
 def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
-    with crew_of(3) as (crew, links):
+    with crew_of(3) as (cluster, links):
         links[0].end("powered off")
         deadline = time.monotonic() + 20.0
-        while not crew.members[1].lost and time.monotonic() < deadline:
-            crew.wait(0.2)
-        assert [member.hello.node for member in crew.here] == [2]
+        while not cluster.members[1].lost and time.monotonic() < deadline:
+            cluster.wait(0.2)
+        assert [member.hello.node for member in cluster.here] == [2]
         links[1].send(beat(2, 9))
-        crew.wait(20.0)
-        assert crew.members[2].samples()[0].step == 9
+        cluster.wait(20.0)
+        assert cluster.members[2].samples()[0].step == 9
 
 
 def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
@@ -161,7 +159,7 @@ def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count:
 
 
 def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
-    door = Door((0,), bytes.fromhex(SECRET))
+    door = Listener((0,), bytes.fromhex(SECRET))
     strangers = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(MAX_KNOCKS + 20)]
     assert door.arrived() == [] and door.arrived() == []
     assert len(door.sockets()) <= 1 + MAX_KNOCKS

@@ -15,7 +15,7 @@ import pytest
 from tests import warm
 from tests.launch.launch_harness import wait_until
 
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 from paceline.host.procfs import processes, read_process
 
 pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
@@ -76,21 +76,21 @@ def under_torchrun(folder: Path, *options: str) -> Iterator[Watched]:
         process.wait()
 
 
-def observers() -> list[int]:
+def agents() -> list[int]:
     """Those of this test run."""
     mark = f"PACELINE_TEST_RUN={os.environ['PACELINE_TEST_RUN']}".encode()
     found: list[int] = []
     for one in processes():
         try:
             words = Path(f"/proc/{one.pid}/cmdline").read_bytes()
-            if b"paceline.agent.observer" in words and mark in Path(f"/proc/{one.pid}/environ").read_bytes():
+            if b"-m\0paceline.agent\0" in words and mark in Path(f"/proc/{one.pid}/environ").read_bytes():
                 found.append(one.pid)
         except OSError:  # just ended, or another user's
             continue
     return found
 
 
-def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_observers_death(
+def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_death_of_the_agent(
     tmp_path: Path,
 ) -> None:
     with under_torchrun(tmp_path) as job:
@@ -99,9 +99,9 @@ def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the
         assert "rank 0 waits in it" in page
         (tmp_path / "go").touch()
         job.says("ranks 0, 1 are making progress again")
-        (watching,) = observers()
+        (watching,) = agents()
         os.kill(watching, signal.SIGKILL)
-        job.says("the observer of this node is gone")
+        job.says("the agent that watches over this node is gone")
         (tmp_path / "stop").touch()
         assert job.process.wait(30) == 0, job.output.read_text()
         assert job.output.read_text().count("STALL") == 1
@@ -112,7 +112,7 @@ def test_a_launcher_that_is_killed_leaves_nothing_where_watchover_may_end_ranks(
         job.says("nothing has moved")
         job.process.kill()
         job.says("the launcher of the ranks on .* is gone, and they run on; they are ended")
-        wait_until(lambda: not observers(), "the observer ends")
+        wait_until(lambda: not agents(), "the agent ends")
         for rank in range(2):
             process = read_process(int((tmp_path / f"pid-{rank}").read_text()))
             assert process is None or not process.runs  # a zombie waits for init, which takes its time
@@ -125,7 +125,7 @@ def by_hand(folder: Path, world: int, *options: str) -> list[subprocess.Popen[by
     words = ["-m", "paceline", "watchover", "--stall-after", "2", *options, folder / "job.py", "--epochs", "5"]
     own = [{**env, "MASTER_ADDR": "127.0.0.1", "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world)]
     with (folder / "output.txt").open("wb") as output:
-        # rank 0 last: its observer must not become our child, as what ends while we fork does
+        # rank 0 last: its agent must not become our child, as what ends while we fork does
         ranks = [warm.Popen(words, env=one, stdout=output, stderr=output, rank=n) for n, one in enumerate(own[::-1])]
     return ranks[::-1]
 
@@ -144,7 +144,7 @@ def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_
     assert "RuntimeError" in text and text.count("GUILTY: rank 1 ") == 1
     told = read_verdict(tmp_path / "run" / "attempt-1" / "verdict-1")
     assert told.verdict.guilty == (1,) and told.verdict.site.startswith(f"job.py:{LINE + 1}")
-    wait_until(lambda: not observers(), "the observer ends")
+    wait_until(lambda: not agents(), "the agent ends")
     child = int((tmp_path / "child").read_text())
     left = [p.pid for p in processes() if p.runs and child in (p.pid, p.parent)]
     assert not left
@@ -160,7 +160,7 @@ def test_who_failed_first_is_told_and_exit_codes_are_the_scripts_own(tmp_path: P
     )
     ranks = by_hand(tmp_path, 2)
     assert [one.wait(30) for one in ranks] == [7, 1]
-    wait_until(lambda: not observers(), "the observer ends")
+    wait_until(lambda: not agents(), "the agent ends")
     text = (tmp_path / "output.txt").read_text()
     assert re.search(r"rank 1 \(.*\) failed: exit code 1\n(.*\n)+ValueError: bad sample 4711", text), text
     assert text.count("Traceback") == 2  # the rank's own, and the verdict's

@@ -15,7 +15,7 @@ import pytest
 from paceline.cli import hang, main
 from paceline.contract.evidence import Evidence, Frame, Op, Stack
 from paceline.guard.judge import judge
-from paceline.guard.story import write_verdict
+from paceline.guard.report import write_verdict
 from paceline.observe.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
@@ -54,7 +54,7 @@ from pathlib import Path
 import msgspec
 from paceline.contract.evidence import Evidence
 from paceline.guard.judge import judge
-from paceline.guard.story import write_verdict
+from paceline.guard.report import write_verdict
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
 attempt, answers = Path(sys.argv[2]), sys.argv[3] == "answers"

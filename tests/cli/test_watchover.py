@@ -1,8 +1,9 @@
-"""`paceline watchover`: what is ours and what is the script's; where ranks find their observer; how strangers ended."""
+"""`paceline watchover`: what is ours and what is the script's; where ranks find their agent; how strangers ended."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent.stranger import Stranger
-from paceline.cli.watchover import WatchoverConfig, main, observer_plan, split_script
-from paceline.contract.introduction import observer_address, own_peer
+from paceline.agent.attach import ForeignProcess
+from paceline.cli.watchover import WatchoverConfig, agent_plan, main, split_script
+from paceline.contract.attach import agent_address, peer_pid
 from paceline.contract.windows import AUTO
 from paceline.errors import UsageError
 from paceline.host.procfs import exit_code
@@ -52,37 +53,36 @@ def test_bad_words_are_refused_before_anything_is_started(words: str, said: str)
         main(words.split())
 
 
-def test_what_the_observer_is_told_is_what_the_launcher_has_said() -> None:
-    plan = observer_plan(WatchoverConfig(), AUTO, ENV)
+def test_the_plan_of_the_agent_is_what_the_launcher_has_said() -> None:
+    plan = agent_plan(WatchoverConfig(), AUTO, ENV)
     assert (plan.first_rank, plan.nproc, plan.world_size, plan.node) == (2, 2, 4, 1) and plan.nodes > 1
-    assert observer_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
+    assert agent_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
     with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
-        observer_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})
+        agent_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})
 
 
 def test_ranks_of_a_job_on_a_node_share_an_address_with_nobody_else() -> None:
-    address = observer_address(ENV, "job")
-    assert address == observer_address({**ENV, "RANK": "3", "LOCAL_RANK": "1"}, "job") and address[0] == 0
+    address = agent_address(ENV, "job")
+    assert address == agent_address({**ENV, "RANK": "3", "LOCAL_RANK": "1"}, "job") and address[0] == 0
     others = [{**ENV, name: "7"} for name in ("MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")]
-    assert address not in [observer_address(ENV, "another"), *(observer_address(env, "job") for env in others)]
+    assert address not in [agent_address(ENV, "another"), *(agent_address(env, "job") for env in others)]
 
 
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize(("act", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 11)", -11)])
 def test_the_kernel_says_how_a_process_ended_that_is_no_child(act: str, code: int, *, reaped: bool) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", f"import os, sys; {act}"])
-    one = Stranger(child.pid)
+    one = ForeignProcess(child.pid)
     try:
         assert one.poll() is None
-        one.wait(20)
+        select.select([one], [], [], 20)
         if reaped:
             child.wait()
         found = exit_code(child.pid, one.pidfd)
+        assert one.wait(20) == (-signal.SIGKILL if found is None else found)  # of one that nobody knows: killed
         if found is None and reaped:
             pytest.skip("this kernel forgets a process that its parent has waited for: Linux 6.15")
         assert found == code
-        one.end(None)
-        assert one.code == -signal.SIGKILL
     finally:
         child.wait()
         os.close(one.pidfd)
@@ -90,7 +90,7 @@ def test_the_kernel_says_how_a_process_ended_that_is_no_child(act: str, code: in
 
 @pytest.mark.root
 def test_another_users_process_is_not_taken_for_a_rank(tmp_path: Path) -> None:
-    address = observer_address(ENV, str(tmp_path))
+    address = agent_address(ENV, str(tmp_path))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(address)
         door.listen()
@@ -98,4 +98,4 @@ def test_another_users_process_is_not_taken_for_a_rank(tmp_path: Path) -> None:
             connect = f"s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect({address!r}); s.recv(1)"
             code = f"import os, socket; os.setuid({user}); {connect}"
             with subprocess.Popen([sys.executable, "-S", "-c", code]) as child, door.accept()[0] as connection:
-                assert own_peer(connection) == (child.pid if taken else 0)
+                assert peer_pid(connection) == (child.pid if taken else 0)

@@ -13,7 +13,7 @@ from tests.cluster.training import PACELINE, words
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import VerdictRecord, read_verdict
 
 SCRIPT = """
 import os, time
@@ -40,7 +40,7 @@ def launched(lab: Lab, ssh_hosts: SshHosts, folder: Path, hosts: str, fault: str
     return lab.popen("n1", *command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, Told]:
+def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, VerdictRecord]:
     """What it said, and the verdict."""
     said = launcher.communicate(timeout=80)[0]
     assert launcher.returncode == ExitCode.STALLED, said

@@ -8,7 +8,7 @@ from paceline.compute.phase_events import PhaseEvents
 from paceline.contract.box import Box, make_box
 from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Phase
-from paceline.guard.slow import slow_rank
+from paceline.guard.detectors import slow_rank
 from paceline.train.fit import PhaseClock
 
 STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SYNC, Phase.OPTIMIZER)

@@ -12,7 +12,7 @@ OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "view/*.py",
-    "guard/story.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
+    "guard/report.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
     "view/rank_logs.py", "view/analysis.py",
 )  # fmt: skip
 PAST_THE_DOOR = {
@@ -28,8 +28,8 @@ ALLOWED = {
     ("agent/janitor.py", "open"): "/dev/null",
     ("agent/janitor.py", "rmtree"): "the agent's temporary folder",
     ("agent/__main__.py", "open"): "/dev/null",
-    ("agent/start.py", "open"): "the log of a worker of ours",
-    ("agent/guarding.py", "rmtree"): "a verdict that could not be written whole",
+    ("agent/workers.py", "open"): "the log of a worker of ours",
+    ("agent/monitor.py", "rmtree"): "a verdict that could not be written whole",
     ("train/alike.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
     ("host/machine_log.py", "read_text"): "/proc",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.faults.setups import Ran, run_command
 
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 
 HERE = Path(__file__).parent
 SCRIPTS = {"trainer": "transformers", "accelerated": "accelerate", "lit": "lightning", "ignited": "ignite"}
@@ -42,7 +42,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
-class Told:
+class VerdictRecord:
     """What a verdict says; nothing where there is none."""
 
     ran: Ran
@@ -57,7 +57,7 @@ def marked(script: str, mark: str) -> str:
     return f"{script}.py:{next(n for n, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
 
-def started(script: str, where: str, launcher: str, folder: Path, stall_after: float) -> Told:
+def started(script: str, where: str, launcher: str, folder: Path, stall_after: float) -> VerdictRecord:
     """Run a script that hangs, in an empty folder."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, folder)
@@ -66,9 +66,9 @@ def started(script: str, where: str, launcher: str, folder: Path, stall_after: f
     ran = run_command(argv, folder, OFFLINE | {"FAULT": where}, limit_seconds=LIMIT_SECONDS)
     found = sorted(folder.glob("run/**/verdict-[0-9]*"))
     if not found:
-        return Told(ran)
+        return VerdictRecord(ran)
     verdict = read_verdict(found[-1]).verdict
-    return Told(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
+    return VerdictRecord(ran, verdict.guilty, verdict.site, "\n".join(verdict.sentences))
 
 
 def hung(script: str, where: str, launcher: str, stall_after: float) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""When is a run said to stand still? The clock is a number here: `Pace` never looks at one itself."""
+"""When is a run said to stand still? The clock is a number here: `StallDetector` never looks at one itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
 from paceline.errors import UsageError
-from paceline.guard.pace import Alarm, Pace
+from paceline.guard.detectors import Alarm, StallDetector
 
 
 def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:
@@ -36,7 +36,7 @@ class Clock:
     """Calls a pace every half second, as an agent does."""
 
     def __init__(self, text: str = "auto") -> None:
-        self.pace, self.now = Pace(Windows.parse(text)), 0.0
+        self.pace, self.now = StallDetector(Windows.parse(text)), 0.0
 
     def steps(self, count: int, gap_seconds: float, **settings: object) -> None:
         """Make so many healthy steps, each of which takes so long."""
@@ -145,7 +145,7 @@ def test_the_first_step_may_compile(text: str, seconds: float) -> None:
 
 
 def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
-    pace = Pace(Windows.parse("5"))
+    pace = StallDetector(Windows.parse("5"))
     for second in range(50):
         waits = rank(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
         compiles = rank(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
@@ -188,7 +188,7 @@ def test_data_has_a_higher_floor_than_the_other_parts_of_a_step() -> None:
 
 
 def test_one_rank_that_moves_is_enough() -> None:
-    pace = Pace(Windows.parse("5"))
+    pace = StallDetector(Windows.parse("5"))
     for second in range(100):
         moving = [
             rank(0, float(second), Phase.SYNC, 9, waiting=True, stepped=True),

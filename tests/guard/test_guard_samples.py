@@ -10,7 +10,7 @@ import pytest
 from paceline.contract.box import BOX_BYTES, Box, make_box
 from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
-from paceline.guard.pace import Stillness, sample_seconds
+from paceline.guard.detectors import IdleClock, sample_seconds
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def worker(box: int) -> Iterator[Box]:
     mine.close()
 
 
-def read(stillness: Stillness, box: int, now_seconds: float, rank: int = 0) -> Sample:
+def read(stillness: IdleClock, box: int, now_seconds: float, rank: int = 0) -> Sample:
     return stillness.read(Sample(rank, "here", 1), box, now_seconds)
 
 
 def test_an_age_grows_until_anything_moves(box: int, worker: Box) -> None:
-    stillness = Stillness()
+    stillness = IdleClock()
     ages = [read(stillness, box, now).still_seconds for now in (100.0, 101.0, 102.5)]
     assert ages == [0.0, 1.0, 2.5]
     for move in (worker.tick, lambda: worker.set_step(7), lambda: worker.enter(Phase.DATA)):
@@ -42,7 +42,7 @@ def test_an_age_grows_until_anything_moves(box: int, worker: Box) -> None:
 
 
 def test_a_heartbeat_alone_is_no_progress(box: int, worker: Box) -> None:
-    stillness = Stillness()
+    stillness = IdleClock()
     read(stillness, box, 100.0)
     worker.put("beat_ns", 12345)
     assert read(stillness, box, 103.0).still_seconds == 3.0
@@ -50,7 +50,7 @@ def test_a_heartbeat_alone_is_no_progress(box: int, worker: Box) -> None:
 
 def test_a_suspended_agent_counts_anew(box: int) -> None:
     """It was stopped with its workers: what it did not see is no standstill."""
-    stillness = Stillness()
+    stillness = IdleClock()
     read(stillness, box, 100.0)
     assert read(stillness, box, 101.0).still_seconds == 1.0
     assert read(stillness, box, 500.0).still_seconds == 0.0
@@ -60,18 +60,18 @@ def test_a_suspended_agent_counts_anew(box: int) -> None:
 def test_a_sample_says_what_the_worker_says(box: int, worker: Box) -> None:
     worker.set_step(12)
     worker.enter(Phase.EVALUATE)
-    one = read(Stillness(), box, 100.0, rank=5)
+    one = read(IdleClock(), box, 100.0, rank=5)
     assert (one.rank, one.step, one.phase, one.met) == (5, 12, Phase.EVALUATE, False)
     assert one.stepped is False, "no optimizer step in this start"
     worker.put("enqueued", 1)
-    assert read(Stillness(), box, 100.0).met
+    assert read(IdleClock(), box, 100.0).met
 
 
 def test_a_box_full_of_rubbish_is_read_all_the_same(box: int) -> None:
     os.pwrite(box, os.urandom(BOX_BYTES), 0)
-    assert read(Stillness(), box, 100.0).rank == 0
+    assert read(IdleClock(), box, 100.0).rank == 0
     os.ftruncate(box, 0)  # a worker can do that, too
-    assert read(Stillness(), box, 100.0).step == 0
+    assert read(IdleClock(), box, 100.0).step == 0
 
 
 def test_a_short_window_is_looked_at_more_often() -> None:

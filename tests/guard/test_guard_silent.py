@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.contract.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
 from paceline.contract.windows import Windows
-from paceline.guard.asleep import Asleep
+from paceline.guard.detectors import SleepDetector
 from paceline.guard.judge import judge
-from paceline.guard.silent import Silent
+from paceline.guard.silent import SilentFaultDetector
 
 DDP = SAME_BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
@@ -39,8 +39,8 @@ def rank(number: int, *found: Mark, **known: object) -> Sample:
     return Sample(number, "n1", 7, marks=marks(*found), **known)  # type: ignore[arg-type]
 
 
-def silent(known: Mapping[int, Op] = CALLS) -> Silent:
-    return Silent(3, lambda: {"7": ["fc.weight", "fc.bias"]}, lambda: dict.fromkeys(range(3), known))
+def silent(known: Mapping[int, Op] = CALLS) -> SilentFaultDetector:
+    return SilentFaultDetector(3, lambda: {"7": ["fc.weight", "fc.bias"]}, lambda: dict.fromkeys(range(3), known))
 
 
 def first(found: Sequence[Verdict]) -> Verdict | None:
@@ -293,7 +293,7 @@ def asleep(
 
 def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> None:
     def proven(*looks: tuple[Verdict, list[Evidence]], windows: str = "auto") -> list[bool | None]:
-        one = Asleep(Windows.parse(windows))
+        one = SleepDetector(Windows.parse(windows))
         return [one.proves(*look) if one.due(look[1]) else None for look in looks]
 
     assert proven(asleep(19, -1, 5), asleep(21, -1, 5), asleep(30, -1, 5), asleep(46, -1, 5)) == [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.contract.evidence import Phase, Sample
-from paceline.guard.slow import Slowness, median_without, slow_network, slow_rank, slow_script
+from paceline.guard.detectors import StragglerDetector, median_without, slow_network, slow_rank, slow_script
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
@@ -28,7 +28,7 @@ class Ranks:
         self.step, self.of_script, self.spent = step, of_script, {rank: times() for rank in range(ranks)}
         self.queued: dict[int, float] = {}  # what each waits for a core in a step
 
-    def said(self, slowness: Slowness, per_step: Sequence[tuple[float, ...]], steps: int = 100) -> list[str]:
+    def said(self, slowness: StragglerDetector, per_step: Sequence[tuple[float, ...]], steps: int = 100) -> list[str]:
         """What is said while all take so many steps."""
         words: list[str] = []
         for _ in range(steps):
@@ -90,28 +90,28 @@ def test_where_everybody_waits_it_is_the_network() -> None:
 
 def test_it_is_said_once_and_again_only_when_it_has_become_half_as_bad_again() -> None:
     slow = times(data=0.3, forward=0.04, backward=0.05, optimizer=0.01)
-    ranks, slowness = Ranks(2), Slowness(HOSTS)
+    ranks, slowness = Ranks(2), StragglerDetector(HOSTS)
     assert len(ranks.said(slowness, [HEALTHY, slow])) == 1
     assert not ranks.said(slowness, [HEALTHY, tuple(1.2 * seconds for seconds in slow)])
     assert len(ranks.said(slowness, [HEALTHY, tuple(2.0 * seconds for seconds in slow)])) == 1
 
 
 def test_the_first_steps_of_a_start_do_not_count() -> None:
-    ranks, slowness = Ranks(2, step=1000), Slowness(HOSTS)
+    ranks, slowness = Ranks(2, step=1000), StragglerDetector(HOSTS)
     slowness.see(ranks.samples(Phase.INIT))
     assert not ranks.said(slowness, [HEALTHY, times(data=30.0)], steps=5)  # compiles
     assert not ranks.said(slowness, [HEALTHY, HEALTHY])
 
 
 def test_scripts_which_say_no_phases_are_not_judged() -> None:
-    ranks, slowness = Ranks(2), Slowness(HOSTS)
+    ranks, slowness = Ranks(2), StragglerDetector(HOSTS)
     for _ in range(100):
-        ranks.said(Slowness(HOSTS), [HEALTHY, times(data=1.0)], steps=1)
+        ranks.said(StragglerDetector(HOSTS), [HEALTHY, times(data=1.0)], steps=1)
         assert slowness.see(ranks.samples(Phase.USER)) == ""
 
 
 def test_one_rank_alone_is_never_slow() -> None:
-    assert not Ranks(1).said(Slowness(HOSTS), [times(data=1.0)])
+    assert not Ranks(1).said(StragglerDetector(HOSTS), [times(data=1.0)])
 
 
 def script(*, own: float = 0.0, data: float = 0.01, waits: float = 0.0, sync: float = 0.0) -> tuple[float, ...]:
@@ -135,7 +135,7 @@ def test_a_slow_rank_of_a_script_is_named_where_the_others_wait_for_it_as_long()
 
 def test_a_rank_of_a_script_is_slow_only_if_it_is_so_in_three_looks_in_a_row() -> None:
     usual, slow, waits = script(), script(own=0.2), script(waits=0.2)
-    ranks, slowness = Ranks(3, of_script=True), Slowness(HOSTS)
+    ranks, slowness = Ranks(3, of_script=True), StragglerDetector(HOSTS)
     ranks.said(slowness, [usual] * 3, steps=56)
     assert not ranks.said(slowness, [waits, slow, waits], steps=15)
     assert not ranks.said(slowness, [slow, waits, waits], steps=15), "another one, for a while"
@@ -146,11 +146,11 @@ def test_a_rank_of_a_script_is_slow_only_if_it_is_so_in_three_looks_in_a_row() -
 
 def test_a_rank_that_waits_for_a_core_is_slow_only_if_it_does_so_for_long() -> None:
     slow, waits = script(own=0.2), script(waits=0.2)
-    ranks, slowness = Ranks(3, of_script=True), Slowness(HOSTS)
+    ranks, slowness = Ranks(3, of_script=True), StragglerDetector(HOSTS)
     ranks.queued = {1: 0.2}
     assert not ranks.said(slowness, [waits, slow, waits], steps=80)
     assert len(ranks.said(slowness, [waits, slow, waits], steps=20)) == 1
-    ranks, slowness = Ranks(3, of_script=True), Slowness(HOSTS)
+    ranks, slowness = Ranks(3, of_script=True), StragglerDetector(HOSTS)
     ranks.queued = dict.fromkeys(range(3), 0.2)  # the others as long: that is not why
     assert len(ranks.said(slowness, [waits, slow, waits], steps=45)) == 1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.contract.windows import Windows
-from paceline.guard.pace import Alarm, Pace, perhaps_waiting, stands_still, to_free
+from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, stands_still, to_free
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")
@@ -117,7 +117,7 @@ def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing()
     waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
     loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
     assert not stands_still([waits, loads], alarm, auto)
-    pace = Pace(auto)
+    pace = StallDetector(auto)
     for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
         samples = [
             Sample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)

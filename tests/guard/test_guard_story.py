@@ -13,9 +13,17 @@ import pytest
 from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.errors import UsageError
 from paceline.guard.judge import judge
-from paceline.guard.story import description, read_verdict, same_verdict, write_verdict
-from paceline.guard.verdict import MAX_COLUMNS, MAX_LINES, page, warning
-from paceline.guard.wording import named
+from paceline.guard.report import (
+    MAX_COLUMNS,
+    MAX_LINES,
+    description,
+    page,
+    read_verdict,
+    same_verdict,
+    warning,
+    write_verdict,
+)
+from paceline.guard.sentences import named
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
 ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"

@@ -10,7 +10,8 @@ from tests.guard.judge_world import STRUCTURAL, make_case
 
 from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
 from paceline.contract.windows import Windows
-from paceline.guard.unmet import MAX_UNMET_SECONDS, UNMET_SECONDS, Unmet, never_meet
+from paceline.guard.detectors import MAX_UNMET_SECONDS, UnmetDetector
+from paceline.guard.judge import UNMET_SECONDS, never_meet
 
 WAITS = Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce")
 CASES = 2000
@@ -96,7 +97,7 @@ def waiting(now_seconds: float, **since_seconds: float) -> list[Sample]:
 
 
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:
-    unmet = Unmet(Windows())
+    unmet = UnmetDetector(Windows())
     assert not unmet.due(11.0, waiting(11.0, r0=0.0)), "one alone"
     assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0)), "the second has just come"
     assert unmet.due(12.5, waiting(12.5, r0=0.0, r1=10.0))
@@ -106,7 +107,7 @@ def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_co
 
 
 def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_seconds() -> None:
-    unmet, asked = Unmet(Windows()), 0
+    unmet, asked = UnmetDetector(Windows()), 0
     for start in range(0, 1000, 20):
         waits = waiting(start + MAX_UNMET_SECONDS + 0.5, r0=float(start), r1=float(start))
         asked += unmet.due(start + MAX_UNMET_SECONDS + 0.5, waits)
@@ -114,4 +115,4 @@ def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_se
 
 
 def test_without_the_guard_nobody_is_asked() -> None:
-    assert not Unmet(Windows.parse("off")).due(60.0, waiting(60.0, r0=0.0, r1=0.0))
+    assert not UnmetDetector(Windows.parse("off")).due(60.0, waiting(60.0, r0=0.0, r1=0.0))

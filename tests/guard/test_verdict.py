@@ -7,7 +7,7 @@ import pytest
 from paceline.contract.evidence import Evidence, Verdict, VerdictKind
 from paceline.contract.failure import Failure
 from paceline.guard.judge import judge
-from paceline.guard.verdict import MAX_LINES, MAX_TRACEBACK_LINES, failure_page, page
+from paceline.guard.report import MAX_LINES, MAX_TRACEBACK_LINES, failure_page, page
 from paceline.observe.terminal import LiveFilter, clean
 
 

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from paceline.contract.evidence import Evidence, Verdict, VerdictKind
-from paceline.guard.verdict import page
+from paceline.guard.report import page
 from paceline.host import gpu_use as gpu_trouble
 from paceline.host.gpu_use import ask_gpus, gpu_troubles
 

@@ -33,7 +33,7 @@ from tests.hostile.users import ROOT, User, Users, two_users
 from paceline.contract.failure import Failure
 from paceline.contract.live import Live, LiveRank
 from paceline.guard.judge import judge
-from paceline.guard.story import write_verdict
+from paceline.guard.report import write_verdict
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
 CASES_A_SAVE = 200

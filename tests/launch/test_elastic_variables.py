@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.agent.nodes_harness import several
 
-from paceline.agent.start import worker_environment
+from paceline.agent.workers import worker_environment
 from paceline.contract.node_plan import NodePlan
 
 pytestmark = pytest.mark.sample(2)

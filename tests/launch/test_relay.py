@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from paceline.guard.wording import in_runs
+from paceline.guard.sentences import in_runs
 from paceline.launch import relay as module
 from paceline.launch.relay import Relay, Screen, cleaned
 from paceline.launch.ssh.announcements import why_lost, why_no_agent

@@ -12,7 +12,7 @@ from tests.run_script import run_script
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 
 pytestmark = pytest.mark.sample(4)
 

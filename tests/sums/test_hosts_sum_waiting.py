@@ -13,9 +13,9 @@ from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
 from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.errors import ExitCode
+from paceline.guard.detectors import to_free, waits
 from paceline.guard.judge import judge
-from paceline.guard.pace import to_free, waits
-from paceline.guard.story import read_verdict
+from paceline.guard.report import read_verdict
 from paceline.worker.bootstrap import worker_command
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside

@@ -11,8 +11,8 @@ from tests.worker.guard_ranks import TORCH, ranks, wait
 
 from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
+from paceline.guard.detectors import to_free, waits
 from paceline.guard.judge import judge
-from paceline.guard.pace import to_free, waits
 
 pytestmark = pytest.mark.ranks
 

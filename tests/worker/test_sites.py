@@ -11,7 +11,7 @@ from tests import warm
 
 from paceline.contract.evidence import Evidence, Frame, Op, Stack
 from paceline.contract.places import native_frames, shown_site_of, stands_at
-from paceline.guard.wording import where
+from paceline.guard.sentences import where
 from paceline.worker.sites import SITE_CHARS, call_site, frame_of
 
 PACKAGES = "/x/lib/python3.11/site-packages/"

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
-from paceline.agent.start import Inherited, make_snapshots, worker_environment
+from paceline.agent.workers import Inherited, make_snapshots, worker_environment
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing
@@ -159,6 +159,10 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code."""
+    if plan.attach >= 0:
+        from paceline.agent.attach import watch_over
+
+        return watch_over(plan)
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:

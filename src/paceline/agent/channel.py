@@ -1,25 +1,185 @@
-"""The agents of one job talk in short JSON messages over TCP, sent and believed only by holders of its secret.
+"""The protocol between the agents of one job: short JSON messages over TCP, sent and believed only by holders of its
+secret. For when they are sent see head.py and follower.py.
 
     meeting    head -> node   MAGIC, nonce
                node -> head   nonce, HMAC(secret, "node" + both nonces)
                head -> node   HMAC(secret, "head" + both nonces)
     message    length (4 bytes), HMAC(session key, direction + number of the message + JSON), JSON
 
-Neither side believes a stranger, and no message can be repeated, reordered or taken from another connection. Nothing
-is hidden: there is nothing secret in the messages. No pickle; sizes are bounded before anything is read.
+Neither side believes a stranger, and no message can be repeated, reordered or taken from another connection. Messages
+are not encrypted, and hold no secret. No pickle; sizes are bounded before anything is read.
+
+Times are ages in seconds, never clock readings: no two hosts' clocks can be compared. Only the signs of life carry
+readings, from which the head learns by how much the clocks differ: see `ClockBounds`.
 """
 
 import hmac
 import os
 import select
+import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from paceline.agent.messages import SILENCE_SECONDS, Message
+from paceline.contract.evidence import Evidence, Sample
+from paceline.contract.orders import Readable
+from paceline.errors import UsageError
+from paceline.host.facts import Facts
+from paceline.host.procfs import port_holder
+
+BEAT_SECONDS = 2.0  # between two signs of life, in both directions
+SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
+PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first: who comes, with how many workers, and where others can try to reach it."""
+
+    node: int  # -1: whichever is free, of a run that is on its way
+    nodes: int
+    nproc: int
+    probe_port: int
+    facts: Facts
+    ranks: tuple[int, ...] = ()  # where another launcher has given them out: see attach.py
+
+
+class ToStore(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, first, on a link of its own: after an `Alive` the rest is a worker's, and for the store."""
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where a node can be tried to be reached: a socket that listens and says nothing."""
+
+    host: str
+    address: str
+    port: int
+
+
+class Reach(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: try to connect to all of these."""
+
+    peers: tuple[PeerAddress, ...]
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: whom it cannot reach, and why, in words."""
+
+    unreachable: tuple[str, ...]
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: start these workers."""
+
+    generation: int
+    first_rank: int
+    world_size: int
+    master_port: int
+    attempt_dir: str
+    proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
+    group_rank: int = 0  # the node's place among those that take part
+    groups: int = 1
+    restarts: int = 0  # after a failure
+
+
+class Enter(msgspec.Struct, frozen=True, tag=True):
+    """Head to a node that has come while the run is on its way: be this one, from the next generation on.
+
+    It looks for the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of generation -1.
+    """
+
+    node: int
+    attempt_dir: str
+    proof: str
+
+
+class StartReply(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: they run; or why they cannot."""
+
+    generation: int
+    refusal: str = ""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Node to head, as often as the guard looks and whenever a worker has ended: how they are. A sign of life, too."""
+
+    generation: int
+    workers: tuple[Sample, ...] = ()  # with ages in the place of times
+    oom_kills: int = 0
+    stopped: bool = False  # the generation is ended, and nothing of it runs any more
+    left: tuple[int, ...] = ()  # but for these pids, which not even SIGKILL has ended
+    unix_time: float | None = None  # when it was sent, by the node's clock
+    alive_took_seconds: float | None = None  # of an `Alive` since the last beat: sent by head's, come by node's clock
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: what exactly does each of your workers do? Wait for their answers no longer than this."""
+
+    question: int
+    patience_seconds: float
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: one worker, exactly, or the end of the answer. One by one, for each can be large."""
+
+    question: int
+    evidence: Evidence | None
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: have these ranks leave the collective in which they wait, with this word (see `Judgement.word`)."""
+
+    ranks: tuple[int, ...]
+    word: str
+
+
+class Ordered(msgspec.Struct, frozen=True, tag=True):
+    """Node to head: it was ordered from outside to stop: by this signal, or 0: its launcher is gone."""
+
+    signal: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: end the generation; the workers are asked, and given so much time. A later one can shorten it."""
+
+    grace_seconds: float
+    signal: int = signal.SIGTERM  # by which they are asked; each reaches a worker once
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Head to node, first and then every two seconds."""
+
+    unix_time: float | None = None  # when it was sent, by the head's clock
+
+
+class RunOver(msgspec.Struct, frozen=True, tag=True):
+    """Head to node: the run is over, for this node at least; exit with this code, and say why where there are words."""
+
+    code: int
+    words: str = ""
+
+
+Message = (
+    Hello
+    | ToStore
+    | Enter
+    | Reach
+    | Reached
+    | StartOrder
+    | StartReply
+    | Beat
+    | Ask
+    | Shown
+    | Release
+    | Ordered
+    | Stop
+    | Alive
+    | RunOver
+)
+
 
 MAGIC = b"paceline agent 1"
 NONCE_BYTES = 32
@@ -131,7 +291,7 @@ class Link:
         self._socket.close()
 
 
-class Knock:
+class Handshake:
     """The head's side of a meeting that may still turn out to be a stranger's; never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
@@ -219,3 +379,72 @@ def _proof(secret: bytes, word: bytes, nonces: bytes) -> bytes:
 def plain(address: str) -> str:
     """An address without IPv6's prefix for IPv4."""
     return address.removeprefix("::ffff:") if "." in address else address
+
+
+MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the secret proves it at once
+
+
+class Listener:
+    """Where the other agents come in. It never waits.
+
+    Raises:
+        UsageError: when all `ports` are taken.
+    """
+
+    def __init__(self, ports: Sequence[int], secret: bytes) -> None:
+        self._socket, self._secret = _listen(ports), secret
+        self._knocks: list[Handshake] = []
+        self._strangers: list[Link] = []  # have proved themselves, but not said who they are
+        self.port: int = self._socket.getsockname()[1]
+
+    def sockets(self) -> list[Readable]:
+        """What to wait for."""
+        return [self._socket, *self._knocks, *self._strangers]
+
+    def arrived(self) -> list[tuple[Link, list[Message]]]:
+        """Who has come in since the last call, and what they have said: one message at least."""
+        with suppress(BlockingIOError):
+            for _ in range(MAX_KNOCKS):
+                self._knocks.append(Handshake(self._socket.accept()[0], self._secret))
+        for knock in list(self._knocks):
+            link = None if knock.closed else knock.answer()
+            if link is not None:
+                self._strangers.append(link)
+            if link is not None or knock.closed:
+                self._knocks.remove(knock)
+        for knock in self._knocks[:-MAX_KNOCKS]:
+            knock.refuse()
+        del self._knocks[:-MAX_KNOCKS]
+        found: list[tuple[Link, list[Message]]] = []
+        for link in list(self._strangers):
+            messages = link.receive()
+            if messages:
+                found.append((link, messages))
+            if messages or link.ended:
+                self._strangers.remove(link)
+        return found
+
+    def close(self) -> None:
+        """Let nobody in any more, and turn away whoever has not said yet who it is."""
+        for link in self._strangers:
+            link.end("the run is over")
+        for knock in self._knocks:
+            knock.refuse()
+        self._socket.close()
+
+
+def _listen(ports: Sequence[int]) -> socket.socket:
+    """Listen on the first of these ports that is free, at every address: nobody knows yet by which one others come."""
+    for port in ports:
+        for family in (socket.AF_INET6, socket.AF_INET):
+            with suppress(OSError):
+                both = family == socket.AF_INET6
+                door = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+                door.setblocking(False)
+                return door
+    holders = {port: port_holder(port) for port in ports}
+    taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
+    taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
+    raise UsageError(
+        f"Cannot listen on {socket.gethostname()}: {taken} in use. Pass another --port, or omit it to use a free one."
+    )

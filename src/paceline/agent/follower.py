@@ -8,18 +8,35 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent import messages as m
-from paceline.agent.channel import Link
-from paceline.agent.gather import interface_of, join, try_to_reach
-from paceline.agent.start import Inherited
-from paceline.agent.workers import Workers
+from paceline.agent.channel import (
+    BEAT_SECONDS,
+    PROOF,
+    Alive,
+    Ask,
+    Beat,
+    Enter,
+    Hello,
+    Link,
+    Message,
+    Ordered,
+    Reach,
+    Reached,
+    Release,
+    RunOver,
+    Shown,
+    StartOrder,
+    StartReply,
+    Stop,
+)
+from paceline.agent.joining import interface_of, join, try_to_reach
+from paceline.agent.workers import Inherited, Workers
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.pace import beat_seconds, sample_seconds
+from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
 
@@ -67,7 +84,7 @@ class Follower:
         interface = interface_of(facts, link.own_address)
         self.plan = replace(plan, master_addr=link.peer_address, head_ports=(link.peer_port,), interface=interface)
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
-            link.send(m.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
+            link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
                 self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
                 for message in link.receive():
@@ -82,40 +99,40 @@ class Follower:
                     return self._alone(why)
         return self._code
 
-    def _do(self, message: m.Message, link: Link) -> None:
+    def _do(self, message: Message, link: Link) -> None:
         match message:
-            case m.Reach(peers):
-                link.send(m.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case m.Enter():
+            case Reach(peers):
+                link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
+            case Enter():
                 link.send(self._enter(message))
-            case m.StartOrder():
+            case StartOrder():
                 link.send(self._start(message))
-            case m.Ask() | m.Release():
+            case Ask() | Release():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case m.Stop(grace_seconds, number):
+            case Stop(grace_seconds, number):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds, number)
-            case m.RunOver(code, words):
+            case RunOver(code, words):
                 self._code = code
                 if words:
                     say(words)
-            case m.Alive(unix_time):
+            case Alive(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent what only a node sends")
 
-    def _enter(self, order: m.Enter) -> m.StartReply:
+    def _enter(self, order: Enter) -> StartReply:
         """Be the node that the head says, of a run that is on its way."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
         except (UsageError, OSError) as error:
-            return m.StartReply(-1, str(error))
+            return StartReply(-1, str(error))
         say(f"node {order.node} ({os.uname().nodename}) has found the run, and waits until it has taken its next step")
-        return m.StartReply(-1)
+        return StartReply(-1)
 
-    def _start(self, start: m.StartOrder) -> m.StartReply:
+    def _start(self, start: StartOrder) -> StartReply:
         plan = replace(
             self.plan,
             first_rank=start.first_rank,
@@ -136,10 +153,10 @@ class Follower:
             self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return m.StartReply(start.generation, f"{who}: {error}")
+            return StartReply(start.generation, f"{who}: {error}")
         except OSError as error:
-            return m.StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
-        return m.StartReply(start.generation)
+            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
@@ -154,20 +171,20 @@ class Follower:
                 )
             time.sleep(0.1)
 
-    def _answer(self, link: Link, workers: Workers, message: m.Ask | m.Release | None = None) -> None:
+    def _answer(self, link: Link, workers: Workers, message: Ask | Release | None = None) -> None:
         """This node's part in the guard: do what the head asks, or say what there is to say now. Never waits."""
         try:
             match message:
-                case m.Ask(question, patience_seconds):
+                case Ask(question, patience_seconds):
                     self._collection = workers.collect(question, patience_seconds)
-                case m.Release(ranks, word):
+                case Release(ranks, word):
                     workers.release(ranks, word.encode())
                 case None:
                     if (collection := self._collection) is not None and collection.advance():
                         self._collection, now = None, time.monotonic()
                         for evidence in collection.evidence(workers.samples()):
-                            link.send(m.Shown(collection.question, evidence.turned(now)))
-                        link.send(m.Shown(collection.question, None))
+                            link.send(Shown(collection.question, evidence.turned(now)))
+                        link.send(Shown(collection.question, None))
         except Exception as error:  # the guard is never the cause of anything
             self._collection = None
             say(f"warning: the guard of this node has failed, and is off: {type(error).__name__}: {error}")
@@ -177,24 +194,24 @@ class Follower:
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
-            link.send(m.Ordered(int(number)))
+            link.send(Ordered(int(number)))
         if self.orders.launcher_gone and not self._said_gone:
             self._said_gone = True
-            link.send(m.Ordered(0))
+            link.send(Ordered(0))
         if self.orders.given and self._patience_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
     def _report(self, link: Link) -> None:
         now = time.monotonic()
-        beat = m.Beat(self._number, stopped=True)
+        beat = Beat(self._number, stopped=True)
         if own := self._workers:
             workers = tuple(one.turned(now) for one in own.samples())
-            beat = m.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
+            beat = Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
         every = beat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
-        late = now >= self._sent_seconds + (every if often else m.BEAT_SECONDS)
+        late = now >= self._sent_seconds + (every if often else BEAT_SECONDS)
         if late or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
@@ -220,6 +237,6 @@ class Follower:
 
 def _holds(attempt_dir: Path, proof: str) -> bool:
     try:
-        return read(attempt_dir / m.PROOF, limit_bytes=100, ours=True) == proof.encode()
+        return read(attempt_dir / PROOF, limit_bytes=100, ours=True) == proof.encode()
     except OSError:  # not there yet
         return False

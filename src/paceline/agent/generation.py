@@ -11,11 +11,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
-from paceline.agent.member import RemoteNode
-from paceline.agent.messages import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
-from paceline.agent.start import Inherited
-from paceline.agent.workers import Workers
+from paceline.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
+from paceline.agent.cluster import Cluster, RemoteNode
+from paceline.agent.workers import Inherited, Workers
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS
@@ -37,28 +35,28 @@ class Generation:
     """All workers of one start. Use it in a `with`: after it nothing of the generation runs any more.
 
     `plan` is the head's, with the ranks of this generation; `own` the workers of its node, started; the other nodes of
-    `crew` that are here have been asked to start theirs.
+    `cluster` that are here have been asked to start theirs.
     """
 
-    def __init__(self, plan: NodePlan, own: Workers, crew: Crew, proof: str = "") -> None:
-        self.plan, self.own, self.crew, self.proof = plan, own, crew, proof
+    def __init__(self, plan: NodePlan, own: Workers, cluster: Cluster, proof: str = "") -> None:
+        self.plan, self.own, self.cluster, self.proof = plan, own, cluster, proof
         self.regroups = False  # its ranks are asked to save and end, for other hosts are to take part
-        self.members: Sequence[RemoteNode] = crew.here  # later perhaps lost
+        self.members: Sequence[RemoteNode] = cluster.here  # later perhaps lost
         self._question = 0
 
     @classmethod
-    def start(cls, plan: NodePlan, number: int, crew: Crew, inherited: Inherited) -> Self:
+    def start(cls, plan: NodePlan, number: int, cluster: Cluster, inherited: Inherited) -> Self:
         """Start it on all nodes that are here. `plan` is the head's, with the ranks on its own node.
 
         Raises:
             UsageError, OSError: when this node's workers cannot be started; then none are.
         """
-        members = crew.here
+        members = cluster.here
         total = plan.nproc + sum(member.hello.nproc for member in members)
         plan = replace(plan, world_size=total, groups=1 + len(members))
         proof = _proof(plan)
         own = Workers.start(plan, number, inherited)
-        crew.gate = own.gate
+        cluster.gate = own.gate
         first_rank = plan.nproc
         for group_rank, member in enumerate(members, 1):
             place = StartOrder(
@@ -66,18 +64,18 @@ class Generation:
             )
             member.start(place)
             first_rank += member.hello.nproc
-        return cls(plan, own, crew, proof)
+        return cls(plan, own, cluster, proof)
 
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; False when an order comes first."""
         deadline = time.monotonic() + START_SECONDS
-        while waiting := [member for member in self.crew.here if member.started is None]:
+        while waiting := [member for member in self.cluster.here if member.started is None]:
             if time.monotonic() > deadline:
                 raise UsageError(f"{waiting[0].name} has not started its workers within {START_SECONDS:g} s")
-            self.crew.wait(START_LOOK_SECONDS)
-            if self.crew.ordered:
+            self.cluster.wait(START_LOOK_SECONDS)
+            if self.cluster.ordered:
                 return False
-        refused = [m.started.refusal for m in self.crew.here if m.started is not None and m.started.refusal]
+        refused = [m.started.refusal for m in self.cluster.here if m.started is not None and m.started.refusal]
         if refused:
             raise UsageError("\n".join(refused))
         return True
@@ -102,7 +100,7 @@ class Generation:
     @property
     def interrupted(self) -> bool:
         """Whether there is something more urgent than a question: an order to stop, a failure."""
-        return self.crew.ordered or due_seconds(self.samples()) is not None
+        return self.cluster.ordered or due_seconds(self.samples()) is not None
 
     def running(self) -> list[Sample]:
         """How those get on that have not ended."""
@@ -110,11 +108,11 @@ class Generation:
 
     def oom_kills(self) -> int:
         """How many processes the kernels have killed for memory."""
-        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.crew.here)
+        return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.here)
 
     def left(self) -> list[int]:
         """The pids that not even SIGKILL has ended."""
-        return [*self.own.left, *(pid for member in self.crew.here for pid in member.beat.left)]
+        return [*self.own.left, *(pid for member in self.cluster.here for pid in member.beat.left)]
 
     def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """What exactly each rank does, by rank; a worker may take `patience_seconds` to answer.
@@ -123,22 +121,22 @@ class Generation:
         """
         self._question += 1
         collection = self.own.collect(self._question, patience_seconds)
-        for member in self.crew.here:
+        for member in self.cluster.here:
             member.ask(Ask(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + TRAVEL_SECONDS
-        while not collection.advance() or any(m.shown is None for m in self.crew.here):
-            self.crew.wait(ADVANCE_SECONDS / 2)
+        while not collection.advance() or any(m.shown is None for m in self.cluster.here):
+            self.cluster.wait(ADVANCE_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
         found = {one.rank: one for one in collection.evidence(self.own.samples())}
-        found |= {one.rank: one for member in self.crew.here for one in member.shown or ()}
+        found |= {one.rank: one for member in self.cluster.here for one in member.shown or ()}
         return [_whole(one, found.get(one.rank)) for one in sorted(self.samples(), key=lambda one: one.rank)]
 
     def write_clocks(self) -> None:
         """Write down by how much other nodes' clocks are ahead of this one's, where that has become better known."""
         if (machine := self.own.machine) is None:
             return
-        for member in self.crew.here:
+        for member in self.cluster.here:
             if (record := member.clock.due(member.hello.node, time.monotonic())) is not None:
                 machine.write(record)
 
@@ -156,14 +154,14 @@ class Generation:
         Returns when they have ended, have shown that they never will, or have had the whole grace.
         """
         self.own.release(ranks, word.encode())
-        self.crew.send(Release(tuple(ranks), word))
+        self.cluster.send(Release(tuple(ranks), word))
         began = time.monotonic()
-        while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.crew.ordered:
+        while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.cluster.ordered:
             running = [one for one in self.running() if one.rank in ranks]
             moves = any(one.still_seconds < waited_seconds for one in running)
             if not running or (waited_seconds > REACTION_SECONDS and not moves):
                 return
-            self.crew.wait(FREED_LOOK_SECONDS)
+            self.cluster.wait(FREED_LOOK_SECONDS)
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and all they have started, on all nodes.
@@ -175,12 +173,12 @@ class Generation:
         last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
-            self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.crew.signals))
-        self.crew.send(Stop(0.0))
+            self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
+        self.cluster.send(Stop(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
-        while not self.crew.stopped() and time.monotonic() < deadline:
-            self.crew.wait(deadline - time.monotonic())
+        while not self.cluster.stopped() and time.monotonic() < deadline:
+            self.cluster.wait(deadline - time.monotonic())
         if os.isatty(2):  # a progress bar that was killed had no chance to show the cursor again
             with suppress(OSError):
                 os.write(2, SHOW_CURSOR)
@@ -188,21 +186,21 @@ class Generation:
     def _await_end(self, grace_seconds: float, more_seconds: float, number: int, signals_heard: int) -> None:
         """Ask all to stop, and wait for it; they are not killed for `more_seconds` after that."""
         self._ask_to_stop(grace_seconds + more_seconds, number)
-        deadline, gone = time.monotonic() + grace_seconds, self.crew.launcher_gone
-        while (self.own.seconds_left or not self.crew.stopped()) and len(self.crew.signals) <= signals_heard:
+        deadline, gone = time.monotonic() + grace_seconds, self.cluster.launcher_gone
+        while (self.own.seconds_left or not self.cluster.stopped()) and len(self.cluster.signals) <= signals_heard:
             now = time.monotonic()
             if now >= deadline:
                 break
             if not self.own.patient and any(one.ended_badly for one in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)
                 self._ask_to_stop(deadline - now, number)
-            if self.crew.launcher_gone and not gone:
+            if self.cluster.launcher_gone and not gone:
                 gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
                 self._ask_to_stop(deadline - now, signal.SIGTERM)
-            self.crew.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+            self.cluster.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.crew.send(Stop(grace_seconds, number))
+        self.cluster.send(Stop(grace_seconds, number))
         self.own.stop(grace_seconds, number)
 
 

@@ -7,15 +7,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.crew import Crew
-from paceline.agent.gather import gather_nodes, reachable
+from paceline.agent.cluster import Cluster, RemoteNode
 from paceline.agent.generation import Generation
-from paceline.agent.guarding import Guarding, Judgement
-from paceline.agent.joining import Newcomers
-from paceline.agent.member import RemoteNode
+from paceline.agent.joining import Newcomers, gather_nodes, reachable
+from paceline.agent.monitor import Judgement, LiveStatus, Monitor
 from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
-from paceline.agent.start import Inherited
-from paceline.agent.watching import Watching
+from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.node_plan import NodePlan
@@ -23,7 +20,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECOND
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
-from paceline.guard.verdict import failure_page
+from paceline.guard.report import failure_page
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 
@@ -35,13 +32,13 @@ class Head:
     """The whole run, from the first start to the last end."""
 
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
-        self.plan, self.crew = plan, Crew(plan, orders)
+        self.plan, self.cluster = plan, Cluster(plan, orders)
         self._inherited = inherited
         self._settled = settled  # called when all nodes have started their workers
         self._number = 0  # of the generation
         self._words = ""  # what the last one failed of, in a line
         self._failures: list[FailedGeneration] = []
-        self._newcomers, self._began_seconds = Newcomers(plan, self.crew), 0.0
+        self._newcomers, self._began_seconds = Newcomers(plan, self.cluster), 0.0
         self._entered: Sequence[RemoteNode] = ()  # with the generation that runs
 
     def run(self) -> int:
@@ -55,25 +52,25 @@ class Head:
                 raise
             say(f"the workers cannot be started again: {error}")
         finally:  # also after our own bugs
-            self.crew.end(code)
+            self.cluster.end(code)
             self._newcomers.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
                 write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._words if code not in GOOD_ENDS else ""))
         return code
 
     def _run(self) -> int:
-        self.plan = reachable(gather_nodes(self.plan, self.crew), self.crew)
+        self.plan = reachable(gather_nodes(self.plan, self.cluster), self.cluster)
         self._newcomers.invite(self.plan)
         nproc = self.plan.nproc
-        while not self.crew.ordered:
-            self.plan = reachable(self.plan, self.crew)
+        while not self.cluster.ordered:
+            self.plan = reachable(self.plan, self.cluster)
             plan = replace(self.plan, nproc=nproc, restarts=len(self._failures))
-            with Generation.start(plan, self._number, self.crew, self._inherited) as generation:
+            with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
                 end = self._run_one(generation)
             if isinstance(end, int):
                 return end
             nproc, self._number = end.nproc, self._number + 1
-        return _launcher_gone() if self.crew.launcher_gone else self._stopped_by_signal([])
+        return _launcher_gone() if self.cluster.launcher_gone else self._stopped_by_signal([])
 
     def _run_one(self, generation: Generation) -> Restart | int:
         """Wait for a generation's end: the restart to make, or the exit code; either is reported."""
@@ -91,54 +88,54 @@ class Head:
         self._settled()
         self._began_seconds = time.monotonic()
         end = self._watch(generation)
-        if end == ExitCode.SAVED and generation.regroups and not self.crew.ordered:
+        if end == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended, for others to come or some to go
             return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
         return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
     def _watch(self, generation: Generation) -> int | Judgement:
         """Wait for the generation's end; the exit code, or what it failed of."""
-        guarding, watching = Guarding(generation), Watching(generation)
+        monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
-            watching.look(ranks)
+            status.look(ranks)
             generation.write_clocks()
             if all(one.code in GOOD_ENDS for one in ranks):
-                return guarding.look_last() or good_code(ranks)
+                return monitor.look_last() or good_code(ranks)
             due = due_seconds(ranks)
             if due is not None and time.monotonic() >= due:
-                return guarding.judge_failure(ranks)
+                return monitor.judge_failure(ranks)
             saved = [one.ended_seconds for one in ranks if one.code == ExitCode.SAVED]
             if saved and due is None and time.monotonic() >= min(saved) + self.plan.stop_grace_seconds:
                 return self._end_late(generation, ranks)
-            if due is None and not saved and (stalled := guarding.look()) is not None:
+            if due is None and not saved and (stalled := monitor.look()) is not None:
                 return stalled
             if due is None:
                 self._newcomers.look(self.plan.attempt_dir, generation.proof)
                 if self._newcomers.wanted:
                     generation.regroup()
-            self.crew.wait(guarding.look_seconds if due is None else POLL_FAILING_SECONDS)
-            if self.crew.ordered:
+            self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            if self.cluster.ordered:
                 return self._obey(generation)
 
     def _obey(self, generation: Generation) -> int:
         """End everything, as ordered; the exit code."""
-        if self.crew.launcher_gone:
+        if self.cluster.launcher_gone:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
-        number = self.crew.signals[0] if self.plan.plain_store else signal.SIGTERM
+        number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
         generation.stop(self.plan.stop_grace_seconds, number, signals_heard=1)
         return self._stopped_by_signal(generation.samples())
 
     def _stopped_by_signal(self, ranks: Sequence[Sample]) -> int:
         if ranks and all(one.code in GOOD_ENDS for one in ranks):
             return good_code(ranks)
-        if lost := [member for member in self.crew.members.values() if member.lost]:
+        if lost := [member for member in self.cluster.members.values() if member.lost]:
             # a scheduler ends all tasks of a step when one of them is gone: its order only follows from the loss
             for member in lost:
                 say(f"{member.name} is lost: {member.lost}")
             return ExitCode.FAILED
-        number = signal.Signals(self.crew.signals[0])
+        number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
         if first is not None and end_of(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.of(one) for one in ranks]
@@ -179,7 +176,7 @@ class Head:
         """The restart to make, or the exit code; what is done and why is reported."""
         plan = self.plan
         # also lost while the others were being stopped, say
-        lost = failed.end is RankEnd.LOST or len(self.crew.here) < len(generation.members)
+        lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
         first = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
         new = [one for one in self._entered if first and not lost]
         for member in new:  # no step was taken with them; without them all went well
@@ -194,7 +191,7 @@ class Head:
         return self._go_on(generation, decision, failed.exit_code)
 
     def _with_those_left(self) -> Restart | NoRestart:
-        plan, here = self.plan, 1 + sum(not member.leaves for member in self.crew.here) + self._newcomers.count
+        plan, here = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._newcomers.count
         return without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
 
     def _go_on(self, generation: Generation, decision: Restart | NoRestart, code: int) -> Restart | int:
@@ -203,8 +200,8 @@ class Head:
             if decision.sentence:
                 say(decision.sentence)
             return code
-        self.crew.wait(0.0)
-        if self.crew.ordered:
+        self.cluster.wait(0.0)
+        if self.cluster.ordered:
             return self._obey(generation)
         if left := generation.left():
             # it may still write to what the next generation reads
@@ -213,7 +210,7 @@ class Head:
             return code
         before = len(generation.members)
         self._entered = self._newcomers.admit()
-        members, fewer = self.crew.here, generation.plan.nproc > decision.nproc
+        members, fewer = self.cluster.here, generation.plan.nproc > decision.nproc
         total = decision.nproc + sum(member.hello.nproc for member in members)
         change = Change(len(self._entered), before + len(self._entered) - len(members), 1 + len(members))
         number = f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else ""

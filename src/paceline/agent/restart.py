@@ -12,7 +12,7 @@ from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.failure import LOADER_KILLED
 from paceline.errors import ExitCode
 from paceline.guard.deaths import RankEnd, end_of
-from paceline.guard.story import same_verdict
+from paceline.guard.report import same_verdict
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,224 @@
-"""Where the ranks of a generation meet; where they cannot, which process holds the port."""
+"""Where the ranks of a generation meet, and the way to it, which is open to nobody who does not know the run's secret.
+
+On several hosts the way leads through their agents:
+
+    worker -> 127.0.0.1, its own agent -> door of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
+
+Rank 0's store listens on the loopback of its host, and the kernel drops there whatever is not signed with a key that
+only the agent has. An agent takes in connections of its own user alone (the kernel says whose they are), and node 0's
+also those that another agent brings, which has proved at the door that it knows the secret. What goes through is not
+encrypted. The relay is a thread of the agent: it is about meeting, and carries no gradients.
+"""
 
 import os
+import selectors
 import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
-from paceline.agent.gate import LOOPBACK, StoreGate, far_store, own_store, port_taken
+from paceline.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
 from paceline.contract.node_plan import NodePlan
+from paceline.errors import UsageError
+from paceline.host.procfs import port_holder, tcp_owner
+from paceline.host.signed import sign
+
+LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
+KEY_BYTES = 16
+PIECE_BYTES = 1 << 16
+TRIES = 20  # for a port that is free on both addresses
+
+Connect = Callable[[], socket.socket]
+
+
+class StoreGate:
+    """One node's: its workers find the store at `port` of the loopback. `connect` makes a way on from here, or raises
+    OSError. Two threads: one lets in, which may wait for another agent; one passes on, and never waits.
+    """
+
+    def __init__(self, listener: socket.socket, connect: Connect) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._listener, self._connect = listener, connect
+        self._wake, self._woken = socket.socketpair()
+        self._new: list[tuple[socket.socket, socket.socket]] = []
+        self._closed = False
+        for work in (self._let_in, self._pass_on):
+            threading.Thread(target=work, daemon=True, name=f"paceline{work.__name__}").start()
+
+    def adopt(self, far: socket.socket) -> None:
+        """Bring one to the store that another node's agent has brought here."""
+        try:
+            self._new.append((far, self._connect()))
+        except OSError:  # rank 0 is gone: so says the end of this connection
+            return far.close()
+        with suppress(OSError):
+            self._wake.send(b"+")
+        return None
+
+    def close(self) -> None:
+        """Let nobody in any more, and cut all that is still connected."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
+        self._listener.close()
+        self._wake.close()
+
+    def _let_in(self) -> None:
+        while not self._closed:
+            try:
+                near, its = self._listener.accept()
+            except OSError:  # closed; or there are too many open files just now
+                time.sleep(0.01)
+                continue
+            if tcp_owner(its, near.getsockname()) not in (None, os.geteuid()):
+                near.close()
+                continue
+            self.adopt(near)
+
+    def _pass_on(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                for key, events in selector.select():
+                    if isinstance(key.data, _Way):
+                        key.data.move(selector, events)
+                    elif not self._woken.recv(4096):
+                        for way in {id(k.data): k.data for k in selector.get_map().values() if k.data}.values():
+                            way.close(selector)
+                        self._woken.close()
+                        return
+                while self._new:
+                    one, other = self._new.pop()
+                    there, back = _Way(one, other), _Way(other, one)
+                    there.back, back.back = back, there
+                    selector.register(one, selectors.EVENT_READ, there)
+                    selector.register(other, selectors.EVENT_READ, back)
+
+
+@dataclass(eq=False)
+class _Way:
+    """One direction of a connection: what is read from `source` goes into `sink`."""
+
+    source: socket.socket
+    sink: socket.socket
+    back: "_Way | None" = None
+    waiting: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.source.setblocking(False)
+        self.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def move(self, selector: selectors.BaseSelector, events: int) -> None:
+        """Read, or write what the other end could not take before; the end of one end is the end of both."""
+        assert self.back is not None
+        try:
+            if events & selectors.EVENT_WRITE:  # our source is the other way's sink
+                self.back.flush()
+            if events & selectors.EVENT_READ and not self.waiting:
+                self.waiting = self.source.recv(PIECE_BYTES)
+                if not self.waiting:
+                    return self.close(selector)
+                self.flush()
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self.close(selector)
+        for one, other in ((self, self.back), (self.back, self)):
+            wanted = (0 if one.waiting else selectors.EVENT_READ) | (selectors.EVENT_WRITE if other.waiting else 0)
+            if not wanted:
+                with suppress(KeyError):
+                    selector.unregister(one.source)
+            elif one.source in selector.get_map():
+                selector.modify(one.source, wanted, one)
+            else:
+                selector.register(one.source, wanted, one)
+        return None
+
+    def flush(self) -> None:
+        """Write what waits; raises BlockingIOError when not all of it could be."""
+        while self.waiting:
+            self.waiting = self.waiting[self.sink.send(self.waiting) :]
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """End both ends."""
+        for one in (self.source, self.sink):
+            if one.fileno() >= 0:
+                with suppress(KeyError):
+                    selector.unregister(one)
+                one.close()
+
+
+def own_store(port: int) -> tuple[socket.socket, StoreGate]:
+    """On node 0: the socket for rank 0's store, and the gate to it, at one port of two addresses of the loopback.
+
+    Raises:
+        UsageError: when that port (0: any) is taken.
+    """
+    for _ in range(TRIES):
+        store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)
+        try:
+            for one in (store, listener):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections
+            store.bind((STORE_ADDRESS, port))
+            found: int = store.getsockname()[1]
+            listener.bind((LOOPBACK, found))
+            signed = sign(store, key)
+            store.listen(1024)
+            listener.listen(1024)
+        except OSError as error:
+            store.close()
+            listener.close()
+            if port:
+                raise port_taken(f"port {port}", port, error) from error
+            continue
+        return store, StoreGate(listener, partial(_to_rank_0, found, key if signed else b""))
+    raise UsageError("no port is free on the loopback of this machine")
+
+
+def port_taken(what: str, port: int, error: OSError) -> UsageError:
+    """Who has a port that was asked for."""
+    holder = port_holder(port)
+    by = f" by {holder}" if holder else ""
+    return UsageError(f"{what} is taken{by}: {error.strerror}. Ask for another, or for none.")
+
+
+def _to_rank_0(port: int, key: bytes) -> socket.socket:
+    one = socket.socket()
+    if key:
+        sign(one, key)
+    one.settimeout(MEET_SECONDS)
+    try:
+        one.connect((STORE_ADDRESS, port))
+    except OSError:
+        one.close()
+        raise
+    return one
+
+
+def far_store(head: str, door: int, secret: bytes) -> StoreGate:
+    """On another node: the gate to node 0's store, by the door of its agent."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    return StoreGate(listener, partial(_to_head, head, door, secret))
+
+
+def _to_head(head: str, door: int, secret: bytes) -> socket.socket:
+    met = introduce(socket.create_connection((head, door), timeout=MEET_SECONDS), secret)
+    if not isinstance(met, Link):
+        raise ConnectionRefusedError(met)
+    met.send(ToStore())
+    deadline = time.monotonic() + MEET_SECONDS
+    while not (answer := met.receive()) and not met.ended:
+        if time.monotonic() > deadline:
+            met.end("it did not answer")
+        time.sleep(0.001)
+    if met.ended or not answer or not isinstance(answer[0], Alive):
+        met.end("it has no store")
+        raise ConnectionRefusedError(met.ended)
+    return met.detach()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from paceline.cli.flags import print_json
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.wording import in_runs
+from paceline.guard.sentences import in_runs
 from paceline.observe.terminal import clean
 from paceline.view.analysis import Analysis, Analyzer
 from paceline.view.log_lines import EXAMPLES

@@ -21,8 +21,7 @@ from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.story import Told, description, read_verdict
-from paceline.guard.verdict import VERDICT, page
+from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
 from paceline.observe.terminal import clock
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
@@ -48,7 +47,7 @@ class HangReport(msgspec.Struct, frozen=True):
     live: bool  # of this moment; else what was recorded when the run stalled
     words: str
     verdict_dir: str
-    told: Told | None
+    told: VerdictRecord | None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,7 +87,7 @@ def _report(run_dir: Path, means: Means) -> HangReport:
     return HangReport(str(run_dir), state, False, words, str(folder), told)
 
 
-def _live_words(told: Told) -> str:
+def _live_words(told: VerdictRecord) -> str:
     if told.waited_seconds < MOVES_SECONDS:
         return f"the run goes on: something has moved {told.waited_seconds:.1f} s ago. Where its ranks are just now:"
     return f"nothing has moved for {told.waited_seconds:.1f} s. If that is a stall, then this is why:"
@@ -104,7 +103,7 @@ def _newest_verdict(run_dir: Path) -> Path | None:
     return None
 
 
-def ask_agent(attempt: Path) -> Told | None:
+def ask_agent(attempt: Path) -> VerdictRecord | None:
     """Have the head agent of a running start judge it now; None if it does not answer."""
     nonce = secrets.token_hex(8)
     question, answer = attempt / f"ask-{os.getpid()}-{nonce}", attempt / f"verdict-live-{nonce}"

@@ -14,7 +14,7 @@ from paceline.cli.finding import Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.wording import in_runs, named
+from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
 from paceline.observe.summary import LIVE

@@ -16,7 +16,7 @@ from paceline.cli.run_state import run_state, standing
 from paceline.contract.live import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
-from paceline.guard.story import description
+from paceline.guard.report import description
 from paceline.launch.tail import lines_of, start_of_last
 from paceline.observe.summary import LIVE, RunState
 from paceline.observe.terminal import clean

@@ -15,7 +15,7 @@ from paceline.observe.folder import create_attempt_dir, open_run_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import run_script, worker_command
 from paceline.worker.foreign import COUNTS, launched
-from paceline.worker.observed import begin
+from paceline.worker.watchover import attach_to_agent
 
 SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if not launched(os.environ):
         say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
-        begin(observer_plan(config, windows, os.environ), ["--end"] if config.end else [], os.environ)
+        attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
     if not sys.flags.safe_path:  # `python -m` has put the working folder there, which a script does not see
         sys.path.pop(0)
     run_script(command[command.index(BOOTSTRAP) + 1 :])
@@ -63,15 +63,15 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, words[1:] if words[:1] == ["--"] else words
 
 
-def observer_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]) -> NodePlan:
-    """What this node's observer has to know.
+def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]) -> NodePlan:
+    """The plan of this node's agent.
 
     Raises:
         UsageError: the launcher has not said where this rank is; the folder cannot be used.
     """
     if missing := [name for name in COUNTS if not env.get(name, "").isdecimal()]:
         raise UsageError(f"the launcher has not set {', '.join(missing)}: each rank needs {', '.join(COUNTS)}")
-    rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0's: it starts the observer
+    rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0's: it starts the agent
     run_dir = attempt_dir = ""
     if config.run_dir is not None and rank == 0:
         folder = open_run_dir(config.run_dir, "watchover", resume=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
@@ -87,4 +87,5 @@ def observer_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, s
         run_dir=run_dir,
         attempt_dir=attempt_dir,
         head=(env.get("MASTER_ADDR", ""),),
+        may_end=config.end,
     )

@@ -1,4 +1,4 @@
-"""Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/replicas.py).
+"""Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/silent.py).
 
 A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
 fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on: replicas that have

@@ -77,4 +77,6 @@ class NodePlan(Shared, frozen=True):
     stdin: int = -1  # the launcher's standard input, for scripts
     interface: str = ""  # the network interface by which the other nodes are reached
     keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits, as its agent has: a lock, say
+    attach: int = -1  # the socket at which ranks attach that another launcher started; -1: the agent starts its workers
+    may_end: bool = True  # False: ranks that have attached are never ended
     silence_seconds: float = 0.0  # the lifeline carries a sign of life at least so often; 0: none, only its end counts

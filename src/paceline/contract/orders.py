@@ -73,6 +73,14 @@ def read_inbox(inbox: socket.socket) -> list[signal.Signals]:
         return []
 
 
+def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
+    """The numbers of those that can be read now, or within `seconds`."""
+    poll = select.poll()  # not select: it knows no descriptor beyond 1023
+    for one in descriptors:
+        poll.register(one, select.POLLIN)
+    return {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
+
+
 class Orders:
     """All orders to an agent so far; none is ever taken back, so a later look still finds them.
 
@@ -102,10 +110,7 @@ class Orders:
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone
-        poll = select.poll()  # not select: it knows no descriptor beyond 1023
-        for one in (self._inbox, *lifeline, *also):
-            poll.register(one, select.POLLIN)
-        ready = {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
+        ready = wait_readable([self._inbox, *lifeline, *also], seconds)
         if woken := self._inbox.fileno() in ready:
             self.signals += read_inbox(self._inbox)
         if LIFELINE in ready:

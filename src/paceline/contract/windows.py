@@ -1,4 +1,4 @@
-"""How long nobody in a run may move until it counts as a stall; `guard.pace` measures, and has the table."""
+"""How long nobody in a run may move until it counts as a stall; `guard.detectors` measures, and has the table."""
 
 from __future__ import annotations
 

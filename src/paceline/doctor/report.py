@@ -12,7 +12,7 @@ from paceline.doctor.check import Check, checked, duration, rate
 from paceline.doctor.messages import LinkSpeed
 from paceline.doctor.survey import Survey, usable_addresses
 from paceline.errors import plural
-from paceline.guard.wording import printable
+from paceline.guard.sentences import printable
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 

@@ -3,38 +3,51 @@
 The surest explanation counts, in this order:
 
     died by itself                       DIED: a signal, an exception; who only lost others has not (see deaths.py)
-    are at odds                          MISMATCH, LEFT, DEADLOCK: one of them is wrong (see disputes.py)
+    are at odds                          MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
     are waited for, and wait for nobody  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by how they stand
     all are in, and nothing comes out    NETWORK
     nobody waits for anybody             BEHIND, NOT_MET: those that are elsewhere than the majority
 
 Where nobody can say who is wrong, the parties are named and nobody is blamed: of two ranks that disagree either may be
 right. No clocks are compared; what came first is told by the numbers of collectives, and of failures by their ages.
+
+Ranks are at odds if they have entered different things under the same number, or wait for each other, or if some have
+ended for whom others wait. All ranks run one program. If two of them both keep to it, one is ahead of the other or both
+are at the same place: each waiting for the other is impossible, and so is any circle of ranks that keep to it.
+Therefore, if one rank is wrong, it is in every circle: taken away, it leaves none. If several are wrong, what most of
+them do is right.
+
+    0, 2 wait for 1, and 1 waits for 0, 2     circles 0-1 and 2-1: only 1 is in both, it is wrong
+    0 waits for 1, and 1 for 0                one circle: 0 or 1 is wrong, and nobody can say which
 """
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
-from paceline.contract.places import shown_site
+from paceline.contract.evidence import SHARED_GROUP, Evidence, Op, Phase, Sample, Verdict, VerdictKind
+from paceline.contract.places import shown_site, stands_at, waits_for_ranks
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
-from paceline.guard.disputes import dispute
-from paceline.guard.odds import Odds, find_odds
 from paceline.guard.sentences import conclude
 from paceline.guard.waits import (
+    Odds,
     Rank,
+    find_odds,
     majority,
     parties_by,
     reached,
+    split,
     stands_outside,
+    stream,
+    waiting_alike,
     waiting_graph,
     without_loose_ends,
 )
 
 Ranks = Mapping[int, Rank]
+Graph = Mapping[int, frozenset[int]]  # rank -> those for whom it waits
 BETTER_THAN_VICTIMS = (
     VerdictKind.MISMATCH,
     VerdictKind.DEADLOCK,
@@ -43,6 +56,8 @@ BETTER_THAN_VICTIMS = (
     VerdictKind.UNINTERRUPTIBLE,
     VerdictKind.LOADER,
 )
+UNMET_SECONDS = 2.0  # for which nothing has moved of ranks that can never meet
+IDLE_CPU_SECONDS = 0.5  # in a second; a rank that uses more may still come
 
 
 def judge(evidence: Sequence[Evidence]) -> Verdict:
@@ -52,9 +67,9 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
     tied_up = without_loose_ends(ranks)
     verdict = (
         _died(ranks, odds)
-        or dispute(tied_up, odds)
+        or _dispute(tied_up, odds)
         or _waited_for(ranks, tied_up)
-        or dispute(ranks, odds)
+        or _dispute(ranks, odds)
         or _inside(ranks)
         or _elsewhere(ranks)
     )
@@ -172,3 +187,190 @@ def _elsewhere(ranks: Ranks) -> Verdict:
         return conclude(VerdictKind.UNKNOWN, ranks, lines)
     wrong = [n for n in running if n not in right]
     return conclude(kind, ranks, lines, guilty=wrong)
+
+
+# ---- ranks that are at odds ----
+
+
+def _dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
+    """The verdict on ranks of which one must be wrong; None where there are no such."""
+    graph = _graph(ranks, odds)
+    if not _find_cycle(graph):
+        return None
+    # a training that says its phases does not end there
+    amid_steps = [n for n, one in ranks.items() if one.evidence.phase not in (Phase.USER, Phase.CLOSE)]
+    early = [n for n in amid_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
+    # in every circle; empty if several ranks are wrong
+    suspects = early or [rank for rank in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=rank)]
+    parties = _parties(ranks, odds, suspects, graph)
+    if early or len(suspects) == 1:
+        guilty = suspects
+    elif suspects or (right := majority(parties)) is None:
+        guilty = []
+    else:
+        guilty = sorted(n for party in parties if party is not right for n in party)
+    tie = [] if guilty else [sorted(party) for party in parties]
+    return _told(ranks, odds, guilty, tie, graph)
+
+
+def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
+    """Ranks with the same edges hold one set: of 8,000 half may be at odds with the other half."""
+    sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}
+    for each in odds:
+        for party in each.parties:
+            against = {n for other in each.parties if other is not party for n in other}
+            for n in party:
+                sources[n].append(against)
+    left = {n for n, one in ranks.items() if one.end is RankEnd.LEFT}
+    for waits_for, waiters in waiting_alike(ranks) if left else ():
+        for n in left.intersection(waits_for):
+            sources[n].append(waiters)  # who keeps to the program has nobody wait for it at its end
+    graph: dict[tuple[int, ...], frozenset[int]] = {}
+    for parts in sources.values():
+        if (key := tuple(map(id, parts))) not in graph:
+            graph[key] = frozenset().union(*parts)
+    return {n: graph[tuple(map(id, parts))] for n, parts in sources.items()}
+
+
+def _parties(
+    ranks: Ranks, odds: Sequence[Odds], suspects: Sequence[int], graph: Graph
+) -> Sequence[Mapping[int, object]]:
+    if not suspects and odds:
+        return odds[0].parties
+    members = suspects or sorted(_cyclic_core(graph))
+    return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+
+
+def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
+    if one.end is RankEnd.LEFT:
+        return "ended"
+    op = sentences.held_in(one, members) or (one.pending[-1] if one.pending else None)
+    return None if op is None else (stream(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+
+
+def _told(
+    ranks: Ranks, odds: Sequence[Odds], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
+) -> Verdict:
+    involved = [*guilty, *(n for party in tie for n in party)]
+    for each in odds:
+        count = sum(any(n in party for n in involved) for party in each.parties)
+        if count >= (1 if guilty else 2):
+            right = next((party for party in each.parties if not any(n in party for n in guilty)), each.parties[0])
+            op = next(iter(right.values()))
+            at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
+            lines = sentences.at_odds(each, guilty)
+            return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
+    left = [n for n in involved if ranks[n].end is RankEnd.LEFT]
+    if left:
+        op, lines = sentences.awaited(ranks, left), sentences.waited_for(ranks, left)
+        return sentences.conclude(VerdictKind.LEFT, ranks, lines, guilty=guilty, tie=tie, op=op)
+    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[one].waits_for for one in guilty)]
+    if ended:
+        op, lines = sentences.awaited(ranks, ended), sentences.called_more(ranks, guilty, ended)
+        return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, op=op)
+    groups = [list(party) for party in tie] or [list(guilty), *_rivals(ranks, guilty, graph)]
+    members = [n for group in groups for n in group]
+    ops = {n: op for n in members if (op := sentences.held_in(ranks[n], members)) is not None}
+    op = ops.get(groups[-1][0])
+    lines = sentences.in_circle(ranks, groups, ops)
+    return sentences.conclude(VerdictKind.DEADLOCK, ranks, lines, guilty=guilty, tie=tie, op=op)
+
+
+def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
+    """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
+    wrong = set(guilty)
+    mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
+    rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
+    return [sorted(party) for party in parties_by({n: _position(ranks[n], n, guilty) for n in rivals}, lambda at: at)]
+
+
+def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
+    """The ranks of one circle, of two ranks if there is such a one; empty if there is none."""
+    left = _cyclic_core(graph, without=without)
+    for rank in sorted(left):
+        for other in graph[rank]:
+            if other in left and rank in graph[other]:
+                return {rank, other}
+    if not left:
+        return set()
+    way = [min(left)]  # who is left waits for somebody who is left: sooner or later the way comes back
+    while (following := min(other for other in graph[way[-1]] if other in left)) not in way:
+        way.append(following)
+    return set(way[way.index(following) :])
+
+
+def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
+    """Those who are in a circle or wait for one: all but those that wait for nobody, or only for such, and so on."""
+    holders: dict[int, list[int]] = {}  # of one set of edges: what becomes of it becomes of all of them
+    for rank, others in graph.items():
+        holders.setdefault(id(others), []).append(rank)
+    waiters: dict[int, list[int]] = {}
+    missing: dict[int, int] = {}
+    done = [] if without is None else [without]
+    for key, ranks in holders.items():
+        its = [other for other in graph[ranks[0]] if other != without and other in graph]
+        missing[key] = len(its)
+        for other in its:
+            waiters.setdefault(other, []).append(key)
+        if not its:
+            done += ranks
+    seen: set[int] = set()
+    for rank in done:  # grows as it goes
+        for key in waiters.get(rank, ()) if rank not in seen else ():
+            missing[key] -= 1
+            if missing[key] == 0:
+                done += holders[key]
+        seen.add(rank)
+    return set(graph) - seen
+
+
+# ---- collectives that can never complete ----
+
+
+def never_meet(evidence: Sequence[Evidence]) -> bool:
+    """Whether ranks wait in collectives that can never complete, whatever the others do.
+
+    A rank that is late and a rank that hangs look alike, so the guard waits for the window before it names one. Two
+    cases leave no doubt:
+
+    - Two ranks wait under the same number of the same group, and the operation, the shape, the type or the root differs
+      (in shared memory also the name): the transport never pairs them.
+    - Ranks wait for each other in a circle: each of them stands in a collective that another one of them has not
+      called.
+
+    Each of these ranks must stand inside its call, must have answered, and must not have moved for UNMET_SECONDS.
+    Operations that a rank has started and does not wait for count for neither, nor do messages between two ranks.
+    """
+    ranks = waiting_graph(evidence)
+    held = {n: op for n, one in ranks.items() if (op := _surely_in(one)) is not None}
+    if len(held) < 2:
+        return False
+    return any(_differ(each, held) for each in find_odds(ranks)) or bool(_find_cycle(_edges(ranks, held)))
+
+
+def _surely_in(one: Rank) -> Op | None:
+    """The collective in which this rank surely waits; None if that is not certain."""
+    evidence = one.evidence
+    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < UNMET_SECONDS:
+        return None
+    if evidence.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(evidence) is not True:
+        return None
+    on_stack = [op for op in one.pending if not op.is_message and stands_at(evidence, op)]
+    return on_stack[-1] if on_stack else None
+
+
+def _differ(odds: Odds, held: Mapping[int, Op]) -> bool:
+    """Whether two of those that wait have entered what no transport pairs."""
+    ops = {n: op for party in odds.parties for n, op in party.items() if held.get(n) == op}
+    return len(ops) > 1 and len(split(ops, by_name=odds.stream[0].startswith(SHARED_GROUP))) > 1
+
+
+def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
+    """Those who wait, and for whom of each other; ranks with the same edges share one set."""
+    shared: dict[tuple[int, Op], frozenset[int]] = {}
+    for n, op in held.items():
+        waits_for = ranks[n].waits_for
+        key = id(waits_for), op
+        if key not in shared:
+            shared[key] = frozenset(other for other, its in waits_for.items() if its == op and other in held)
+    return {n: shared[id(ranks[n].waits_for), op] for n, op in held.items()}

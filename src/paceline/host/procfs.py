@@ -8,7 +8,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,14 +128,6 @@ def processes() -> Iterator[Process]:
     for folder in PROC.iterdir() if PROC.is_dir() else ():
         if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
             yield process
-
-
-def descendants(pids: Collection[int]) -> dict[int, int]:
-    """The processes that these have started, and those that these have, and so on: pid -> start."""
-    everybody, found = [*processes()], dict[int, int]()
-    while more := {p.pid: p.start for p in everybody if p.pid not in found and (p.parent in pids or p.parent in found)}:
-        found |= more
-    return found
 
 
 def exit_code(pid: int, pidfd: int) -> int | None:

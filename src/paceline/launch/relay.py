@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from paceline.guard.wording import in_runs
+from paceline.guard.sentences import in_runs
 from paceline.observe.terminal import LiveFilter, harmless, last_drawn
 
 FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts

@@ -17,7 +17,7 @@ from paceline.contract.live import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.disk import writing
 from paceline.disk.owners import opened
 from paceline.disk.reading import decode
-from paceline.guard.slow import Spent, slow_rank
+from paceline.guard.detectors import Spent, slow_rank
 from paceline.observe.events import Checkpointed, Event, Started, Step, decode_event, event_files
 from paceline.observe.machine import MachineUse, decode_record, machine_files
 from paceline.view.rank_now import HISTORY, History, RankNow

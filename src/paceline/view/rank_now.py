@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from paceline.contract.evidence import Phase
 from paceline.contract.live import LiveRank
-from paceline.guard.slow import OWN
+from paceline.guard.detectors import OWN
 from paceline.observe.events import Step
 from paceline.observe.machine import GpuUse, RankUse
 

@@ -17,7 +17,7 @@ import msgspec
 from paceline.contract.failure import Failure
 from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
-from paceline.guard.story import Told, read_verdict
+from paceline.guard.report import VerdictRecord, read_verdict
 from paceline.observe.events import Started, decode_event, event_files
 from paceline.observe.folder import CONFIG, attempt_number, failure_records
 from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files
@@ -50,7 +50,7 @@ class WholeRun:
     """by node: its newest reading"""
     failures: list[Failure] = field(default_factory=list[Failure])
     """of all starts, in the ranks' own words"""
-    verdicts: list[Told] = field(default_factory=list[Told])
+    verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
     noted: list[Noted] = field(default_factory=list[Noted])
     """what the agent has found while it ran, of all starts"""
     starts: int = 0

@@ -129,7 +129,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         os.pwrite(record, encoded, 0)
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
-    if birth is None:  # an observer may be gone by now: nobody is sure to tell it
+    if birth is None:  # its agent may be gone by now: nobody is sure to tell it
         return False
     with suppress(OSError):
         writing.replace(Path(birth.attempt_dir) / error_file_name(int(rank), birth.generation), encoded)

@@ -51,8 +51,8 @@ class Guard:
         """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
         self.on = on
         self._has_agent = box is not None
-        self.record = -1  # memory for the record of a failure, where an observer is to read it
-        self.last_word: Callable[[int], None] | None = None  # says the exit code to an observer
+        self.record = -1  # memory for the record of a failure, for an agent that did not start us
+        self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
         self.box = box or Box(make_box(0))
         self._complained = False
         self._ledger = Ledger(self.box, self.complain)
@@ -81,11 +81,8 @@ class Guard:
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
 
-    def start(self, also: Callable[[], None] | None = None) -> Self:
-        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises.
-
-        The watcher's thread calls `also` four times a second.
-        """
+    def start(self) -> Self:
+        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises."""
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
         native: NativeStacks | None = None
@@ -94,7 +91,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self.complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self.complain, also)
+        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self.complain)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -157,11 +154,6 @@ class Guard:
         """What the last `take_order` covered, the oldest first; of more than 256 the last."""
         return self._ledger.taken()
 
-    def leave(self, code: int) -> None:
-        """Say with which exit code this process is about to end, where somebody listens."""
-        if self.last_word is not None:
-            self.last_word(code)
-
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
         return (self.box.word().decode(errors="replace") or "{}") if self.box.get("released") else ""
@@ -205,7 +197,7 @@ class Guard:
         self.box.keep_for_loaders()
         self._ledger.active = False
         self.on = self._has_agent = False
-        self.record, self.last_word = -1, None
+        self.record, self.leave = -1, lambda code: None
 
     def complain(self, error: BaseException) -> None:
         """Say once that something of ours has failed; what it was about goes on."""

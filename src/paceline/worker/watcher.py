@@ -39,11 +39,9 @@ class Watcher:
         connections: Connections,
         native: NativeStacks | None,
         complain: Callable[[BaseException], None],
-        also: Callable[[], None] | None = None,
     ) -> None:
         self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
         self._complain = complain
-        self._parts = (self._beat, self._reply, self._release, *([also] if also is not None else []))
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
@@ -63,7 +61,7 @@ class Watcher:
         with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
         while not self._stop.wait(WAKE_SECONDS):
-            for part in self._parts:
+            for part in (self._beat, self._reply, self._release):
                 try:
                     part()
                 except Exception as error:

@@ -1,13 +1,15 @@
-"""The head's part of the guard: it has a standstill or a failure judged, and writes the verdict down.
+"""The head's monitor of a generation: it judges stalls, failures and silent faults, and serves `paceline watch`.
 
-What becomes of the run is the head's business. What goes wrong in here is reported once, and the run goes on without a
-guard; a failure is then judged by samples alone.
+What becomes of the run is the head's business. An error in here is reported once, and the run continues without the
+part that failed; a failure is then judged by samples alone.
 """
 
+import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +17,38 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.gather import unreachable
 from paceline.agent.generation import Generation
-from paceline.agent.silence import Silence
-from paceline.agent.watching import take_asks
+from paceline.agent.joining import unreachable
 from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
+from paceline.contract.live import CHECKPOINT_ASK, LIVE, WATCHED, Live, LiveRank
+from paceline.disk import writing
 from paceline.errors import ExitCode
-from paceline.guard import story
-from paceline.guard.asleep import Asleep
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.judge import judge, judge_samples
-from paceline.guard.pace import Alarm, Pace, beat_seconds, perhaps_waiting, sample_seconds, stands_still, to_free, waits
-from paceline.guard.slow import Slowness
-from paceline.guard.unmet import Unmet, never_meet
-from paceline.guard.verdict import EXIT_CODES, failure_page, in_a_line, page, warning
-from paceline.guard.wording import named, verb
+from paceline.guard.detectors import (
+    Alarm,
+    SleepDetector,
+    StallDetector,
+    StragglerDetector,
+    UnmetDetector,
+    beat_seconds,
+    perhaps_waiting,
+    sample_seconds,
+    stands_still,
+    to_free,
+    waits,
+)
+from paceline.guard.judge import judge, judge_samples, never_meet
+from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
+from paceline.guard.sentences import named, verb
+from paceline.guard.silent import SilentFaultDetector, calls_of
+from paceline.observe.notices import Noted, note
 from paceline.observe.terminal import say
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning
 LEFT_SECONDS = 5.0  # all that run wait, and a rank has left: nothing is learned by waiting longer
 REACH_SECONDS = 6.0
+PATIENCE_SECONDS = 0.5  # for the calls behind a silent fault
 ASK_SECONDS = 1.0
 MAX_ASKS = 8  # `paceline hang`, in as many terminals
 ASK = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
@@ -79,18 +92,21 @@ class Judgement:
         return self.told or failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
 
 
-class Guarding:
+class Monitor:
     """The guard of one generation."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.stall_after
-        self._pace = Pace(self._windows)
-        self._slowness = Slowness({one.rank: one.host for one in generation.samples()})
+        self._stalls = StallDetector(self._windows)
+        self._stragglers = StragglerDetector({one.rank: one.host for one in generation.samples()})
         self.look_seconds = sample_seconds(self._windows)  # how often to look
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
-        self._silence, self._asleep, self._off = Silence(generation), Asleep(self._windows), self._windows.off
-        self._unmet = Unmet(self._windows)
+        self._silent = SilentFaultDetector(
+            self._plan.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
+        )
+        self._sleep, self._unmet = SleepDetector(self._windows), UnmetDetector(self._windows)
+        self._off = self._windows.off
 
     def look(self) -> Judgement | None:
         """Do what is to be done now; a stall, if there is one."""
@@ -105,8 +121,7 @@ class Guarding:
     def look_last(self) -> Judgement | None:
         """When all have ended in good order: what is wrong with it all the same."""
         try:
-            found = None if self._off else self._silence.look(last=True)
-            return self._judged(*found, 0.0) if found else None
+            return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
@@ -128,13 +143,13 @@ class Guarding:
     def _look(self) -> Judgement | None:
         running = self._generation.running()
         self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._pace.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
-        for kind, words in (("", self._pace.notice), ("slow", self._slow(running))):
+        alarm = self._stalls.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
+        for kind, words in (("", self._stalls.notice), ("slow", self._slow(running))):
             if words:
-                self._silence.tell(words, kind=kind)
-        self._pace.notice = ""
-        if wrong := self._silence.look():
-            return self._judged(*wrong, 0.0)
+                self._notify(words, kind=kind)
+        self._stalls.notice = ""
+        if wrong := self._look_for_silent_faults():
+            return wrong
         self._answer_asks()
         if unmet := self._never_meeting(running):
             return unmet
@@ -156,12 +171,35 @@ class Guarding:
         say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
+    def _look_for_silent_faults(self, *, last: bool = False) -> Judgement | None:
+        """Report what goes wrong silently in a script; the judgement by which the run is to be ended."""
+        samples = self._generation.samples()
+        if not any(one.script for one in samples):
+            return None
+        found = self._silent.see(samples, last=last)
+        stops, step = self._plan.on_drift == "stop", max(one.step for one in samples)
+        for notice in self._silent.notices:
+            self._notify(notice.words, step, kind=notice.kind)
+        self._silent.notices.clear()
+        for one in found[:1] if stops else found:
+            name = one.kind.name.replace("_", " ")
+            words = f"{name}{f' at step {one.step}' if one.step else ''}: {'; '.join(one.sentences)}"
+            self._notify(words, one.step or step, kind=name.lower(), aloud=not stops)  # else its page follows
+        return self._judged(found[0], self._generation.ask(PATIENCE_SECONDS), 0.0) if stops and found else None
+
+    def _notify(self, words: str, step: int = 0, *, kind: str = "", aloud: bool = True) -> None:
+        """Report it on the screen and in the attempt's folder."""
+        if aloud:
+            say(words)
+        if self._plan.attempt_dir:
+            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step, kind))
+
     def _slow(self, running: Sequence[Sample]) -> str:
         """Who slows the run down, and what its GPU suffers from."""
-        words = self._slowness.see(running)
-        if words and self._slowness.rank is not None:
+        words = self._stragglers.see(running)
+        if words and self._stragglers.rank is not None:
             evidence = self._generation.ask(WARNING_SECONDS)
-            words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._slowness.rank and one.gpu)
+            words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._stragglers.rank and one.gpu)
         return words
 
     def _never_meeting(self, running: Sequence[Sample]) -> Judgement | None:
@@ -187,7 +225,7 @@ class Guarding:
         asked_seconds, met = self._windows.seconds, any(one.met for one in running)
         apart = self._plan.world_size > 1 and not met and asked_seconds is not None and still_seconds >= asked_seconds
         left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
-        if self._asleep.due(running):
+        if self._sleep.due(running):
             return Alarm("stall", still_seconds, 0.0)
         if not apart and not (left and any(one.code == ExitCode.DONE for one in self._generation.samples())):
             return None
@@ -196,13 +234,13 @@ class Guarding:
 
     def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Judgement | None:
         verdict = judge(evidence)
-        proof = self._asleep.proves(verdict, evidence)
+        proof = self._sleep.proves(verdict, evidence)
         if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
             return None
         if verdict.kind is VerdictKind.NETWORK:
-            apart = unreachable(self._generation.crew, REACH_SECONDS, lambda: self._generation.interrupted)
+            apart = unreachable(self._generation.cluster, REACH_SECONDS, lambda: self._generation.interrupted)
             verdict = replace(verdict, sentences=(*verdict.sentences, *apart[:8]))
-            if self._generation.interrupted or time.monotonic() < self._generation.crew.settled_seconds:
+            if self._generation.interrupted or time.monotonic() < self._generation.cluster.settled_seconds:
                 return None  # of a cable that carries again connections come back by themselves, but not at once
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
 
@@ -215,7 +253,7 @@ class Guarding:
             folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
             folder = next(folder for folder in folders if not folder.exists())
             try:
-                story.write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
+                write_verdict(folder, verdict, evidence, waited_seconds=waited_seconds)
                 shown, run = _short(folder), _short(Path(self._plan.run_dir)) if self._plan.run_dir else ""
             except OSError:  # a full disk does not keep anybody from being named
                 shutil.rmtree(folder, ignore_errors=True)
@@ -236,7 +274,7 @@ class Guarding:
             waited_seconds = min((one.still_seconds for one in evidence if one.code is None), default=0.0)
             with suppress(OSError):
                 place = folder / f"verdict-live-{nonce}"
-                story.write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
+                write_verdict(place, judge(evidence), evidence, waited_seconds=waited_seconds)
 
 
 def _short(path: Path) -> str:
@@ -245,3 +283,57 @@ def _short(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except (OSError, ValueError):  # the folder that it was started in is gone; or the path is elsewhere
         return str(path)
+
+
+# ---- `paceline watch` ----
+
+LOOK_SECONDS = 0.9  # the head comes by once a second
+WATCHED_SECONDS = 15.0  # since the last touch
+CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
+
+
+class LiveStatus:
+    """Of one generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._folder = Path(generation.plan.attempt_dir)
+        self._looked_seconds = 0.0
+        self._touched, self._touched_seconds = 0, float("-inf")  # as its file system has it, and when we saw that
+        self._off = not generation.plan.attempt_dir
+
+    def look(self, ranks: Sequence[Sample]) -> None:
+        """Do what is to be done now."""
+        now = time.monotonic()
+        if self._off or now < self._looked_seconds + LOOK_SECONDS:
+            return
+        self._looked_seconds = now
+        try:
+            if self._is_watched(now):
+                live = Live(round(time.time(), 3), self._generation.own.number, tuple(LiveRank.of(r) for r in ranks))
+                writing.replace(self._folder / LIVE, msgspec.json.encode(live))
+            if [*take_asks(self._folder, CHECKPOINT)]:
+                self._generation.own.ask_to_save()  # rank 0 is ours, and votes on it with all others
+        except Exception as error:
+            self._off = True
+            say(f"warning: paceline watch sees this run no more: {type(error).__name__}: {error}")
+
+    def _is_watched(self, now_seconds: float) -> bool:
+        """No two machines' clocks are compared: what counts is that the file's time has changed."""
+        try:
+            touched = (self._folder / WATCHED).lstat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if touched != self._touched:
+            self._touched, self._touched_seconds = touched, now_seconds
+        return now_seconds < self._touched_seconds + WATCHED_SECONDS
+
+
+def take_asks(folder: Path, ask: re.Pattern[str]) -> Iterator[str]:
+    """Remove the files by which somebody asks for something, one by one: what their names say of who asks."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            match = ask.fullmatch(entry.name)
+            if match is not None and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                Path(entry.path).unlink()
+                yield match[1]

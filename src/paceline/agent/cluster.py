@@ -1,31 +1,190 @@
 """The other nodes as the head sees them: who has come, how their workers are, and who is no longer heard of.
 
-The head waits in here, and nowhere else: until the time is over, or an order, another node or the end of a child comes.
+The head waits in `Cluster.wait`, and nowhere else: until the time is over, or an order, another node or the end of a
+child comes.
 """
 
+import math
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from paceline.agent import messages as m
-from paceline.agent.channel import Link
-from paceline.agent.door import Door
-from paceline.agent.gate import StoreGate
-from paceline.agent.member import RemoteNode
+from msgspec.structs import replace
+
+from paceline.agent.channel import (
+    BEAT_SECONDS,
+    Alive,
+    Ask,
+    Beat,
+    Hello,
+    Link,
+    Listener,
+    Message,
+    Ordered,
+    PeerAddress,
+    Reached,
+    RunOver,
+    Shown,
+    StartOrder,
+    StartReply,
+    ToStore,
+)
+from paceline.agent.store import StoreGate
+from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
 from paceline.errors import PacelineError
 from paceline.host.procfs import allow_files
+from paceline.observe.machine import ClockAhead
 from paceline.observe.terminal import say
+
+DRIFT = 1e-4  # seconds a second by which two clocks may part: quartz is good for 5e-5
+AGAIN_SECONDS = 60.0  # between two records that say nothing better
+
+
+class ClockBounds:
+    """By how much a node's clock is ahead of node 0's, from the times that the agents put on their signs of life.
+
+    A message that is sent at s by one clock and comes at r by the other has taken r - s, plus or minus the clocks'
+    difference. No message comes before it was sent. So each one to the head says that the node is ahead by at least
+    s - r, and each one to the node that it is ahead by at most r - s: the quickest of both directions leave the
+    narrowest bounds, and the middle of them is wrong by half their width at most, however unlike the two ways are.
+    """
+
+    def __init__(self) -> None:
+        self.least_seconds, self.most_seconds = -math.inf, math.inf  # the node is ahead by this
+        self._at_seconds = 0.0  # monotonic, when that held
+        self._written_seconds, self._written_error_seconds = -math.inf, math.inf
+
+    @property
+    def error_seconds(self) -> float:
+        """How wrong `ahead_seconds` may be; infinite as long as nothing has come of one direction."""
+        return (self.most_seconds - self.least_seconds) / 2
+
+    @property
+    def ahead_seconds(self) -> float:
+        """The most likely difference."""
+        return self.least_seconds + self.error_seconds
+
+    def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
+        """Take in what a message shows that has come at `now_seconds` (monotonic)."""
+        drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # what was known has become less certain
+        least, most = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
+        if least > most:  # a clock has been set: nothing that was known holds any more
+            least, most = least_seconds, most_seconds
+            self._written_error_seconds = math.inf
+        self.least_seconds, self.most_seconds, self._at_seconds = least, most, now_seconds
+
+    def due(self, node: int, now_seconds: float) -> ClockAhead | None:
+        """The record to write now: the first, one that is twice as good as the last, and else one a minute."""
+        error = self.error_seconds
+        late = now_seconds >= self._written_seconds + AGAIN_SECONDS
+        if math.isinf(error) or not (error <= self._written_error_seconds / 2 or late):
+            return None
+        self._written_seconds, self._written_error_seconds = now_seconds, error
+        return ClockAhead(round(time.time(), 3), node, round(self.ahead_seconds, 6), round(error, 6))
+
+
+class RemoteNode:
+    """One other node."""
+
+    def __init__(self, hello: Hello, link: Link) -> None:
+        self.hello, self.link = hello, link
+        self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
+        self.clock = ClockBounds()  # the same, better known with every beat
+        self.ranks: Sequence[int] = hello.ranks  # in this generation
+        self.beat = Beat(-1)
+        self._ends: tuple[object, ...] = ()  # what the last beat said of ends, of workers and of their generation
+        self.asked = 0  # the number of the last question
+        self.shown: list[Evidence] | None = None  # its answer, once it is whole
+        self._arrived: list[Evidence] = []
+        self._samples: dict[int, Sample] = {}  # by rank
+        self._listed: tuple[object, str, Sequence[Sample]] | None = None  # the list, and what it was made from
+        self.reached: Reached | None = None
+        self.started: StartReply | None = None
+        self.lost = ""  # why it no longer takes part; empty while it does
+        self.leaves = ""  # why it wants to go; between two steps it may
+        self.joined = False  # it has come by `paceline join`: what it is ordered to do is meant for it alone
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"node {self.hello.node} ({self.hello.facts.host})"
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where others can try to reach it."""
+        return PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
+
+    def start(self, start: StartOrder) -> None:
+        """Have it start its part of a generation."""
+        self.ranks = self.hello.ranks or range(start.first_rank, start.first_rank + self.hello.nproc)
+        self.beat, self._samples, self.started = Beat(start.generation), {}, None
+        self.link.send(start)
+
+    def samples(self) -> Sequence[Sample]:
+        """What is known of its workers in this generation, also if it is lost."""
+        if self._listed is None or self._listed[0] is not self._samples or self._listed[1] != self.lost:
+            self._listed = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
+        return self._listed[2]
+
+    def _sample(self, rank: int) -> Sample:
+        known = self._samples.get(rank) or Sample(rank, self.hello.facts.host, 0, self.hello.node)
+        if not self.lost or known.code is not None:
+            return known
+        lost = f"{self.name} is lost: {self.lost}"
+        return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
+
+    def ask(self, question: Ask) -> None:
+        """Have it find out what exactly its workers do."""
+        self.asked, self.shown, self._arrived = question.question, None, []
+        self.link.send(question)
+
+    def hear(self, message: Message) -> bool:
+        """Take in what it says; whether that is news, and not what it says again and again."""
+        match message:
+            case Beat():
+                return self._hear_beat(message)
+            case Shown():
+                self._hear_answer(message)
+                return False  # whoever has asked looks ten times a second
+            case StartReply():
+                self.started = message
+            case Reached():
+                self.reached = message
+            case _:
+                self.link.end("it sent what only a head sends")
+        return True
+
+    def _hear_beat(self, beat: Beat) -> bool:
+        now, before = time.monotonic(), self._ends
+        if beat.unix_time is not None:
+            self.clock.see(now, least_seconds=beat.unix_time - time.time())
+        if beat.alive_took_seconds is not None:
+            self.clock.see(now, most_seconds=beat.alive_took_seconds)
+        if beat.generation >= self.beat.generation:  # else it was on its way when the next one was started
+            self.beat = beat
+            codes = ((one.code, one.failure is None) for one in beat.workers)
+            self._ends = beat.generation, beat.stopped, beat.left, *codes
+            if beat.workers:
+                self._samples = {one.rank: one.turned(now) for one in beat.workers}
+        return self._ends != before
+
+    def _hear_answer(self, answer: Shown) -> None:
+        if answer.question == self.asked and answer.evidence is None:
+            self.shown = self._arrived
+        elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
+            self._arrived.append(answer.evidence.turned(time.monotonic()))
+
 
 FAREWELL_SECONDS = 3.0
 FILES = 1024  # for all but the links
 BATCH_SECONDS = 1e-4  # for each node: how long signs of life may wait to be taken in; a tenth of a second of a thousand
 MAX_PARTED = 16
-SILENT_SECONDS = 3 * m.BEAT_SECONDS
+SILENT_SECONDS = 3 * BEAT_SECONDS
 
 
-class Ears:
+class Poller:
     """Which of many links have something to say: the kernel keeps the list, so a look costs the same for a thousand.
 
     It can be waited for itself: it is readable when one of them is.
@@ -59,7 +218,7 @@ class Ears:
         self._kernel.close()
 
 
-class Crew:
+class Cluster:
     """All nodes but the head's own, and all orders, whichever agent was given them."""
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
@@ -70,11 +229,11 @@ class Crew:
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
-        self._door = Door(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._door = Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # when connections have recovered from what has been silent and is heard again
-        self._ears = Ears()
+        self._ears = Poller()
         self._parted: list[Link] = []  # to nodes that have been told to end
 
     @property
@@ -108,7 +267,7 @@ class Crew:
         if self._door is None:
             self._orders.wait(seconds)
             return
-        until = time.monotonic() + min(seconds, m.BEAT_SECONDS)
+        until = time.monotonic() + min(seconds, BEAT_SECONDS)
         while True:
             self._ears.attend(one.link for one in (*self.here, *self.waiting))
             waited_for = [*self._door.sockets(), self._ears]
@@ -124,29 +283,29 @@ class Crew:
     def _listen(self) -> bool:
         """Take in what members have sent, and send signs of life where they are due; whether there is news."""
         heard, news = {*self._ears.heard()}, False
-        breath = time.monotonic() > self._beat_seconds + m.BEAT_SECONDS
+        breath = time.monotonic() > self._beat_seconds + BEAT_SECONDS
         for member in (*self.here, *self.waiting) if heard or breath else ():
             if breath or member.link in heard:  # with each breath all are looked at: who is silent says nothing
                 news = self._hear(member, member.link.receive()) or news
                 member.lost = member.link.ended
                 news = news or bool(member.lost)
             if breath:
-                member.link.send(m.Alive(time.time()))  # a time for each: a send may wait
+                member.link.send(Alive(time.time()))  # a time for each: a send may wait
         if breath:
             self._beat_seconds = now = time.monotonic()
             silent = max((now - member.link.heard_seconds for member in self.here), default=0.0)
             if silent > SILENT_SECONDS:  # TCP tries again after pauses that double: up to as long as it was cut off
-                self.settled_seconds = now + silent + m.BEAT_SECONDS
+                self.settled_seconds = now + silent + BEAT_SECONDS
         return news
 
-    def _welcome(self, link: Link, messages: Sequence[m.Message]) -> None:
+    def _welcome(self, link: Link, messages: Sequence[Message]) -> None:
         hello = messages[0]
-        if isinstance(hello, m.ToStore):
+        if isinstance(hello, ToStore):
             if self.gate is None:
                 return link.end("there is no store")
-            link.send(m.Alive())
+            link.send(Alive())
             return self.gate.adopt(link.detach())
-        if not isinstance(hello, m.Hello):
+        if not isinstance(hello, Hello):
             return link.end("it did not say who it is")
         if self.place_for is not None:
             return self._welcome_late(self.place_for, RemoteNode(hello, link), messages[1:])
@@ -158,14 +317,14 @@ class Crew:
             self.wrong.append(f"{who} came, but that number has {there.host}, pid {there.pid}, already")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(m.Alive(time.time()))  # also of a run that is over at once the clocks shall be known
+            link.send(Alive(time.time()))  # also of a run that is over at once the clocks shall be known
             self._hear(member, messages[1:])
             return None
-        link.send(m.RunOver(2))
+        link.send(RunOver(2))
         return link.end("not taken")
 
     def _welcome_late(
-        self, place_for: Callable[[RemoteNode], object], one: RemoteNode, messages: Sequence[m.Message]
+        self, place_for: Callable[[RemoteNode], object], one: RemoteNode, messages: Sequence[Message]
     ) -> None:
         """Have one that comes while the run is on its way wait, or turn it away: the run goes on as it was."""
         facts = one.hello.facts
@@ -176,21 +335,21 @@ class Crew:
             say(f"{facts.host} (pid {facts.pid}) is not let in: {error}")
             return self.part_with(one, error.exit_code, f"{facts.host} is not let in: {error}")
         self.waiting.append(one)
-        one.link.send(m.Alive(time.time()))
+        one.link.send(Alive(time.time()))
         self._hear(one, messages)
         return None
 
     def part_with(self, one: RemoteNode, code: int, words: str = "") -> None:
         """Have a node end with this code, and these words; the run goes on."""
-        one.link.send(m.RunOver(code, words))
+        one.link.send(RunOver(code, words))
         self._parted.append(one.link)  # closed at once, the order might be lost before it is read
         while len(self._parted) > MAX_PARTED:
             self._parted.pop(0).end("it has had its time")
 
-    def _hear(self, member: RemoteNode, messages: Sequence[m.Message]) -> bool:
+    def _hear(self, member: RemoteNode, messages: Sequence[Message]) -> bool:
         news = False
         for message in messages:
-            if not isinstance(message, m.Ordered):
+            if not isinstance(message, Ordered):
                 news = member.hear(message) or news
                 continue
             news = True
@@ -201,7 +360,7 @@ class Crew:
                 self._told.setdefault(member.hello.node, []).append(message.signal)
         return news
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: Message) -> None:
         """Tell all that take part."""
         for member in self.here:
             member.link.send(message)
@@ -213,7 +372,7 @@ class Crew:
     def end(self, code: int) -> None:
         """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
         for member in (*self.here, *self.waiting):
-            member.link.send(m.RunOver(code))
+            member.link.send(RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [one.link for one in self.here if not one.link.ended]) and time.monotonic() < deadline:
             self._ears.attend(links)

@@ -1,0 +1,451 @@
+"""The agent of ranks that another launcher (torchrun, srun, mpirun) started: `paceline watchover`.
+
+There is one on each node. The ranks attach to it through a socket (`contract/attach.py`). It watches them as an agent
+watches workers that it started, with these differences: it starts and restarts nobody, it ends ranks only if its plan
+allows that (`may_end`), and it ends with the last of them. Once the ranks have met in torch's store, the agents of
+several nodes know each other: node 0's judges, the others follow it.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace as changed
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from paceline.agent.channel import Link, StartOrder, StartReply
+from paceline.agent.cluster import Cluster
+from paceline.agent.follower import Follower
+from paceline.agent.generation import Generation
+from paceline.agent.head import POLL_FAILING_SECONDS
+from paceline.agent.monitor import Judgement, Monitor
+from paceline.agent.workers import Inherited, Worker, Workers
+from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
+from paceline.contract.evidence import Sample
+from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.contract.node_plan import NodePlan
+from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders, Readable, wait_readable
+from paceline.errors import ExitCode, PacelineError
+from paceline.guard.deaths import due_seconds, first_to_fail
+from paceline.guard.sentences import named, verb
+from paceline.host.procfs import exit_code, processes, read_process
+from paceline.host.sweep import Member
+from paceline.observe.terminal import say
+
+ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come
+LATE_SECONDS = 1.0  # for one more, when all that have come are gone again
+LINGER_SECONDS = 30.0  # that node 0's agent stays for the others when its own ranks are done
+MEET_SECONDS = 3.0  # for the other nodes to come, if something has failed before they have
+MOVED_SECONDS = 1.0
+QUESTION_SECONDS = 5.0
+KILL_SECONDS = 2.0
+IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits for the verdict
+LAUNCHER_SECONDS = 1.0  # between two looks for the launcher
+
+
+class ForeignProcess:
+    """A process that is no child of the agent's."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError when there is none."""
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.code: int | None = None  # that it has ended with, or has said that it ends with
+
+    def fileno(self) -> int:
+        """For select: readable when it has ended."""
+        return self.pidfd
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        if self.code is None and wait_readable([self], 0.0):
+            code = exit_code(self.pid, self.pidfd)
+            self.code = -signal.SIGKILL if code is None else code  # it did not say goodbye: it was killed
+        return self.code
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal; one that has ended, or says that it does, gets none: its exit code is its own."""
+        with suppress(OSError):
+            if self.poll() is None:
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def wait(self, timeout: float, /) -> int | None:
+        """Wait until it ends, or the time is over."""
+        wait_readable([self], timeout)
+        return self.poll()
+
+
+class AttachedWorkers(Workers):
+    """The ranks of one node that have attached; none is ended unless `plan.may_end`.
+
+    Raises:
+        OSError: `plan.attach` is no socket.
+    """
+
+    def __init__(self, plan: NodePlan) -> None:
+        super().__init__(plan, 0, 0)
+        self.meeting: Meeting | None = None  # where node 0's agent is, as a rank has told us
+        self._listener = socket.socket(fileno=plan.attach)
+        self._listener.setblocking(False)
+        self._connections: dict[socket.socket, int] = {}  # -> the pid at its other end
+        self._first: socket.socket | None = None  # the connection to rank 0
+        self._goodbyes: dict[socket.socket, float] = {}  # to ranks that leave, and when at the latest to let them go
+        self._processes: dict[int, ForeignProcess] = {}  # by rank
+        self._parents: dict[int, int] = {}  # rank -> its launcher's process on this node
+        self._started: dict[int, int] = {}  # pid -> start of what the ranks had started when they were to end
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are here, or were."""
+        return tuple(worker.rank for worker in self._workers)
+
+    @property
+    def all_here(self) -> bool:
+        """Whether each rank of this node has come."""
+        return len(self._workers) >= self.plan.nproc
+
+    @property
+    def running(self) -> list[ForeignProcess]:
+        """The processes of which no end is known."""
+        return [one for one in self._processes.values() if one.code is None]
+
+    def orphans(self) -> list[int]:
+        """The pids of those that run, and whose launcher does not any more."""
+        now = {rank: read_process(one.pid) for rank, one in self._processes.items() if one.code is None}
+        return [one.pid for rank, one in now.items() if one and one.runs and one.parent != self._parents[rank]]
+
+    # ---- they come, speak and end ----
+
+    def wait(self, seconds: float, also: Sequence[Readable]) -> bool:
+        """As `Orders.wait`: return after `seconds`, or earlier when a rank does something: True then."""
+        self.let_go()
+        running = self.running
+        own = [*running, *self._connections, *([] if self.all_here else [self._listener])]
+        ready = wait_readable([*own, *also], seconds)
+        for one in running:
+            if one.fileno() in ready:
+                one.poll()
+        for connection in [one for one in self._connections if one.fileno() in ready]:
+            with suppress(BlockingIOError):
+                self._hear(connection, *receive(connection))
+        if not self.all_here and self._listener.fileno() in ready:
+            connection = self._listener.accept()[0]
+            connection.setblocking(False)
+            if (pid := peer_pid(connection)) > 0:
+                self._connections[connection] = pid
+            else:  # another user's; or one that cannot be seen from here: it has a /proc of its own
+                connection.close()
+        return not ready.isdisjoint(one.fileno() for one in own)
+
+    def _hear(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
+        pid = self._connections[connection]
+        match message:
+            case Hello(rank) if self._add(rank, pid, descriptors):
+                if rank == 0:
+                    self._first = connection
+                if self.all_here:
+                    self._listener.close()  # the next start has the same name
+            case Meeting():
+                self.meeting = message
+            case Goodbye(code):
+                for one in self.running:
+                    if one.pid == pid:
+                        one.code = code
+                failed = code not in GOOD_ENDS and IN_SLURM in os.environ
+                self._goodbyes[connection] = time.monotonic() + (FAREWELL_SECONDS if failed else 0.0)
+                del self._connections[connection]
+            case _:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                del self._connections[connection]
+                connection.close()
+
+    def _add(self, rank: int, pid: int, descriptors: Sequence[int]) -> bool:
+        """Take in a rank with its box and its record; False if it cannot be one of this node's."""
+        if len(descriptors) != 2 or rank in self._processes or self.all_here:
+            return False
+        try:
+            self._processes[rank] = ForeignProcess(pid)
+        except OSError:  # it is gone already
+            return False
+        box, record = descriptors
+        process = read_process(pid)
+        self._parents[rank] = process.parent if process else 0
+        member = Member(rank, pid, process.start if process else 0)
+        self._workers.append(Worker(member, self._processes[rank], Path(os.devnull), 0, (), record, box))
+        self._workers.sort(key=lambda worker: worker.rank)
+        return True
+
+    def let_go(self, *, all_of_them: bool = False) -> None:
+        """Let ranks end that have said goodbye, once their failure has been passed on, or all of them."""
+        for connection in [at for at, due in self._goodbyes.items() if all_of_them or time.monotonic() >= due]:
+            del self._goodbyes[connection]
+            connection.close()
+
+    def tell_first(self, meeting: Meeting) -> None:
+        """Have rank 0 show it to the other nodes."""
+        if self._first is not None:
+            with suppress(OSError):
+                send(self._first, meeting)
+
+    # ---- as with workers that the agent started ----
+
+    def _sample(self, worker: Worker) -> Sample:
+        """The sample, in which a rank that its launcher has ended is a victim."""
+        one = super()._sample(worker)
+        if one.failure is not None or one.code is None or one.code >= 0:
+            return one
+        # launchers ask all to end when one fails, or when a person stops them, and kill those that do not
+        asked = [at for code, at in self._ended.values() if -code in STOP_SIGNALS]
+        killed_then = one.code == -signal.SIGKILL and any(at < one.ended_seconds for at in asked)
+        if -one.code not in STOP_SIGNALS and not killed_then:
+            return one
+        name = signal.Signals(-one.code).name
+        words = f"ended by {name}, from outside"
+        failure = Failure(one.rank, one.host, one.pid, 128 - one.code, name, words, "", True, one.ended_seconds)
+        return replace(one, words=words, failure=failure)
+
+    def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
+        """As `Workers.stop`, if that is allowed."""
+        if self.plan.may_end:
+            self._started |= _descendants({one.pid for one in self.running})
+            super().stop(grace_seconds, number)
+
+    def sweep(self) -> None:
+        """Kill the ranks that were asked to end and have not, and what they had started, which mpirun does not do.
+
+        Their sessions may be the launcher's: `Workers.sweep` would end all that is in them.
+        """
+        if self.stopping:
+            for one in self.running:
+                one.send_signal(signal.SIGKILL)
+            deadline = time.monotonic() + KILL_SECONDS
+            while (running := self.running) and (left := deadline - time.monotonic()) > 0:
+                running[0].wait(left)
+            for pid, start in self._started.items():
+                if (process := read_process(pid)) is not None and process.runs and process.start == start:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+        self.left = [one.pid for one in self.running]
+        self.swept = True
+
+    def close(self) -> None:
+        """The last call of all."""
+        super().close()
+        for one in self._processes.values():
+            os.close(one.pidfd)
+        for connection in (*self._connections, *self._goodbyes, self._listener):
+            connection.close()
+
+
+def _descendants(pids: Collection[int]) -> dict[int, int]:
+    """The processes that these have started, and those that these have, and so on: pid -> start."""
+    every, found = [*processes()], dict[int, int]()
+    while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
+        found |= more
+    return found
+
+
+class AttachOrders(Orders):
+    """The one order to an agent of attached ranks is the end of their launcher, if it may end them.
+
+    Signals are none: they reach all processes of a job, and the ranks decide what they mean.
+    """
+
+    def __init__(self, workers: AttachedWorkers) -> None:
+        self.signals, self.launcher_gone, self._workers = [], False, workers
+        self._looked_seconds, self._reported = time.monotonic(), False
+
+    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
+        """Return after `seconds`, or earlier when a rank comes, ends or speaks, or one of `also` can be read."""
+        woken = self._workers.wait(seconds, also)
+        if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_SECONDS:
+            return woken
+        self._looked_seconds = time.monotonic()
+        if pids := self._workers.orphans():
+            self._reported, self.launcher_gone = True, self._workers.plan.may_end
+            remedy = "they are ended" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
+            say(f"the launcher of the ranks on {os.uname().nodename} is gone, and they run on; {remedy}")
+            return True
+        return woken
+
+
+class AttachedFollower(Follower):
+    """The agent of another node than the first: it does what node 0's asks, and starts nobody."""
+
+    def __init__(self, plan: NodePlan, orders: Orders, attached: AttachedWorkers) -> None:
+        super().__init__(plan, orders, Inherited(), lambda: None)
+        self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
+
+    def _start(self, start: StartOrder) -> StartReply:
+        self._number, self._workers = start.generation, self._attached
+        return StartReply(start.generation)
+
+    def _head_lost(self, link: Link) -> str:
+        if not self._attached.running:  # node 0's may still have a question about them
+            self._over_seconds = self._over_seconds or time.monotonic()
+            if time.monotonic() > self._over_seconds + QUESTION_SECONDS:
+                return "all its ranks have ended"
+        return super()._head_lost(link)
+
+    def _alone(self, why: str) -> int:
+        if not self._attached.running or self._attached.stopping:
+            return ExitCode.DONE
+        say(f"hangs between this node and others are no longer judged: the agent of node 0 is lost: {why}")
+        return ExitCode.FAILED
+
+
+class AttachedHead:
+    """Watches the ranks of one node, and on node 0 of all, until the last has ended."""
+
+    def __init__(self, workers: AttachedWorkers) -> None:
+        self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
+        plan, self.heads = self.plan, self.plan.first_rank == 0 and self.plan.nodes > 1
+        self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
+        self._generation = Generation(plan, workers, self.cluster)
+        self._monitor: Monitor | None = None
+        self._stall_seconds: float | None = None  # when a stall was reported that still lasts
+        self._reported = self._apart = False  # a failure was reported; node 0 is lost, or was never found
+        self._over_seconds = 0.0
+
+    def run(self) -> None:
+        """Watch until the last rank has ended."""
+        self._wait_for_ranks()
+        try:
+            self._watch()
+        finally:
+            self.cluster.end(ExitCode.DONE)
+
+    def _wait_for_ranks(self) -> None:
+        deadline = time.monotonic() + ARRIVAL_SECONDS
+        while not self.workers.all_here and (left := deadline - time.monotonic()) > 0:
+            if not self.workers.running:  # also if no rank has come yet
+                deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else left))
+            self.orders.wait(min(left, 0.25))
+        if not self.workers.all_here and self.workers.running:
+            here = named(self.workers.ranks)
+            say(f"watchover sees {here} of the {self.plan.nproc} on this node: the others have not come")
+
+    def _watch(self) -> None:
+        if self.heads:
+            addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
+            self.workers.tell_first(Meeting(addresses, self.cluster.port, self.plan.secret))
+        while self._goes_on():
+            if self._monitor is None:
+                self._monitor = Monitor(self._generation)
+            failing = due_seconds(self._generation.samples()) is not None and not self._reported
+            self.cluster.wait(POLL_FAILING_SECONDS if failing else self._monitor.look_seconds)
+            if self.workers.meeting is not None and not self.heads and not self._apart:
+                self._follow(self.workers.meeting)
+            self._count_nodes()
+            if self.cluster.launcher_gone and not self._reported:
+                self._end_all(LIFELINE_GRACE_SECONDS)
+            if self._monitor is not None and not self._reported:
+                self._judge(self._monitor, self._generation.samples())
+
+    def _goes_on(self) -> bool:
+        """Whether a rank runs that this agent watches, or one has failed and that was not reported yet."""
+        if self.workers.running:
+            return True
+        samples = self._generation.samples()
+        if due_seconds(samples) is not None and not self._reported:
+            return True
+        self._over_seconds = self._over_seconds or time.monotonic()
+        return any(one.runs for one in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
+
+    # ---- several nodes ----
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all ranks of the job are seen from here."""
+        return len(self._generation.samples()) == self.plan.world_size
+
+    def _count_nodes(self) -> None:
+        """Take in the other nodes' agents that have come."""
+        before = [*self._generation.members]
+        for member in self.cluster.here:
+            if member not in before:
+                member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
+        now = [*self.cluster.members.values()]
+        if now != before:
+            self._generation.members = now
+            if self._whole:
+                self._monitor = None  # another one, that knows all ranks
+
+    def _follow(self, meeting: Meeting) -> None:
+        """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""
+        plan = replace(
+            self.plan, head=meeting.addresses, head_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
+        )
+        try:
+            # node 0's agent reports what there is to report, unless it is lost before
+            self._reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
+        except PacelineError as error:
+            say(f"hangs between this node and others are not judged: {error}")
+        self._apart = True
+
+    # ---- judging ----
+
+    def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+        """Judge what is to be judged now, and report it once."""
+        now = time.monotonic()
+        if (due := due_seconds(samples)) is not None:
+            # who only lost others, or was interrupted by them, cannot be told from a part of the ranks
+            if now >= due + (0.0 if self._whole or self._apart or self.plan.nodes == 1 else MEET_SECONDS):
+                self._report_failure(monitor, samples)
+            return
+        if self._stall_seconds is not None:
+            least = now - self._stall_seconds - MOVED_SECONDS
+            moved = [one.rank for one in samples if one.runs and one.still_seconds < least]
+            if not moved:
+                return
+            self._stall_seconds = None
+            say(f"{named(moved)} {verb(moved, 'is', 'are')} making progress again; the stall is over")
+        if (judgement := monitor.look()) is not None:
+            self._stall_seconds = time.monotonic()
+            self._report_stall(judgement, len(samples))
+
+    def _report_stall(self, judgement: Judgement, seen: int) -> None:
+        if not self._whole and not 0 < len(judgement.verdict.guilty) < seen:  # those that are waited for are elsewhere
+            where = "".join(f"\n  {sentence}" for sentence in judgement.verdict.sentences)
+            return say(f"nothing moves on {os.uname().nodename}, and other nodes are not seen from here:{where}")
+        say(judgement.page())
+        if not self.plan.may_end:
+            return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
+        self._generation.free(judgement.freed, judgement.word)
+        return self._end_all(self.plan.grace_seconds)
+
+    def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
+        self._reported = True
+        first = first_to_fail(samples)
+        if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
+            return say(f"the ranks were ended from outside ({first.failure.type})")
+        page = changed(monitor.judge_failure(samples), attempt_dir="").page(self._generation.oom_kills())
+        whole = self._whole or self.plan.nodes == 1
+        say(page + ("" if whole else f"\nas {os.uname().nodename} sees it, which has not met all other nodes"))
+        self.workers.let_go(all_of_them=True)
+        if self.plan.may_end:
+            self._end_all(self.plan.grace_seconds)
+        return None
+
+    def _end_all(self, grace_seconds: float) -> None:
+        self._reported = True
+        self._generation.stop(grace_seconds)
+
+
+def watch_over(plan: NodePlan) -> int:
+    """Be the agent of the ranks that attach at `plan.attach`; the exit code means nothing."""
+    for number in STOP_SIGNALS:  # they reach all of a job's processes, and it is the ranks that decide what they mean
+        signal.signal(number, signal.SIG_IGN)
+    workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), head_ports=(0,)))
+    try:
+        AttachedHead(workers).run()
+    except Exception as error:  # the ranks run on
+        say(f"warning: watchover has failed, and sees nothing any more: {type(error).__name__}: {error}")
+    finally:
+        workers.close()
+    return ExitCode.DONE
