@@ -1,6 +1,5 @@
 """`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
 
-import secrets
 import shutil
 import sys
 import tempfile
@@ -18,9 +17,7 @@ from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
-from paceline.launch.job import Job
-from paceline.launch.local import local
-from paceline.launch.supervise import run
+from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
@@ -175,17 +172,9 @@ def _verify(
 
 def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
     """Run the workers of one world size; the exit code, and what the agent says of an end that was none."""
-    attempt = folder / f"attempt-{nproc}"
-    attempt.mkdir()
-    (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
-    files = (str(folder / "spec.json"), str(folder / "report.json"))
-    job = Job(
-        argv=(sys.executable, "-P", "-m", WORKER, *files),
-        nproc=nproc,
-        attempt_dir=attempt,
-        run_id=secrets.token_hex(8),
-        threads=threads_per_rank(usable_cores(), nproc),
-        stall_after=Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO,
-    )
-    code, ended = run(local(job), attempt), read_ended(attempt)
-    return code, ended.words if ended else ""
+    attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
+    Path(files[0]).write_bytes(msgspec.json.encode(spec))
+    stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
+    threads = threads_per_rank(usable_cores(), nproc)
+    code = run_workers(WORKER, files, attempt, nproc, threads, stall_after=stall_after)
+    return code, ended.words if (ended := read_ended(attempt)) else ""

@@ -3,22 +3,18 @@
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.plan import Work
+from paceline.sessions.loader import Loader
 from paceline.stepping.bodies import Body, Reduction
-from paceline.strategies.base import MakeOptimizer, Replica
+from paceline.stepping.trainee import Trainee
+from paceline.strategies.base import Replica
 from paceline.train.fit import StepRecord
-from paceline.worker.world import World
 
-if TYPE_CHECKING:
-    from paceline.sessions.loader import Loader
-    from paceline.sessions.prepared import Prepared
-
-Apply = Callable[[nn.Module, MakeOptimizer, World], Replica]
-"""a strategy whose options are known"""
+Apply = Callable[..., Replica]  # a strategy whose options are known
 
 
 class Observer:
@@ -31,7 +27,7 @@ class Observer:
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
     """training ends after so many steps; the script continues"""
-    parts: "Sequence[Prepared]" = ()
+    parts: Sequence[Trainee] = ()
     """the models that were prepared so far"""
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
@@ -41,7 +37,7 @@ class Observer:
     def on_register(self, thing: object) -> None:
         """An object was given to s.register."""
 
-    def on_loader(self, loader: "Loader", *, per_virtual_rank: bool) -> None:
+    def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
         """A loader was made. `per_virtual_rank`: its batch size is that of each virtual rank."""
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:
@@ -57,7 +53,7 @@ class Observer:
     def on_gradients(self, body: Body | None) -> None:
         """s.backward returns. In the step's last body .grad is the gradient of the global batch's mean."""
 
-    def on_update(self, part: "Prepared") -> None:
+    def on_update(self, part: Trainee) -> None:
         """An optimizer updates a model now, with the gradients as they are."""
 
     def on_step(self, record: StepRecord) -> None:

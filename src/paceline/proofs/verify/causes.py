@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,16 +102,12 @@ def _largest(tensors: Named) -> float:
     return max((_size(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
 
 
-@dataclass(frozen=True)
-class RankDifferences:
-    """What only a look at all ranks shows, before and after the step."""
+class RankDifferences(NamedTuple):
+    """Tensors that differ between ranks."""
 
-    start_differs: str | None
-    """a tensor that differs between ranks, or from one process, before the step"""
-    gradients_differ: str | None
-    """a tensor whose synchronised gradient differs between ranks"""
-    after_differs: str | None
-    """a parameter or merged buffer that differs between ranks after the step"""
+    start_differs: str | None  # or from one process, before the step
+    gradients_differ: str | None  # after synchronisation
+    after_differs: str | None  # a parameter or merged buffer, after the step
 
 
 def explain(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
+from paceline.checkpoint.whole import sha256_of
 from paceline.contract.failure import is_victim
 from paceline.data.plan import BatchPlan, Work
 from paceline.errors import PacelineError
@@ -32,31 +33,28 @@ from paceline.seeding import derive, seed_streams, stream_states
 from paceline.sessions.life import UNSEEDED, close_all
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, Observer, observed_by
-from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Body, Reduction
 from paceline.stepping.hooks import nodes_of
+from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
-from paceline.verify.spec import LoopCase, LoopSpec
+from paceline.verify.spec import LoopCase, LoopSpec, StepBits
 from paceline.worker.world import World
 
 PROBES = 4096  # values of a tensor that are kept, evenly spread
-Noted = tuple[dict[str, int], dict[str, Tensor | None]]
-"""of tensors by name: checksums of all bits, and some values"""
 
 
 @dataclass
 class LoopStep(Observed):
-    """A step as a rank has seen it. Its samples are the rank's own, and of tensors rank 0 keeps some values."""
+    """A step as a rank has seen it. Its samples are the rank's own, and of each tensor it keeps some values."""
 
     epoch: int = 0
     bodies: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
     input: float = 0.0  # a sum over what the models were given
     output: float = 0.0
-    bits: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """checksums of gradients, stepped and parameters"""
+    updates: bool = False  # whether an optimizer has updated a model
     beside: list[str] = field(default_factory=list[str])  # parameters whose .grad has changed before s.backward
     between: bool = False  # whether one has changed between two s.backward calls
 
@@ -70,6 +68,7 @@ class LoopRun:
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
     notes: list[str] = field(default_factory=list[str])  # what the session has said against the loop
     path: list[str] = field(default_factory=list[str])  # hooks and own functions on the gradient path
+    bits: list[StepBits] = field(default_factory=list[StepBits])  # of each step, in place of tensors, if they count
     start: dict[str, Any] = field(default_factory=dict[str, Any])  # of the models, before the first step
     draws: bool = False  # whether the loop draws random numbers
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
@@ -78,7 +77,7 @@ class LoopRun:
 
 
 @dataclass
-class LoopObserver(Observer):
+class _Recorder(Observer):
     """Makes a loop's epochs short, computes in float64 unless the case is exact, and records each step."""
 
     spec: LoopSpec
@@ -90,7 +89,7 @@ class LoopObserver(Observer):
     """of each micro-batch: what its forwards were given, and gave"""
     _passes: int = 1
     _streams: Tensor = field(default_factory=Tensor)
-    _summed: dict[int, Noted] = field(default_factory=dict[int, Noted])
+    _summed: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
     """gradients after s.backward, by the number of the model; what no update uses counts for nothing"""
     _left: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
     """by parameter, its gradient and version after the last backward"""
@@ -149,7 +148,6 @@ class LoopObserver(Observer):
         return max(2, self.spec.steps // 2), rest
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:
-        """See Observer."""
         if work is not None:
             self._work, key = work, (work.virtual_rank, work.part)
             self._passes += key in self._sums
@@ -158,7 +156,6 @@ class LoopObserver(Observer):
         return inputs if self.case.exact else mapped(inputs, to_double)
 
     def on_batch_end(self) -> None:
-        """See Observer."""
         self._work = None
         self.run.draws |= not torch.equal(self._streams, stream_states(self.parts[0].replica.world.device))
 
@@ -193,10 +190,9 @@ class LoopObserver(Observer):
             self._unhook = loss.register_hook(lambda _: first).remove
 
     def on_gradients(self, body: Body | None) -> None:
-        """See Observer."""
         self._unhook()
         for part in self.parts if body is not None and body.is_last else ():
-            self._summed[part.number] = self._noted(part, gradients_of(part.replica))
+            self._summed[part.number] = self._values(part, gradients_of(part.replica))
         self._left = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
         self._left_in = body, len(body.stepped) if body is not None else 0
 
@@ -205,26 +201,20 @@ class LoopObserver(Observer):
         named = [(one.prefix, one.replica.model.named_parameters()) for one in self.parts if not one.replica.sharded]
         return [(prefix + name, p) for prefix, parameters in named for name, p in parameters]
 
-    def _noted(self, part: Prepared, named: Mapping[str, Tensor]) -> Noted:
-        named = {part.prefix + name: tensor.detach() for name, tensor in named.items()}
-        if self.case.exact or part.replica.world.rank > 0:  # rank 0's are compared
-            return fingerprints(named), {}
-        probes = {n: t.reshape(-1)[:: -(-t.numel() // PROBES) or 1].to("cpu", copy=True) for n, t in named.items()}
-        return fingerprints(named), {**probes}
+    def _values(self, part: Trainee, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies by the names of all models, of all values if bits count, else of some, evenly spread."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in named.items():
+            every = 1 if self.case.exact else max(1, -(-tensor.numel() // PROBES))
+            found[part.prefix + name] = tensor.detach().reshape(-1)[::every].to("cpu", copy=True)
+        return found
 
-    def _note(self, what: str, noted: Noted) -> None:
-        self._step.bits.setdefault(what, {}).update(noted[0])
-        getattr(self._step, what).update(noted[1])
-
-    def on_update(self, part: Prepared) -> None:
-        """See Observer."""
-        self._note("gradients", self._summed.pop(part.number, ({}, {})))
-        self._note("stepped", self._noted(part, gradients_of(part.replica)))
+    def on_update(self, part: Trainee) -> None:
+        self._step.gradients = {**self._step.gradients, **self._summed.pop(part.number, {})}
+        self._step.stepped = {**self._step.stepped, **self._values(part, gradients_of(part.replica))}
+        self._step.updates = True
 
     def on_step(self, record: StepRecord) -> None:
-        """See Observer."""
-        for part in self.parts:
-            self._note("parameters", self._noted(part, parameters_of(part.replica)))
         batches, step = record.microbatches, self._step
         step.samples = sorted(i for one in batches if one.work.counted for i in one.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
@@ -233,11 +223,18 @@ class LoopObserver(Observer):
         step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
         if self._passes == 1:  # else a later pass has computed them anew, by a model that has stepped
             step.output = sum(sums.get("output", 0.0) for sums in self._sums.values())
+        for part in self.parts:
+            step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
+        if self.case.exact:
+            digests = [
+                sha256_of({n: t for n, t in of.items() if t is not None}) for of in (step.gradients, step.parameters)
+            ]
+            self.run.bits.append(StepBits(record.result.loss.hex(), "", *digests))
+            step.gradients = step.stepped = step.parameters = {}
         self.run.steps.append(step)
         self._step, self._sums, self._passes = LoopStep(), {}, 1
 
     def on_numbers(self, named: Mapping[str, float]) -> None:
-        """See Observer."""
         for step in self.run.steps[-1:]:
             step.scalars |= {f"{name}, {n}": value for n, (name, value) in enumerate(named.items(), len(step.scalars))}
 
@@ -247,7 +244,6 @@ class LoopObserver(Observer):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
     def on_end(self) -> None:
-        """See Observer."""
         self.run.digests = [digests_of(part.replica) for part in self.parts]
 
 
@@ -266,7 +262,7 @@ def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
 def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
     """What the ranks of a world have recorded of a case; nothing of a rank that has not come to its end."""
     files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
-    with torch.serialization.safe_globals([LoopRun, LoopStep]):
+    with torch.serialization.safe_globals([LoopRun, LoopStep, StepBits]):
         return [torch.load(file, weights_only=True) for file in files if file.is_file()]
 
 
@@ -277,7 +273,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     seed_streams(derive(spec.seed, "loop", rank) % UNSEEDED)  # only a broadcast makes the ranks alike
     before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
-        with observed_by(LoopObserver(spec, case, run)), nullcontext() if case.exact else _without_dropout():
+        with observed_by(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
             load_function(spec.target)()
             close_all()
     except BaseException as error:
@@ -285,7 +281,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
             run.error, run.victim = f"{kind}{error}", is_victim(error)
-            if run.steps and not run.steps[-1].bits.get("stepped"):  # optimizer.step() raised it: no step was taken
+            if run.steps and not run.steps[-1].updates:  # optimizer.step() raised it: no step was taken
                 run.steps.pop()
     for name in set(sys.modules) - before:  # what the loop's own modules keep is not the next run's
         if Path(str(getattr(sys.modules[name], "__file__", ""))).resolve().parent == folder:
@@ -296,14 +292,14 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
 @contextmanager
 def _without_dropout() -> Generator[None]:
     """Inside, the functions that modules call for it drop nothing."""
-    before = dropout, attention = F.dropout, F.scaled_dot_product_attention
+    before = _, attention = F.dropout, F.scaled_dot_product_attention
 
     def whole(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **named: Any
     ) -> Any:
         return attention(query, key, value, attn_mask, 0.0, *more, **named)
 
-    F.dropout, F.scaled_dot_product_attention = lambda input, *_, **__: dropout(input, 0.0), whole
+    F.dropout, F.scaled_dot_product_attention = lambda input, *_, **__: input, whole
     try:
         yield
     finally:
@@ -315,7 +311,9 @@ def _of_mean(loss: Tensor, weight: float | Tensor | None, reduction: Reduction) 
     whole = torch.ones_like(loss)
     if loss.ndim == 0 or reduction == "sum":
         return whole
-    return whole * weight / weight.sum() if isinstance(weight, Tensor) else whole / loss.numel()
+    if isinstance(weight, Tensor) and weight.shape == loss.shape:
+        return (whole * weight / weight.sum()).to(loss.dtype)
+    return whole / loss.numel()
 
 
 def _undivided(sync_gradients: Callable[[Tensor], Any], divisor: Tensor) -> Any:

@@ -10,23 +10,17 @@ from paceline.proofs.verify.causes import (
     CLIPPED,
     Comparison,
     Explanation,
+    TensorDifference,
     factor_between,
     ratio_words,
     sample_difference,
 )
 from paceline.proofs.verify.loop import LoopRun, LoopStep, read_run
 from paceline.proofs.verify.reference import Named
-from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StepBits, VerifyReport
+from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, VerifyReport
 
 Run = Sequence[LoopRun]
 """what each rank has recorded"""
-ACROSS = {  # what ranks must have alike, in the order in which one makes the next
-    "rates": ("settings", "the learning rate"),
-    "gradients": ("sync", "the gradient after s.backward"),
-    "stepped": ("changed", "the gradient that optimizer.step() is given"),
-    "parameters": ("outside", "a parameter after the step"),
-    "scalars": ("own number", "what the loop logs"),
-}
 
 
 def findings(
@@ -39,7 +33,7 @@ def findings(
     """
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     alone = runs[1, 0]
-    if alone and not (alone[0].error or any(step.bits.get("stepped") for step in alone[0].steps)):
+    if alone and not (alone[0].error or any(step.updates for step in alone[0].steps)):
         raise UsageError(
             f"{spec.target} has taken no optimizer.step() in a paceline.session(), in {len(alone[0].steps)} "
             "batches: there is nothing to verify. For more batches, in longer epochs: --steps"
@@ -84,13 +78,9 @@ def _not_run(case: LoopCase, size: int) -> Result:
 def _bits_of(run: Run) -> Bits:
     """A run as bits, to be compared with those of other world sizes. Numbers of the loop follow the order of ranks."""
     first = run[0]
-    texts = [
-        [str(sorted(step.bits.get(what, {}).items())) for what in ("gradients", "parameters")] for step in first.steps
-    ]
-    steps = [StepBits(step.scalars["loss"].hex(), "", *text) for step, text in zip(first.steps, texts, strict=True)]
     weights, state = (" ".join(of_models) for of_models in zip(*(first.digests or [("", "")]), strict=True))
-    agree = all(of_rank.digests == first.digests for of_rank in run)
-    return Bits(first.strategy, first.optimizer, weights, state, steps, agree)
+    agree = all((of_rank.digests, of_rank.bits) == (first.digests, first.bits) for of_rank in run)
+    return Bits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
 def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
@@ -100,32 +90,22 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, one[0].steps, strict=False)):
-        got, samples = ranks[0], _samples(ranks)
-        found = comparison.add(got, want)
-        apart = next((what for what in ACROSS if any(_told(rank, what) != _told(got, what) for rank in ranks)), "")
-        if not (found or apart or samples != want.samples or got.scalars.keys() != want.scalars.keys()):
+        found, samples = [comparison.add(rank, want) for rank in ranks], sorted(i for r in ranks for i in r.samples)
+        told = [(rank.rates, rank.scalars) for rank in ranks]
+        alike = all(one == told[0] for one in told) and told[0][1].keys() == want.scalars.keys()
+        if alike and samples == want.samples and not any(found):
             continue
         if samples != want.samples:
-            own_orders = size > 1 and _repeats(run, got.epoch) and not _repeats(one, want.epoch)
+            own_orders = size > 1 and _repeats(run, want.epoch) and not _repeats(one, want.epoch)
             return Diagnosis(number, "order" if own_orders else "samples", "", sample_difference(samples, want.samples))
         path = list(dict.fromkeys(what for of_rank in [*one, *run] for what in of_rank.path))
-        kinds = {f.kind for f in found}
-        return Diagnosis(number, *_explained(ranks, want, apart, kinds, found[0].tensor if found else "", path))
+        return Diagnosis(number, *_explained(ranks, want, found, path))
     if failed := _failed(run, size, ended):
         return failed
     lengths = [len(of_rank.steps) for of_rank in [*run, *one]]
     if len({*lengths}) > 1:
         return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None
-
-
-def _samples(ranks: Sequence[LoopStep]) -> list[int]:
-    return sorted(i for rank in ranks for i in rank.samples)
-
-
-def _told(step: LoopStep, what: str) -> object:
-    """What must be the same on all ranks: of tensors the checksums."""
-    return getattr(step, what) if what in ("rates", "scalars") else step.bits.get(what)
 
 
 def _repeats(run: Run, epoch: int) -> bool:
@@ -143,11 +123,11 @@ def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
 
 
 def _explained(
-    ranks: Sequence[LoopStep], want: LoopStep, apart: str, kinds: set[str], tensor: str, path: Sequence[str]
+    ranks: Sequence[LoopStep], want: LoopStep, found: Sequence[Sequence[TensorDifference]], path: Sequence[str]
 ) -> Explanation:
     """The first thing that is not as on one process, in the order of a step."""
     got = ranks[0]
-    if apart == "rates" or got.rates != want.rates:
+    if any(rank.rates != want.rates for rank in ranks):
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; alone {want.rates[0]}"
     for what in ("input", "output"):
@@ -157,32 +137,38 @@ def _explained(
     loss, alone = got.scalars["loss"], want.scalars["loss"]
     if abs(loss - alone) > 1e-12 * abs(alone):
         return "weights", "", f"the loss is {loss:.12g}, alone {alone:.12g}"
-    if apart == "gradients" or "gradient" in kinds:
-        return _of_gradient(ranks, want, apart, tensor, path)
-    for what, kind in (("stepped", CLIPPED), ("parameters", "parameter")):
-        if apart == what or kind in kinds:
-            is_scaled = _factor(got.stepped, got.gradients) is not None  # as clipping does
-            cause = "beside" if what == "stepped" and not is_scaled else ACROSS[what][0]
-            return cause, tensor, f"{ACROSS[what][1]} differs" + (" between ranks" if apart == what else "")
-    if apart == "scalars":
+    for kind, words in (
+        ("gradient", "the gradient after s.backward"),
+        (CLIPPED, "the gradient that optimizer.step() is given"),
+        ("parameter", "a parameter after the step"),
+    ):
+        of_ranks = [[one for one in of_rank if one.kind == kind] for of_rank in found]
+        if not (first := next((one for of_rank in of_ranks for one in of_rank), None)):
+            continue
+        apart = any(of_rank != of_ranks[0] for of_rank in of_ranks)
+        differs = f"{words} differs{' between ranks' if apart else ''}"
+        if kind == "gradient":
+            return _of_gradient(ranks, want, first.tensor, differs, path, apart=apart)
+        is_scaled = all(_factor(rank.stepped, rank.gradients) is not None for rank in ranks)  # as clipping does
+        return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, differs
+    mine, others = got.scalars, want.scalars
+    if any(rank.scalars != mine for rank in ranks):
         numbers = [[*rank.scalars.values()][1:] for rank in ranks]
         return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {numbers}"
-    mine, alone = got.scalars, want.scalars
-    wrong = [n for n in mine if n in alone and abs(mine[n] - alone[n]) > 1e-12 * abs(alone[n])]
-    return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[alone[n] for n in wrong]}"
+    wrong = [n for n in mine if n in others and abs(mine[n] - others[n]) > 1e-12 * abs(others[n])]
+    return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[others[n] for n in wrong]}"
 
 
 def _of_gradient(
-    ranks: Sequence[LoopStep], want: LoopStep, apart: str, tensor: str, path: Sequence[str]
+    ranks: Sequence[LoopStep], want: LoopStep, tensor: str, differs: str, path: Sequence[str], *, apart: bool
 ) -> Explanation:
     """What makes a gradient wrong after s.backward, though samples and losses are right."""
     beside = sorted({name for rank in ranks for name in rank.beside})
-    differs = f"{ACROSS['gradients'][1]} differs" + (" between ranks" if apart == "gradients" else "")
     if max(rank.bodies for rank in ranks) > 1 and any(rank.between for rank in ranks):
         return "between", tensor, differs
     if beside:
         return "beside", tensor, f"{differs}; .grad has changed before s.backward: {', '.join(beside[:4])}"
-    if apart == "gradients":
+    if apart:
         return "sync", tensor, differs
     if path:
         return "scale", tensor, f"{differs}; on its path: {', '.join(path[:4])}"
@@ -193,11 +179,7 @@ def _of_gradient(
 
 def _factor(got: Named, want: Named) -> float | None:
     """The factor between all tensors of two sets, if there is one."""
-    pairs = [
-        (a.double().flatten(), b.double().flatten())
-        for n, a in got.items()
-        if (b := want.get(n)) is not None and a is not None
-    ]
+    pairs = [(a, b) for name, a in got.items() if a is not None and (b := want.get(name)) is not None]
     if got.keys() != want.keys() or not pairs:
         return None
-    return factor_between(*(torch.cat(side) for side in zip(*pairs, strict=True)))
+    return factor_between(*(torch.cat([one.double() for one in side]) for side in zip(*pairs, strict=True)))

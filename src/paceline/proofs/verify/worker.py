@@ -20,7 +20,7 @@ from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
 from paceline.mesh import mesh_of
 from paceline.proofs.verify import setup
-from paceline.proofs.verify.causes import RankDifferences, explain
+from paceline.proofs.verify.causes import explain
 from paceline.proofs.verify.loop import run_loop
 from paceline.proofs.verify.reference import Observed, Reference
 from paceline.proofs.verify.setup import (
@@ -147,7 +147,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         if want is not None and reference is not None:
             found = trial.comparison.add(got, want)
             wrong = found or got.samples != want.samples or got.streams != want.streams
-            if wrong or ranks != RankDifferences(None, None, None):
+            if wrong or any(ranks):
                 finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
     trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
