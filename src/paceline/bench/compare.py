@@ -4,18 +4,16 @@ from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
 from paceline.errors import plural
 from paceline.ladder import EXACT
 from paceline.mesh import strategy_on
+from paceline.observe.tables import table_console
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
-
-WIDTH = 140  # where there is no terminal
 SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "waits", "first step s",
          "sent MB/step", "same bits as")  # fmt: skip
 WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
@@ -124,7 +122,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
     """Print the tables, the failures, what has to be said of them, and the advice last."""
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    console = table_console(140)
     speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
     for row in rows:
         speed.add_row(*_speed(row))

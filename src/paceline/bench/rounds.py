@@ -5,7 +5,6 @@ in each round. So whatever else the machine does at a time meets all candidates 
 are fair. A candidate that fails ends its set; it is not tried again, and the set is started again for those after it.
 """
 
-import secrets
 import sys
 import time
 from collections import Counter
@@ -19,9 +18,7 @@ from paceline.bench.spec import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measu
 from paceline.contract.failure import Failure
 from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import ExitCode, plural
-from paceline.launch.job import Job
-from paceline.launch.local import local
-from paceline.launch.supervise import run
+from paceline.launch.supervise import run_workers
 from paceline.mesh import strategy_on
 
 WORKER = "paceline.proofs.bench.worker"
@@ -116,19 +113,11 @@ def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, npro
 def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
     """Start `nproc` workers on `order`, whose folder must not exist, and wait for their end; their exit code."""
     folder = Path(order.folder)
-    attempt = folder / "attempt"
-    attempt.mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / CONFIG).write_text(settings)
     (folder / ORDER).write_bytes(msgspec.json.encode(order))
-    job = Job(
-        argv=(sys.executable, "-P", "-m", WORKER, str(folder)),
-        nproc=nproc,
-        attempt_dir=attempt,
-        run_id=secrets.token_hex(8),
-        threads=max(candidate.threads for candidate in order.candidates),
-        env=QUIET,
-    )
-    return run(local(job), attempt)
+    threads = max(candidate.threads for candidate in order.candidates)
+    return run_workers(WORKER, [str(folder)], folder / "attempt", nproc, threads, env=QUIET)
 
 
 def _read_measurements(folder: Path) -> list[Measurement]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from statistics import median
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.compare import Spread, make_table, spread
@@ -20,8 +19,8 @@ from paceline.bench.shares import (
     lost_weak,
     take_apart,
 )  # fmt: skip
+from paceline.observe.tables import table_console
 
-WIDTH = 160  # where there is no terminal
 LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
 NOISE = 0.02  # of the efficiency: less is not worth a word
 
@@ -96,7 +95,7 @@ def _middle(found: Sequence[Run]) -> Run:
 
 def print_scaled(scaled: Scaled) -> None:
     """Print everything."""
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    console = table_console(160)
     console.print(scaled.what, markup=False)
     for mode in ("weak", "strong"):
         if rows := [lost for lost in scaled.lost if lost.mode == mode]:

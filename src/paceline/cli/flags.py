@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,9 +16,6 @@ from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
 from paceline.observe.terminal import escaped
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -160,10 +157,3 @@ def write_json(path: Path, found: object) -> None:
 def print_json(found: object) -> None:
     """Print results as JSON, without anything that could steer a terminal."""
     sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
-
-
-def table_console(width: int = 132) -> Console:
-    """Where tables are printed: as wide as the terminal, or `width` columns where there is none."""
-    from rich.console import Console
-
-    return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)

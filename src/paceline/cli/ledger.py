@@ -14,11 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.commands import command_line
-from paceline.cli.flags import check_out_file, table_console, write_json
+from paceline.cli.flags import check_out_file, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
+from paceline.observe.tables import table_console
 from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
 
-import secrets
 import shutil
 import sys
 import tempfile
@@ -18,9 +17,7 @@ from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
-from paceline.launch.job import Job
-from paceline.launch.local import local
-from paceline.launch.supervise import run
+from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
@@ -28,8 +25,6 @@ from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
 WORKER = "paceline.proofs.verify.worker"
-BITWISE_WORKER = "paceline.proofs.verify.bitwise"
-LOOP_WORKER = "paceline.proofs.verify.loop"
 STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
@@ -118,12 +113,13 @@ def main(arguments: Sequence[str]) -> int:
         device=config.device,
         sequence_parallel=config.sequence_parallel,
         schedule_pipeline=config.schedule_pipeline,
+        bitwise=config.bitwise,
     )
     if config.bitwise:
         if {*strategies} - {*EXACT}:
             raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
-        return _verify(spec, ranks, BITWISE_WORKER, BitsReport, print_bits, config.json)
-    return _verify(spec, meshes or ranks, WORKER, VerifyReport, print_report, config.json)
+        return _verify(spec, ranks, BitsReport, print_bits, config.json)
+    return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
 
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
@@ -138,7 +134,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
-        ended = {size: _launch(spec, size, LOOP_WORKER, folder)[1] for size in sorted({1, *ranks})}
+        ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
         from paceline.proofs.verify.loop_findings import findings  # imports torch
 
         report, bits = findings(folder, spec, ranks, ended)
@@ -155,7 +151,6 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
 def _verify(
     spec: Spec,
     sizes: Sequence[int | Mesh],
-    worker: str,
     kind: type[Report],
     print_all: Callable[[Spec, Sequence[Report]], bool],
     json: Path | None,
@@ -164,39 +159,22 @@ def _verify(
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
         print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)
-        outcome = _run(msgspec.structs.replace(spec, mesh=mesh), nproc, worker, kind)
-        if isinstance(outcome, int):
-            return outcome
-        reports.append(outcome)
+        folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
+        code, _ = _launch(msgspec.structs.replace(spec, mesh=mesh), nproc, folder)
+        if code != ExitCode.DONE:  # the logs stay
+            return code
+        reports.append(msgspec.json.decode((folder / "report.json").read_bytes(), type=kind))
+        shutil.rmtree(folder)
     if json:
         write_json(json, reports)
     return ExitCode.DONE if print_all(spec, reports) else ExitCode.FAILED
 
 
-def _run(spec: Spec, nproc: int, worker: str, kind: type[Report]) -> Report | int:
-    """Verify one world size; if its workers fail, their exit code, and their logs stay."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-verify-")).resolve()
-    code, _ = _launch(spec, nproc, worker, folder)
-    if code != ExitCode.DONE:
-        return code
-    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=kind)
-    shutil.rmtree(folder)
-    return report
-
-
-def _launch(spec: Spec | LoopSpec, nproc: int, worker: str, folder: Path) -> tuple[int, str]:
-    """Run `worker` on one world size; the exit code, and what the agent says of an end that was none."""
-    attempt = folder / f"attempt-{nproc}"
-    attempt.mkdir()
-    (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
-    files = (str(folder / "spec.json"), str(folder / "report.json"))
-    job = Job(
-        argv=(sys.executable, "-P", "-m", worker, *files),
-        nproc=nproc,
-        attempt_dir=attempt,
-        run_id=secrets.token_hex(8),
-        threads=threads_per_rank(usable_cores(), nproc),
-        stall_after=Windows(seconds=STALL_SECONDS) if worker == LOOP_WORKER else AUTO,
-    )
-    code, ended = run(local(job), attempt), read_ended(attempt)
-    return code, ended.words if ended else ""
+def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
+    """Run the workers of one world size; the exit code, and what the agent says of an end that was none."""
+    attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
+    Path(files[0]).write_bytes(msgspec.json.encode(spec))
+    stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
+    threads = threads_per_rank(usable_cores(), nproc)
+    code = run_workers(WORKER, files, attempt, nproc, threads, stall_after=stall_after)
+    return code, ended.words if (ended := read_ended(attempt)) else ""

@@ -13,10 +13,13 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,7 +27,8 @@ from msgspec.structs import replace
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
-from paceline.launch.job import Command, Plan
+from paceline.launch.job import Command, Job, Plan
+from paceline.launch.local import local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.observe.terminal import say
 
@@ -63,6 +67,14 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
             _end(agent)
             sweep_recorded(attempt_dir)
         return code
+
+
+def run_workers(module: str, words: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any) -> int:
+    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of Job."""
+    attempt_dir.mkdir(parents=True)
+    argv = (sys.executable, "-P", "-m", module, *words)
+    job = Job(argv=argv, nproc=nproc, attempt_dir=attempt_dir, run_id=token_hex(8), threads=threads, **options)
+    return run(local(job), attempt_dir)
 
 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:

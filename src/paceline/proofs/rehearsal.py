@@ -13,7 +13,7 @@ hides behind the backward pass, so its share of a step is an upper bound.
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from paceline.compute.precision import await_device
 from paceline.data.ahead import moved
+from paceline.data.loader import as_pair
 from paceline.doctor.messages import Rehearse, Rehearsed
 from paceline.errors import PacelineError, UsageError
 from paceline.sums import gather_words
@@ -75,9 +76,7 @@ def _prepare(request: Rehearse, device: torch.device) -> tuple[int, int, Callabl
         raise UsageError("the training data are empty")
     parameters = [p for p in model.parameters() if p.requires_grad]
     samples = [dataset[i % len(dataset)] for i in range(request.batch_size)]  # pyright: ignore[reportArgumentType]
-    collate = task.collate or torch.utils.data.default_collate
-    batch = moved(collate(samples), device)
-    inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
+    inputs, targets = as_pair(moved((task.collate or torch.utils.data.default_collate)(samples), device))
     optimizer = torch.optim.SGD(parameters, lr=1e-6)
 
     def step() -> None:

@@ -7,6 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.errors import UsageError
+from paceline.sessions.observer import Observer
 from paceline.stepping.steps import Steps
 from paceline.stepping.trainee import Trainee
 
@@ -39,6 +40,7 @@ class Gate(Steps):
     """the ids of those that were prepared"""
     saves = False
     """whether checkpoints are written"""
+    observer: Observer | None = None
 
     @property
     def is_over(self) -> bool:

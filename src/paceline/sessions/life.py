@@ -30,6 +30,7 @@ from paceline.rhythm import steps_or_seconds
 from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
+from paceline.sessions.observer import current_observer
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import CUT, as_keywords, reword, script_name
 from paceline.stepping.hooks import TensorHooks
@@ -83,6 +84,7 @@ class Life(Loop):
         for name, value in of_strategy.items():
             if name in others and value is not None:
                 raise UsageError(f"session({name}={value!r}) is for strategy={others[name]!r}, not {strategy!r}")
+        self._observer = current_observer()
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
         keywords = {LADDER[strategy].options[name]: value for name, value in self._own.items()}
         self._options: dict[str, Any] = {**LADDER[strategy].in_own_loops, **keywords}
@@ -133,7 +135,7 @@ class Life(Loop):
                 order=self._course.order, way_out='session(not_finite="skip")',
                 may_leave_out=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
-            self._steps.notes = Notes(self._course.say)
+            self._steps.notes, self._steps.observer = Notes(self._course.say), self._observer
             self._guard.box.on_device = on_device = phase_events(world.device)
             self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
             if place is not None:
@@ -237,6 +239,8 @@ class Life(Loop):
         """End in good order, or with the error that ends the loop. Also called at the process's end."""
         if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
             return
+        if self._observer is not None and self._opened and isinstance(error or SystemExit(), SystemExit):
+            self._observer.on_end()
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -307,8 +311,6 @@ class Life(Loop):
 
 
 open_sessions: list[Life] = []
-made_as: list[type[Life]] = []
-"""what `session` makes in place of a Session: one through which `paceline verify` looks at a loop"""
 
 
 def close_all(error: BaseException | None = None) -> None:

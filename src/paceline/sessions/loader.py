@@ -67,6 +67,8 @@ class Loader:
         """the plan of the training epoch at hand; None of a stream"""
         self._streams: dict[str, Any] = {}  # the streams and the sampler's state with which the epoch at hand began
         self._sampler = None if existing is None else SamplerState(existing)
+        self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
+        """of an observer: after how many global batches an epoch has one more, its last, and the samples of that one"""
 
     @property
     def batch_size(self) -> int:
@@ -85,7 +87,8 @@ class Loader:
 
     def __len__(self) -> int:
         """The global batches of an epoch."""
-        return len(self.existing) if self.existing is not None else self.plan.steps_per_epoch
+        full = len(self.existing) if self.existing is not None else self.plan.steps_per_epoch
+        return full if self.short_epoch is None else min(full, self.short_epoch(self.plan)[0] + 1)
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches of the next epoch."""
@@ -113,12 +116,14 @@ class Loader:
         Raises:
             UsageError: if the ranks' samplers differ in their length, or the order is not that before the resume.
         """
+        short = None if self.short_epoch is None else self.short_epoch(self.plan)
         if self.existing is None:
             size = len(self.dataset)  # pyright: ignore[reportArgumentType]
             if size != self.plan.num_samples:
                 self.plan = replace(self.plan, num_samples=size)
-            self.dealt = self.plan
-            return self.plan
+            most = size if short is None else min(size, short[0] * self.plan.global_batch + short[1])
+            self.dealt = self.plan if most == size else replace(self.plan, num_samples=most)
+            return self.dealt
         assert self._sampler is not None
         steps = steps_of(self.existing)
         if put_back is None:
@@ -138,7 +143,7 @@ class Loader:
         else:
             self._sampler.put_back(put_back.get("sampler", {}))
         put_global_streams(put_back)
-        order = SampleOrder(self.existing)
+        order = SampleOrder(self.existing, short)
         if "at_checkpoint" in put_back:  # an evaluation in the epoch may have drawn from them
             order.has(put_back["drawn"] - 1)
             put_global_streams(put_back["at_checkpoint"])

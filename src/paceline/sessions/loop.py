@@ -192,13 +192,20 @@ class Loop(Ranks):
                 for batch, samples in loader.evaluation(plan, self.world):
                     self._steps.check_evaluated(samples, self.size)
                     self._evaluated_batch = samples
-                    yield batch
+                    yield batch if self._observer is None else self._observer.on_batch(batch, None)
                     self._guard.box.tick()
             finally:
                 self._evaluated_batch = 0
                 restore()
 
+    @property
+    def _has_enough(self) -> bool:
+        """Whether the observer wants no more steps."""
+        return self._observer is not None and self._course.step >= self._observer.max_steps
+
     def _train(self, loader: Loader) -> Generator[Any]:
+        if self._has_enough:
+            raise SystemExit(0)
         self._steps.check_only_loop()
         where, start = self._where, 0
         goes_on = self._resumed
@@ -224,7 +231,7 @@ class Loop(Ranks):
 
     def _passed(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
         """The batches of a training's pass over data, from batch `start` on."""
-        where, steps = self._where, self._steps
+        where, steps, observer = self._where, self._steps, self._observer
         for part in self._parts:
             part.check_parameters()
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
@@ -234,11 +241,15 @@ class Loop(Ranks):
                 self._compare_place(loader)
             for batch in steps.through(self._at, bodies, one_each=one_each):
                 try:
-                    yield batch.inputs
+                    yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                 except GeneratorExit:
                     self._left(loader, bodies, plan)
                     raise
+                if observer is not None:
+                    observer.on_batch_end()
             self._between(loader, bodies, plan)
+            if observer is not None and self._has_enough:
+                break
             self._stop_if_asked()
             self._clock(Phase.DATA)
         if not self._at_end and where["batch"]:  # nobody knew that the epoch would end here
@@ -419,7 +430,8 @@ class Loop(Ranks):
         record = StepRecord(course.step + 1, done, lr, bodies, self._clock.take(), self._clock.borders)
         course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
         course.back(record)
-        self._ended(record)
+        if self._observer is not None:
+            self._observer.on_step(record)
         if Reporter.here is not None:
             Reporter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
@@ -446,9 +458,6 @@ class Loop(Ranks):
             self._is_damaged = True
             raise
         self._leaves.keep(found if begins else ())
-
-    def _ended(self, record: StepRecord) -> None:
-        """A step has ended: `paceline verify` looks at it here."""
 
     def _report(self, plan: BatchPlan, loss: float) -> Report:
         step, steps = self._where["batch"], plan.known_steps

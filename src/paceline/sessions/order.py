@@ -34,15 +34,18 @@ SHARDED = (
 class SampleOrder:
     """The batches of one epoch, drawn when they are asked for."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        """Begin an epoch as DataLoader itself does, from the random streams as they are."""
+    def __init__(self, loader: DataLoader[Any], short: tuple[int, int] | None = None) -> None:
+        """Begin an epoch as DataLoader itself does, from the random streams as they are.
+
+        `short`: the epoch ends after so many batches and so many samples of the next one.
+        """
         assert loader.batch_sampler is not None  # see `check_taken`
         self._batches: Iterator[Any] = iter(loader.batch_sampler)
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over = False
-        self._whole: int | None = None
+        self._whole, self._rest = short or (None, 0)
 
     def has(self, batch: int) -> bool:
         """Whether the epoch has this batch; draws up to it."""
@@ -78,10 +81,6 @@ class SampleOrder:
         if batch < 0:
             return 0
         return self._drawn[batch][1] if self.has(batch) else self._hash
-
-    def shorten(self, whole: int, rest: int) -> None:
-        """End after so many whole batches and `rest` samples of the next one, as `paceline verify` does."""
-        self._whole, self._rest = whole, rest
 
     def forget(self, before: int) -> None:
         """Let go of batches that are over."""

@@ -118,6 +118,8 @@ class PreparedOptimizer:
                 gate.body.has_failed = True  # until it has not: an error here leaves a step that is not whole
             shown = self.part.shown()
             self.part.before_update(shown)
+            if gate.observer is not None:
+                gate.observer.on_update(self.part)
             self._update()
             self.part.after_update(shown)
             if gate.body is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.sessions.observer import Observer
 from paceline.sums import sum_over_ranks, together, told_once
 from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import is_torchmetric, several
@@ -18,6 +19,7 @@ class Ranks:
     """The part of a session that knows nothing of training."""
 
     world: World
+    _observer: Observer | None = None
     _evaluated_batch = 0
     """samples of the batch that is evaluated; 0: none is"""
 
@@ -50,7 +52,10 @@ class Ranks:
         total, count = self.sum(total, count)
         if count == 0:
             raise UsageError("s.mean: all counts are 0, as in a finished epoch after a resume. Ask s.any(count > 0)")
-        return float(total / count)
+        found = float(total / count)
+        if self._observer is not None:
+            self._observer.on_numbers({"s.mean": found})
+        return found
 
     def any(self, flag: bool | Tensor) -> bool:
         """Whether any rank says so: all get the same answer (a collective)."""
@@ -118,5 +123,7 @@ class Ranks:
 
     def print(self, *words: Any) -> None:
         """Print, on rank 0 only."""
-        if self.world.rank == 0:
+        if self._observer is not None:
+            self._observer.on_print(words)
+        elif self.world.rank == 0:
             print(*words, flush=True)

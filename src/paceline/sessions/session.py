@@ -34,8 +34,9 @@ from paceline.errors import UsageError, unknown
 from paceline.ladder import StrategyName
 from paceline.seeding import preserved_streams
 from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
-from paceline.sessions.life import Life, install, made_as, open_sessions
+from paceline.sessions.life import Life, install, open_sessions
 from paceline.sessions.loader import Loader
+from paceline.sessions.observer import Apply, current_observer
 from paceline.sessions.order import global_streams, put_global_streams
 from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Reduction
@@ -102,7 +103,9 @@ class Session(Life):
         if known:
             return self._prepare_again(known[0], optimizer, scheduler)
         self._check_seed()
-        make = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
+        make: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
+        if self._observer is not None:
+            make = self._observer.wrap_strategy(self._strategy, make)
         part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
             with together(self.world):
@@ -113,6 +116,8 @@ class Session(Life):
             if changed:
                 self.print(f"NOTE: {changed}: it goes on with what it had")
         self._parts.append(part)
+        if self._observer is not None:
+            self._observer.parts = self._parts
         found = (part.replica.module, part.optimizer)
         return found if part.scheduler is None else (*found, part.scheduler)
 
@@ -142,6 +147,8 @@ class Session(Life):
             UsageError: for a name that is taken or an object without a state, at a resume from a checkpoint that
                 does not have it, and after the first batch, but for objects that may be lost.
         """
+        if self._observer is not None:
+            self._observer.on_register(thing)
         models = [part.replica.model for part in self._parts]
         if not saved:
             self._registered.add(name, thing, models, self.device, saved=False)
@@ -193,6 +200,8 @@ class Session(Life):
             Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
             global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, tail=tail,
         )  # fmt: skip
+        if self._observer is not None:
+            self._observer.on_loader(made, per_virtual_rank=per_rank or batch_size is not None)
         if not self._opened:
             if (state := self._loader_states.get(str(len(self._loaders)))) is not None:
                 made.put_back_sampler(state)
@@ -229,6 +238,8 @@ class Session(Life):
                     put_global_streams(self._epoch_streams)
                 yield epoch
                 self._resumed = None
+                if self._has_enough:
+                    return
         finally:
             self._complete, self._in_epochs = True, False
 
@@ -258,8 +269,11 @@ class Session(Life):
             TrainingError: if the loss or a gradient is not finite, or the ranks have called different collectives.
                 With `local_steps` all but the gradients may be found out by the next turn of the loop.
         """
+        body = self._steps.body
+        if self._observer is not None:
+            self._observer.on_backward(loss, weight, reduction, body)
         self._check_whole()
-        if self._evaluates and self._steps.body is None:
+        if self._evaluates and body is None:
             raise UsageError(
                 "s.backward(loss) in a loop that evaluates: all models are in eval mode. Call model.train() before the "
                 "loop. To keep batch norm or dropout in eval mode, call .eval() on these modules afterwards"
@@ -275,6 +289,8 @@ class Session(Life):
             raise UsageError("s.backward(loss, only=...) names an optimizer that was not prepared")
         chosen = [part for part in self._parts if any(of[one] is part for one in asked)]
         self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
+        if self._observer is not None:
+            self._observer.on_gradients(body)
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
@@ -289,7 +305,10 @@ class Session(Life):
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Numbers found by the loop: rank 0 prints them, the run folder records them."""
-        self._log({name: float(value) for name, value in {**(values or {}), **more}.items()})
+        found = {name: float(value) for name, value in {**(values or {}), **more}.items()}
+        if self._observer is not None:
+            self._observer.on_numbers({f"logged {name}": value for name, value in found.items()})
+        self._log(found)
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole model's state, by its own names, with buffers merged over virtual ranks (a collective)."""
@@ -303,6 +322,8 @@ class Session(Life):
 
         A name that ends with .safetensors gets that format; any other torch.save's.
         """
+        if self._observer is not None:
+            return
         found, where = self.weights(model), Path(path)
         self.main(partial(save, pickled=where.suffix != ".safetensors"), found, where)
 
@@ -388,8 +409,10 @@ def session(
             raise UsageError("a session is open in this process already: end it first, s.close()")
         open_sessions[-1].close()  # a cell of a notebook that is run again
     install()
+    if (observer := current_observer()) is not None:
+        run_dir, given = None, {**given, **observer.options}
     with preserved_streams():  # packages that are imported here may draw from them
-        made: Any = (made_as[0] if made_as else Session)(run_dir, **given)
+        made = Session(run_dir, **given)
     if seed is not None:
         made.seed_streams()
     install()  # torch has put a hook of its own before ours, which holds back what is printed

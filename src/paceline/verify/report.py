@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from paceline.observe.tables import table_console
 from paceline.verify.spec import (
     ADAPTIVE_TOLERANCE,
     CAUSES,
@@ -18,13 +19,12 @@ from paceline.verify.spec import (
     VerifyReport,
 )  # fmt: skip
 
-WIDTH = 132  # where there is no terminal
 NAMED = 4  # round-off tensors
 
 
 def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     """Print everything; return whether nothing failed and anything was run. No spec: of a loop."""
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    console = table_console()
     results = [result for report in reports for result in report.results]
     largest = reports[-1]
     if spec:
@@ -54,7 +54,7 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
 
 def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     """Print one digest for each world size; return whether they are all the same."""
-    console = Console(width=None if Console().is_terminal else WIDTH, highlight=False, emoji=False)
+    console = table_console()
     first = reports[0]
     if spec:
         console.print(

@@ -61,7 +61,7 @@ LOOP_CAUSES = {
 """of a loop of the user's own, beside some of CAUSES"""
 
 
-class Spec(msgspec.Struct, frozen=True):
+class Spec(msgspec.Struct, frozen=True, tag=True):
     """One launch of workers: these strategies, one world size."""
 
     task: str
@@ -90,6 +90,8 @@ class Spec(msgspec.Struct, frozen=True):
     """of a mesh with tensor"""
     schedule_pipeline: Literal["1f1b", "gpipe"] = "1f1b"
     """of a mesh with stages"""
+    bitwise: bool = False
+    """collect the bits of every step; there is no reference"""
 
 
 class LoopCase(msgspec.Struct, frozen=True):
@@ -103,7 +105,7 @@ class LoopCase(msgspec.Struct, frozen=True):
     """the one that others are compared with: one process and `loss.backward()`, the whole global batch at once"""
 
 
-class LoopSpec(msgspec.Struct, frozen=True):
+class LoopSpec(msgspec.Struct, frozen=True, tag=True):
     """One launch of workers: these runs of a loop, one after the other."""
 
     target: str

@@ -6,9 +6,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[3]))
 from tests.proofs.verify.loop_table import spec_of
 
-from paceline.proofs.verify.loop import run_spec
+from paceline.proofs.verify.loop import run_loop
 from paceline.worker.world import World
 
 folder, *names = sys.argv[1:]
 for name in names:
-    run_spec(spec_of(name), Path(folder) / name, World.from_env(device="cpu"))
+    run_loop(spec_of(name), Path(folder) / name, World.from_env(device="cpu"))

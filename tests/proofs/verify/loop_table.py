@@ -16,33 +16,18 @@ from paceline.verify.spec import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, Verify
 
 RANKS = (1, 2, 3)
 ENDS = (
-    "stopped_by_one_rank",
-    "lr_by_rank",
-    "order_from_a_generator_seeded_by_rank",
-    "second_backward_of_another_head",
-    "clipped_by_own_norm",
-    "gradient_added_by_hand",
-    "gradients_combined_by_hand",
-    "second_backward_unchecked",
-    "gradient_added_by_hand_unchecked",
-    "gradients_combined_by_hand_unchecked",
-    "right_with_a_clamp_and_weights",
+    "stopped_by_one_rank", "lr_by_rank", "order_from_a_generator_seeded_by_rank", "second_backward_of_another_head",
+    "clipped_by_own_norm", "gradient_added_by_hand", "gradients_combined_by_hand", "second_backward_unchecked",
+    "gradient_added_by_hand_unchecked", "gradients_combined_by_hand_unchecked", "right_with_a_clamp_and_weights",
     "right_with_a_clamp_and_losses_of_each_sample",
-)
+)  # fmt: skip
 """what ends with an error on some ranks, in a step that others may have left already; no loop can follow it"""
 RIGHT = (
-    "right",
-    "right_with_noise_and_batch_norm",
-    "right_with_two_models",
-    "right_with_gradients_added_up",
-    "right_with_a_stream",
-    "right_with_a_clamp",
-    "right_with_a_module_hook",
-    "right_with_parameter_hooks",
-    "right_with_micro_batches_of_the_loaders_own",
-    "right_with_an_order_from_pythons_stream",
+    "right", "right_with_noise_and_batch_norm", "right_with_two_models", "right_with_gradients_added_up",
+    "right_with_a_stream", "right_with_a_clamp", "right_with_a_module_hook", "right_with_parameter_hooks",
+    "right_with_micro_batches_of_the_loaders_own", "right_with_an_order_from_pythons_stream",
     "right_with_averages_of_the_model",
-)
+)  # fmt: skip
 LATE_WEIGHTS = ("right_with_a_clamp_and_weights", "right_with_a_clamp_and_losses_of_each_sample")
 """loops whose global weight is known after backward only; they must equal one process, or raise an error"""
 
@@ -60,17 +45,7 @@ def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS) ->
         (folder / name).mkdir()
     ended: dict[int, str] = {}
     for size in ranks:
-        launch = (
-            "-m",
-            "paceline",
-            "launch",
-            "--nproc",
-            size,
-            "--run-dir",
-            folder / f"run-{size}",
-            "--stall-after",
-            "20",
-        )
+        launch = ("-m", "paceline", "launch", "--nproc", size, "--run-dir", folder / f"run-{size}", "--stall-after", 20)
         program = (Path(__file__).with_name("loop_ranks.py"), folder, *names)
         done = warm.run(program if ranks == (1,) else (*launch, "--", *program), cwd=folder, timeout=900)
         ended[size] = "" if done.returncode == 0 else done.stderr
@@ -109,12 +84,8 @@ def main() -> int:
     named = sum(right(name, words[name]) for name in names)
     for name in names:
         bug, verdict = loops.BUGS.get(name), "named" if name in loops.BUGS else "right"
-        cells = (
-            name,
-            bug.known_from if bug else "no bug",
-            words[name] or "-",
-            verdict if right(name, words[name]) else "WRONG",
-        )
+        verdict = verdict if right(name, words[name]) else "WRONG"
+        cells = (name, bug.known_from if bug else "no bug", words[name] or "-", verdict)
         lines.append(f"| {' | '.join(cells)} |")
     warm.close()
     print(text := "\n".join(lines) + f"\n\n{named} of {len(names)} right, on {', '.join(map(str, RANKS))} ranks.\n")

@@ -1,7 +1,6 @@
 """Loops that `paceline verify` must pass, and bugs planted in such loops, each with what it is to be called.
 
 paceline verify tests/proofs/verify/loops.py:metric_averaged
-python loops.py FOLDER RANKS NAME...       as a rank: runs these loops as verify does, for tests that judge many
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS,
 from tests.run_ranks import run_ranks
 
 from paceline.contract.variables import SHARED_MEMORY
-from paceline.proofs.verify.bitwise import collect_bits
-from paceline.proofs.verify.worker import verify
+from paceline.proofs.verify.worker import collect_bits, verify
 from paceline.sums import memory_sum
 from paceline.sums.sharing import shared_memory
 from paceline.verify.spec import Case, Diagnosis, Result, Spec

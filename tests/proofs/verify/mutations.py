@@ -844,6 +844,7 @@ CONTROLS_OF_SCALE = [
 ]
 """no bug, in models whose gradient path is not linear"""
 
+# fmt: off
 MUTATIONS = [
     _bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
     _bug("padding", "002 'must pad'; torch's DistributedSampler", padding, "samples"),
@@ -855,51 +856,36 @@ MUTATIONS = [
     _bug("head-made-after-broadcast", "fine-tuning: a layer replaced too late", head_made_after_broadcast, "start"),
     _bug("never-reduced", "a bare training loop under torchrun; no_sync around all", never_reduced, "sync"),
     _bug(
-        "no-sync-wrong-microbatch",
-        "DDP: no_sync the wrong way round",
-        no_sync_on_the_wrong_microbatch,
-        "sync",
-        strategies="ddp",
+        "no-sync-wrong-microbatch", "DDP: no_sync the wrong way round", no_sync_on_the_wrong_microbatch, "sync",
+        strategies="ddp"
     ),
     _bug(
-        "one-gradient-forgotten", "DDP: a parameter it was told to ignore, or never saw", one_gradient_forgotten, "sync"
+        "one-gradient-forgotten", "DDP: a parameter it was told to ignore, or never saw", one_gradient_forgotten,
+        "sync"
     ),
     _bug(
-        "parameter-reduced-instead",
-        "a well-known teaching DP (famous tools)",
-        parameter_reduced_instead,
-        "sync",
-        strategies="manual",
+        "parameter-reduced-instead", "a well-known teaching DP (famous tools)", parameter_reduced_instead, "sync",
+        strategies="manual"
     ),
     _bug("divided-by-world-size-too", "DDP: averaged by it and by oneself", divided_by_world_size_too, "mean"),
     _bug("not-divided-by-world-size", "all_reduce sums: means added up", not_divided_by_world_size, "mean"),
     _bug(
-        "divided-by-microbatches-too",
-        "loss / accumulation_steps of a mean over the whole",
-        divided_by_microbatches_too,
-        "mean",
+        "divided-by-microbatches-too", "loss / accumulation_steps of a mean over the whole",
+        divided_by_microbatches_too, "mean"
     ),
     _bug("tail-divided-by-full-batch", "loss.sum() / batch_size, a constant", tail_divided_by_full_batch, "mean"),
     _bug(
-        "incomplete-window",
-        "accelerate 1.15 (famous tools)",
-        incomplete_window_divided_by_full_count,
-        "mean accumulation",
+        "incomplete-window", "accelerate 1.15 (famous tools)", incomplete_window_divided_by_full_count,
+        "mean accumulation"
     ),
     _bug(
-        "samples-not-weights",
-        "padding tokens: divided by sequences",
-        divided_by_samples_not_weights,
-        "mean loss",
-        "tokens",
+        "samples-not-weights", "padding tokens: divided by sequences", divided_by_samples_not_weights, "mean loss",
+        "tokens"
     ),
     _bug("mean-of-rank-means", "002: mean of means 3-17 %", mean_of_rank_means, "shares"),
     _bug(
-        "mean-of-token-means",
-        "transformers before 4.46: mean per micro-batch",
-        mean_of_microbatch_means,
-        "shares loss",
-        "tokens",
+        "mean-of-token-means", "transformers before 4.46: mean per micro-batch", mean_of_microbatch_means,
+        "shares loss", "tokens"
     ),
     _bug("only-last-microbatch", "zero_grad inside the accumulation loop", only_last_microbatch, "accumulation"),
     _bug(
@@ -910,130 +896,82 @@ MUTATIONS = [
         strategies="bucketed",
     ),
     _bug(
-        "reduced-each-microbatch",
-        "sums communicated in every backward",
-        reduced_after_each_microbatch,
-        "accumulation",
-        strategies="manual",
+        "reduced-each-microbatch", "sums communicated in every backward", reduced_after_each_microbatch,
+        "accumulation", strategies="manual"
     ),
     _bug("stale-gradients", "trap 1: zero_grad that does not reach them", stale_gradients, "accumulation gradient"),
     _bug(
-        "stand-in-counted",
-        "trap 15's cure gone wrong: an idle rank's dummy batch",
-        stand_in_counted,
-        "accumulation gradient",
+        "stand-in-counted", "trap 15's cure gone wrong: an idle rank's dummy batch", stand_in_counted,
+        "accumulation gradient"
     ),
     _bug(
-        "none-becomes-zero", "002; zero_grad(set_to_none=False)", none_becomes_zero, "none", "unused", "manual bucketed"
+        "none-becomes-zero", "002; zero_grad(set_to_none=False)", none_becomes_zero, "none", "unused",
+        "manual bucketed"
     ),
     _bug(
-        "no-gradient-without-samples",
-        "002: only ranks that have a gradient take the sum",
-        no_gradient_without_samples,
-        "none sync",
+        "no-gradient-without-samples", "002: only ranks that have a gradient take the sum",
+        no_gradient_without_samples, "none sync"
     ),
     _bug(
-        "unpacked-in-another-order",
-        "own buckets: packed last first, unpacked first first",
-        unpacked_in_another_order,
-        "gradient",
-        strategies="bucketed",
+        "unpacked-in-another-order", "own buckets: packed last first, unpacked first first",
+        unpacked_in_another_order, "gradient", strategies="bucketed"
     ),
     _bug(
-        "order-differs-on-one-rank",
-        "famous tools: all-reduces swapped on one rank",
-        order_differs_on_one_rank,
-        "gradient sync",
-        strategies="manual",
+        "order-differs-on-one-rank", "famous tools: all-reduces swapped on one rank", order_differs_on_one_rank,
+        "gradient sync", strategies="manual"
     ),
     _bug("reduced-in-half-precision", "DDP's fp16_compress_hook", reduced_in_half_precision, "gradient"),
     _bug(
-        "statistics-gradient-local",
-        "own SyncBatchNorm: forward synchronised, backward not",
-        gradient_through_statistics_not_summed,
-        "gradient sync",
-        "batchnorm",
-        policies="sync",
+        "statistics-gradient-local", "own SyncBatchNorm: forward synchronised, backward not",
+        gradient_through_statistics_not_summed, "gradient sync", "batchnorm", policies="sync"
     ),
     _bug(
-        "sum-back-propagated",
-        "any trainer that divides after the sum",
-        sum_back_propagated,
-        "scale",
-        "clamped",
-        strategies="manual",
+        "sum-back-propagated", "any trainer that divides after the sum", sum_back_propagated, "scale", "clamped",
+        strategies="manual"
     ),
     _bug(
-        "sum-back-propagated-module-hook",
-        "the same, with a full backward hook",
-        sum_back_propagated,
-        "scale",
-        "module_hook",
-        strategies="manual",
+        "sum-back-propagated-module-hook", "the same, with a full backward hook", sum_back_propagated, "scale",
+        "module_hook", strategies="manual"
     ),
     _bug(
-        "hooks-before-the-sum",
-        "hand-written data parallelism: a hook sees the gradient of a rank's micro-batch",
-        hooks_before_the_sum,
-        "scale",
-        "parameter_hooks",
+        "hooks-before-the-sum", "hand-written data parallelism: a hook sees the gradient of a rank's micro-batch",
+        hooks_before_the_sum, "scale", "parameter_hooks"
     ),
     _bug(
-        "weight-known-too-late",
-        "a clamp, and several micro-batches with a weight each: an error",
-        nullcontext,
-        "error",
-        "clamped_tokens",
+        "weight-known-too-late", "a clamp, and several micro-batches with a weight each: an error", nullcontext,
+        "error", "clamped_tokens"
     ),
     _bug(
-        "scaled-for-half-precision",
-        "GradScaler: hooks see gradients before unscale_",
-        scaled_for_half_precision,
-        "scale",
-        "clamped",
-        strategies="manual",
+        "scaled-for-half-precision", "GradScaler: hooks see gradients before unscale_", scaled_for_half_precision,
+        "scale", "clamped", strategies="manual"
     ),
     _bug(
-        "mean-of-each-microbatch",
-        "DDP and accelerate: backward of each micro-batch's own mean",
-        mean_of_each_microbatch_back_propagated,
-        "scale",
-        "clamped_batchnorm",
-        strategies="manual",
-        policies="local",
+        "mean-of-each-microbatch", "DDP and accelerate: backward of each micro-batch's own mean",
+        mean_of_each_microbatch_back_propagated, "scale", "clamped_batchnorm", strategies="manual", policies="local"
     ),
     _bug(
-        "clipped-before-sync",
-        "clip_grad_norm_ before the all-reduce",
-        clipped_before_sync,
-        "clipping",
-        strategies="manual",
+        "clipped-before-sync", "clip_grad_norm_ before the all-reduce", clipped_before_sync, "clipping",
+        strategies="manual"
     ),
     _bug(
-        "clipped-by-own-norm",
-        "the norm measured before the all-reduce",
-        clipped_by_own_norm,
-        "clipping",
-        strategies="manual bucketed",
+        "clipped-by-own-norm", "the norm measured before the all-reduce", clipped_by_own_norm, "clipping",
+        strategies="manual bucketed"
     ),
     _bug("clipped-to-twice-the-norm", "a norm scaled along with something else", clipped_to_twice_the_norm, "clipping"),
     _bug("clipped-by-value", "clip_grad_value_ for clip_grad_norm_", clipped_by_value, "clipping"),
     _bug("clipped-each-tensor", "clip_grad_norm_ in a loop over parameters", clipped_each_tensor_alone, "clipping"),
     _bug(
-        "norm-summed-over-copies",
-        "a sharded trainer's norm on replicated gradients",
-        norm_summed_over_copies,
-        "clipping",
+        "norm-summed-over-copies", "a sharded trainer's norm on replicated gradients", norm_summed_over_copies,
+        "clipping"
     ),
     _bug("decayed-twice", "weight decay in the loop and in the optimizer", decayed_twice, "optimizer"),
     _bug(
-        "lr-scaled-by-world-size", "linear scaling with an unchanged global batch", lr_scaled_by_world_size, "optimizer"
+        "lr-scaled-by-world-size", "linear scaling with an unchanged global batch", lr_scaled_by_world_size,
+        "optimizer"
     ),
     _bug(
-        "optimizer-state-lost",
-        "002: optimizer state of a resumed run on rank 0 only",
-        state_lost_off_rank_0,
-        "optimizer",
+        "optimizer-state-lost", "002: optimizer state of a resumed run on rank 0 only", state_lost_off_rank_0,
+        "optimizer"
     ),
     _bug("stepped-on-rank-0-only", "`if rank == 0` around too much", stepped_on_rank_0_only, "optimizer sync"),
     _bug("seeded-by-rank", "torch.manual_seed(seed + rank)", seeded_by_rank, "random"),
@@ -1041,63 +979,36 @@ MUTATIONS = [
     _bug("same-stream-each-microbatch", "a seed made of step and rank", same_stream_for_all_microbatches, "random"),
     _bug("not-seeded", "002: RNG differs", not_seeded, "random"),
     _bug(
-        "buffers-of-rank-0",
-        "000, 004; DDP's broadcast_buffers",
-        buffers_of_rank_0,
-        "buffers",
-        "batchnorm",
-        policies="local",
+        "buffers-of-rank-0", "000, 004; DDP's broadcast_buffers", buffers_of_rank_0, "buffers", "batchnorm",
+        policies="local"
     ),
     _bug(
-        "buffers-of-each-rank",
-        "000, 004: buffers differ by 0.097",
-        buffers_of_each_rank,
-        "buffers",
-        "batchnorm",
-        policies="local",
+        "buffers-of-each-rank", "000, 004: buffers differ by 0.097", buffers_of_each_rank, "buffers", "batchnorm",
+        policies="local"
     ),
     _bug(
-        "stand-in-moves-buffers",
-        "trap 15's cure gone wrong",
-        stand_in_moves_buffers,
-        "buffers",
-        "batchnorm",
-        policies="local",
+        "stand-in-moves-buffers", "trap 15's cure gone wrong", stand_in_moves_buffers, "buffers", "batchnorm",
+        policies="local"
     ),
     _bug(
-        "statistics-not-synchronised",
-        "SyncBatchNorm never converted",
-        statistics_not_synchronised,
-        "buffers sync",
-        "batchnorm",
-        policies="sync",
+        "statistics-not-synchronised", "SyncBatchNorm never converted", statistics_not_synchronised, "buffers sync",
+        "batchnorm", policies="sync"
     ),
     _bug(
-        "statistics-unweighted",
-        "SyncBatchNorm on uneven shares: mean of means",
-        statistics_unweighted,
-        "buffers",
-        "batchnorm",
-        policies="sync",
+        "statistics-unweighted", "SyncBatchNorm on uneven shares: mean of means", statistics_unweighted, "buffers",
+        "batchnorm", policies="sync"
     ),
     _bug(
-        "spread-of-means-ignored",
-        "SyncBatchNorm by hand: mean of variances",
-        spread_of_means_ignored,
-        "buffers",
-        "batchnorm",
-        policies="sync",
+        "spread-of-means-ignored", "SyncBatchNorm by hand: mean of variances", spread_of_means_ignored, "buffers",
+        "batchnorm", policies="sync"
     ),
     _bug(
-        "biased-running-variance",
-        "BatchNorm by hand: no n / (n - 1)",
-        biased_running_variance,
-        "buffers",
-        "batchnorm",
-        policies="sync",
+        "biased-running-variance", "BatchNorm by hand: no n / (n - 1)", biased_running_variance, "buffers",
+        "batchnorm", policies="sync"
     ),
     _bug("weights-ignored", "padding tokens count like others", weights_ignored, "loss", "tokens"),
     _bug("own-loss-reported", "003: loss of rank 0", own_loss_reported, "loss"),
     _bug("loss-averages", "002: reduction='mean'", loss_averages, "error"),
     _bug("pause-forgotten", "own buckets without no_sync", pause_forgotten, "error", strategies="bucketed"),
 ]
+# fmt: on

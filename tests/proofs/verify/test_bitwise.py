@@ -9,7 +9,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import ArrayDataset, Task
-from paceline.proofs.verify.bitwise import collect_bits
+from paceline.proofs.verify.worker import collect_bits
 from paceline.sums import tree
 from paceline.sums.reducer import Reducer
 from paceline.verify.report import print_bits

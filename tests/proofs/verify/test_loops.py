@@ -106,7 +106,7 @@ def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_st
     line = in_main if asked == ":main" else line
     monkeypatch.chdir(tmp_path)
     Path("loop.py").write_text(text)
-    monkeypatch.setattr(verify, "run", None)  # would fail if a process were started
+    monkeypatch.setattr(verify, "run_workers", None)  # would fail if a process were started
     with pytest.raises(UsageError) as error:
         verify.main([f"loop.py{asked}", "--ranks", "1,2"])
     assert str(error.value).startswith(f"loop.py:{line} trains in a paceline.session() as soon as the file is imported")

@@ -15,8 +15,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.errors import UsageError
 from paceline.proofs.verify import setup, trial
-from paceline.proofs.verify.bitwise import collect_bits
-from paceline.proofs.verify.worker import verify
+from paceline.proofs.verify.worker import collect_bits, verify
 from paceline.verify.spec import Result, Spec
 from paceline.worker.world import World
 

@@ -6,13 +6,15 @@ mean), each by its own size (a mean of means), some not at all (left out), or no
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.proofs.verify.reference import Observed, Reference, at_probes
+from paceline.proofs.verify.reference import Named, Observed, Reference, at_probes
 from paceline.proofs.verify.setup import has_batch_norm
 from paceline.verify.spec import ADAPTIVE_TOLERANCE, KINDS, TOLERANCE
 
@@ -21,7 +23,6 @@ ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding
 NORM = "gradient norm"
 OTHER_FACTOR = 2.0**20  # of a loss, to see whether its gradient path is linear
 SAME = 1e-6  # two factors found by least squares are one
-Named = Mapping[str, Tensor | None]
 Explanation = tuple[str, str, str]
 """(a key of verify.spec.CAUSES, the tensor that shows it, details)"""
 
@@ -52,7 +53,9 @@ class Comparison:
         """Compare one step."""
         found: list[TensorDifference] = []
         for name, value in want.scalars.items():
-            self._note(found, "loss", name, abs(got.scalars[name] - value) / max(abs(value), 1e-300), TOLERANCE)
+            self._note(
+                found, "loss", name, abs(got.scalars.get(name, nan) - value) / max(abs(value), 1e-300), TOLERANCE
+            )
         scale = _largest(want.gradients)
         if self.adaptive:
             self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
@@ -99,16 +102,12 @@ def _largest(tensors: Named) -> float:
     return max((_size(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
 
 
-@dataclass(frozen=True)
-class RankDifferences:
-    """What only a look at all ranks shows, before and after the step."""
+class RankDifferences(NamedTuple):
+    """Tensors that differ between ranks."""
 
-    start_differs: str | None
-    """a tensor that differs between ranks, or from one process, before the step"""
-    gradients_differ: str | None
-    """a tensor whose synchronised gradient differs between ranks"""
-    after_differs: str | None
-    """a parameter or merged buffer that differs between ranks after the step"""
+    start_differs: str | None  # or from one process, before the step
+    gradients_differ: str | None  # after synchronisation
+    after_differs: str | None  # a parameter or merged buffer, after the step
 
 
 def explain(
@@ -156,10 +155,9 @@ def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, re
         return "none", absent[0], f"one process has {held} here"
     keys = list(ref.weights)
     there = {n: g for n, g in want.gradients.items() if g is not None}
-    values, wanted = at_probes(got.gradients, there), at_probes(want.gradients, there)
+    values, wanted = at_probes({n: got.gradients.get(n) for n in there}, there), at_probes(there, there)
     scale = float(values.abs().max()) or 1.0
-    factor = float(values @ wanted / (wanted @ wanted))
-    if float((values - factor * wanted).abs().max()) <= 1e-9 * scale:
+    if (factor := factor_between(values, wanted)) is not None:
         return "mean", first.tensor, f"every gradient is {ratio_words(factor)} what it should be"
     basis = ref.apart([[key] for key in keys], [1.0] * len(keys))  # (probes, parts)
     mixture = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0]  # all 1 if right
@@ -177,6 +175,12 @@ def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, re
     told = ", ".join(f"{k}: {ratio_words(float(m))}" for k, m in zip(keys, mixture, strict=True))
     cause = _cause_of_mixture(dict(zip(keys, mixture.tolist(), strict=True)), want, ref)
     return cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}"
+
+
+def factor_between(got: Tensor, want: Tensor) -> float | None:
+    """The factor by which all values differ, if there is one."""
+    factor = float(got @ want / (want @ want)) if bool(want.any()) else 0.0
+    return factor if float((got - factor * want).abs().max()) <= 1e-9 * float(got.abs().max()) else None
 
 
 def _is_linear(once: Tensor, ref: Reference) -> bool:

@@ -21,6 +21,7 @@ from paceline.seeding import derive
 from paceline.tasks.task import Task, call
 from paceline.verify.spec import Spec
 
+Named = Mapping[str, Tensor | None]
 PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference
 
 
@@ -28,17 +29,17 @@ PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is
 class Observed:
     """What one step looked like, on one process or on many. Most are no copies: compare before the next step."""
 
-    samples: list[int]
-    streams: dict[str, str]
+    samples: list[int] = field(default_factory=list[int])
+    streams: dict[str, str] = field(default_factory=dict[str, str])
     """a fingerprint of the random stream each virtual rank's micro-batch started with"""
-    scalars: dict[str, float]
-    gradients: dict[str, Tensor | None]
+    scalars: dict[str, float] = field(default_factory=dict[str, float])
+    gradients: Named = field(default_factory=dict[str, "Tensor | None"])
     """of the global batch's mean, before clipping"""
-    stepped: dict[str, Tensor | None]
+    stepped: Named = field(default_factory=dict[str, "Tensor | None"])
     """the gradients that the optimizer was given, after clipping"""
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    state: dict[str, Tensor]
+    parameters: Named = field(default_factory=dict[str, "Tensor | None"])
+    buffers: Named = field(default_factory=dict[str, "Tensor | None"])
+    state: Named = field(default_factory=dict[str, "Tensor | None"])
 
 
 @dataclass
@@ -206,7 +207,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def at_probes(gradients: dict[str, Tensor | None], like: dict[str, nn.Parameter] | dict[str, Tensor]) -> Tensor:
+def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spread coordinates; None counts as zeros."""
     per_tensor = max(1, PROBES // max(1, len(gradients)))
     picked: list[Tensor] = []

@@ -1,12 +1,11 @@
 """What a verification trains: the task's model in float64, uneven data, and a strategy applied to the model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -28,11 +27,10 @@ from paceline.sums import new_group, together
 from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
-from paceline.train.determinism import DEFAULT_THREADS
 from paceline.train.optimizer import OwnSchedule, checked_optimizer
 from paceline.train.sharing import Wish, share_model
 from paceline.verify.spec import OWN, Policy, Spec
-from paceline.worker.world import World, joined
+from paceline.worker.world import World
 
 LR = 1e-3
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -128,14 +126,13 @@ def build(task: Task, seed: int, device: torch.device) -> nn.Module:
     """The task's model in float64 on `device`; its inputs are cast to it, whatever the data are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "verify"))
-        model = task.make_model().double().to(device)
-    model.register_forward_pre_hook(inputs_to_double, with_kwargs=True)
+        return in_double(task.make_model()).to(device)
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """`model` in float64. Its inputs are cast to it."""
+    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
     return model
-
-
-def inputs_to_double(_: nn.Module, *inputs: Any) -> Any:
-    """What a forward takes, in float64: a hook before it."""
-    return mapped(inputs, to_double)
 
 
 def to_double(tensor: Tensor) -> Tensor:
@@ -194,17 +191,3 @@ def world_on(device: str) -> World:
     world = World.from_env(device=device, backend="gloo")
     alone = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
     return world if alone else World.from_env(device=device)
-
-
-def write_report(
-    arguments: Sequence[str], make: Callable[[Spec, World], msgspec.Struct], *, timeout_seconds: float
-) -> int:
-    """Be a rank of the spec in file `arguments[0]`; rank 0 writes what `make` reports into file `arguments[1]`."""
-    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec)
-    torch.set_num_threads(DEFAULT_THREADS)
-    world = world_on(spec.device)
-    with joined(world, timeout_seconds=timeout_seconds):
-        report = make(spec, world)
-        if world.rank == 0:
-            Path(arguments[1]).write_bytes(msgspec.json.encode(report))
-    return 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.whole import sha256_of, whole
 from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
@@ -34,12 +34,9 @@ class Trial:
     comparison: Comparison
     start_differs: str | None = None
     """a parameter that differs between ranks, or from one process, before the first step"""
-    streams: dict[str, str] = field(default_factory=dict[str, str])
-    gradients: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
-    """after synchronisation and hooks on parameters, before clipping; on rank 0 only, which compares"""
+    seen: Observed = field(default_factory=Observed)
+    """of the step at hand: streams, and on rank 0, which compares, gradients before and after clipping"""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
-    stepped: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
-    """what the optimizer was given"""
     finding: Diagnosis | None = None
     whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """shapes of the whole model's parameters and buffers, on the meta device"""
@@ -66,19 +63,19 @@ def _observed(trial: Trial) -> Replica:
         with inner.body(batch, is_last) as outside:
             # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
             if batch.work.counted and trial.case.batchnorm != "sync":
-                trial.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
+                trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
             yield outside
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         # not in sync_gradients: hooks on parameters run after it
-        gradients = _gradients_of(inner, trial.whole)
-        trial.gradient_fingerprints = fingerprints({n: g for n, g in gradients.items() if g is not None})
+        gradients = gradients_of(inner)
+        trial.gradient_fingerprints = fingerprints(gradients)
         if inner.world.rank == 0:
-            trial.gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
+            trial.seen.gradients = {n: g.clone() for n, g in gradients.items()}
         return inner.clip_grad_norm(max_norm)
 
     def before_step(*_: object) -> None:
-        trial.stepped = _gradients_of(inner, trial.whole)
+        trial.seen.stepped = gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
     return replace(inner, body=body, clip_grad_norm=clip_grad_norm)
@@ -96,29 +93,22 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
     """What the trial's last step looked like, over all ranks (a collective)."""
-    replica, world = trial.replica, trial.replica.world
-    seen = microbatches if world.leads else ()  # others may have the same samples
-    mine = [i for b in seen if b.work.counted for i in b.work.indices.tolist()]
-    samples = [i for part in gather_words(mine, world) for i in part]
-    streams = {k: v for part in gather_words(trial.streams, world) for k, v in part.items()}
-    trial.streams.clear()
+    replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
+    counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
+    mine = [i for work in counted for i in work.indices.tolist()]
+    got.samples = sorted(i for of_rank in gather_words(mine, world) for i in of_rank)
+    got.streams = {k: v for part in gather_words(got.streams, world) for k, v in part.items()}
+    got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
+    got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
-        buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
+        got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
         if replica.pipeline is not None:  # of this stage
-            parameters = parameters_of(replica)
-            buffers = {n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters}
-    got = Observed(
-        samples=sorted(samples),
-        streams=streams,
-        scalars={"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0},
-        gradients=trial.gradients,
-        stepped=trial.stepped,
-        parameters=parameters_of(replica),
-        buffers=buffers,
-        state=_optimizer_state(replica, trial.whole),
-    )
+            got.buffers = buffers = {
+                n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters
+            }
+    got.state = _optimizer_state(replica, trial.whole)
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
-    after_differs = _first_difference(fingerprints({**got.parameters, **buffers}), world)
+    after_differs = _first_difference(fingerprints({**parameters, **buffers}), world)
     return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
 
 
@@ -139,6 +129,13 @@ def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
 
+def digests_of(replica: Replica) -> tuple[str, str]:
+    """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
+    with replica.merged_buffers():
+        weights = sha256_of(replica.weights())
+    return weights, sha256_of(whole(replica.state(), replica.world))
+
+
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A checksum of all bits of each tensor."""
     flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
@@ -146,12 +143,14 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def parameters_of(replica: Replica) -> dict[str, Tensor]:
-    """All parameters, whole, by name (a collective); no copies: they are compared before the next step changes them."""
+    """All parameters, whole, by name (a collective if ranks hold shares); no copies: compare before the next step."""
+    if not replica.sharded:
+        return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
     held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
     return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
 
 
-def _gradients_of(replica: Replica, parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The step's gradients, whole, by name (a collective)."""
-    found = whole(replica.gradients(), replica.world)
-    return {name: found.get(name) for name, p in parameters.items() if p.requires_grad}
+def gradients_of(replica: Replica) -> dict[str, Tensor]:
+    """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
+    held = replica.gradients()
+    return whole(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}

@@ -1,32 +1,67 @@
-"""A rank of `paceline verify`: trains every strategy beside one process, step by step, and compares.
+"""A rank of `paceline verify`: `python -m paceline.proofs.verify.worker SPEC REPORT`, with torchrun's variables.
 
-`python -m paceline.proofs.verify.worker SPEC REPORT`, started with torchrun's variables. Rank 0 also computes the
-reference, so nothing but the report leaves the workers.
+Of a task it trains every strategy beside one process, step by step. Rank 0 also computes the reference and compares, so
+nothing but the report leaves the workers. With --bitwise there is no reference: it trains the task as the run is
+defined and reports the bits of every step, which are compared with those of the other world sizes. A user-written loop
+runs once for each case, and each rank leaves a file beside the report (see `loop`).
 """
 
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
+from paceline.checkpoint.whole import sha256_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
 from paceline.mesh import mesh_of
 from paceline.proofs.verify import setup
-from paceline.proofs.verify.causes import RankDifferences, explain
+from paceline.proofs.verify.causes import explain
+from paceline.proofs.verify.loop import run_loop
 from paceline.proofs.verify.reference import Observed, Reference
-from paceline.proofs.verify.setup import Setting, build, make_setting, task_of, without_dropout, write_report
-from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
+from paceline.proofs.verify.setup import (
+    Setting,
+    apply_strategy,
+    build,
+    make_setting,
+    task_of,
+    without_dropout,
+    world_on,
+)
+from paceline.proofs.verify.trial import (
+    Trial,
+    compare_starts,
+    digests_of,
+    gradients_of,
+    make_trial,
+    observe,
+    parameters_of,
+)
 from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.sums import gather_words, together
 from paceline.torch_version import lacks_torch
+from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
+from paceline.train.prepare import make_model
 from paceline.train.step import train_step
-from paceline.verify.spec import OWN, Case, Diagnosis, Policy, Result, Spec, VerifyReport
+from paceline.verify.spec import (
+    OWN,
+    Bits,
+    BitsReport,
+    Case,
+    Diagnosis,
+    LoopSpec,
+    Policy,
+    Result,
+    Spec,
+    StepBits,
+    VerifyReport,
+)
 from paceline.worker.attach import run_worker
-from paceline.worker.world import World, on_mesh
+from paceline.worker.world import World, joined, on_mesh
 
 
 def verify(spec: Spec, world: World) -> VerifyReport:
@@ -112,7 +147,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         if want is not None and reference is not None:
             found = trial.comparison.add(got, want)
             wrong = found or got.samples != want.samples or got.streams != want.streams
-            if wrong or ranks != RankDifferences(None, None, None):
+            if wrong or any(ranks):
                 finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
     trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
@@ -134,9 +169,48 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
     return None
 
 
+def collect_bits(spec: Spec, world: World) -> BitsReport:
+    """Train every strategy with every optimizer, deterministically (a collective); rank 0's report counts."""
+    with together(world):
+        task = task_of(spec)
+        model = make_model(task, spec.seed, world)
+        optimizers = setup.optimizers_of(spec, task, model)
+        policy = "local" if setup.has_batch_norm(model) else "none"
+    setting = make_setting(spec, task, policy, world)
+    bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
+    return BitsReport(world.size, setting.plan.global_batch, setting.plan.num_samples, bits, holds_for(world.device))
+
+
+def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
+    gc.collect()
+    spec, world = setting.spec, setting.world
+    replica, batches = apply_strategy(
+        setting, strategy, optimizer, make_model(setting.task, spec.seed + world.rank, world)
+    )
+    steps: list[StepBits] = []
+    for microbatches in batches:
+        result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)
+        norm = float(result.grad_norm or 0.0).hex()
+        gradients, parameters = sha256_of(gradients_of(replica)), sha256_of(parameters_of(replica))
+        steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
+    weights, state = digests_of(replica)
+    everybody = gather_words([weights, [msgspec.to_builtins(step) for step in steps]], world)
+    return Bits(strategy, optimizer, weights, state, steps, all(each == everybody[0] for each in everybody))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the spec in file `arguments[0]`; rank 0 writes the report into file `arguments[1]`."""
-    return write_report(arguments, verify, timeout_seconds=120)
+    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec | LoopSpec)
+    world, report = world_on(spec.device), Path(arguments[1])
+    if isinstance(spec, LoopSpec):
+        run_loop(spec, report.parent, world)
+        return 0
+    torch.set_num_threads(DEFAULT_THREADS)
+    with joined(world, timeout_seconds=300 if spec.bitwise else 120):
+        found = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        if world.rank == 0:
+            report.write_bytes(msgspec.json.encode(found))
+    return 0
 
 
 if __name__ == "__main__":
