@@ -126,6 +126,7 @@ class AttachedWorkers(Workers):
         running = self.running
         own = [*running, *self._connections, *([] if self.all_here else [self._listener])]
         ready = wait_readable([*own, *also], seconds)
+        woken = not ready.isdisjoint([one.fileno() for one in own])
         for one in running:
             if one.fileno() in ready:
                 one.poll()
@@ -139,7 +140,7 @@ class AttachedWorkers(Workers):
                 self._connections[connection] = pid
             else:  # another user's; or one that cannot be seen from here: it has a /proc of its own
                 connection.close()
-        return not ready.isdisjoint(one.fileno() for one in own)
+        return woken
 
     def _hear(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
@@ -230,7 +231,7 @@ class AttachedWorkers(Workers):
                 if (process := read_process(pid)) is not None and process.runs and process.start == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
-        self.left = [one.pid for one in self.running]
+        self.left = [one.pid for one in self.running if one.poll() is None]
         self.swept = True
 
     def close(self) -> None:
