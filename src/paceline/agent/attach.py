@@ -308,7 +308,6 @@ class AttachedHead:
         plan, self.heads = self.plan, self.plan.first_rank == 0 and self.plan.nodes > 1
         self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, workers, self.cluster)
-        self._monitor: Monitor | None = None
         self._stall_seconds: float | None = None  # when a stall was reported that still lasts
         self._reported = self._apart = False  # a failure was reported; node 0 is lost, or was never found
         self._over_seconds = 0.0
@@ -335,18 +334,18 @@ class AttachedHead:
         if self.heads:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
             self.workers.tell_first(Meeting(addresses, self.cluster.port, self.plan.secret))
+        monitor = Monitor(self._generation)
         while self._goes_on():
-            if self._monitor is None:
-                self._monitor = Monitor(self._generation)
             failing = due_seconds(self._generation.samples()) is not None and not self._reported
-            self.cluster.wait(POLL_FAILING_SECONDS if failing else self._monitor.look_seconds)
+            self.cluster.wait(POLL_FAILING_SECONDS if failing else monitor.look_seconds)
             if self.workers.meeting is not None and not self.heads and not self._apart:
                 self._follow(self.workers.meeting)
-            self._count_nodes()
+            if self._take_in_nodes() and self._whole:
+                monitor = Monitor(self._generation)  # another one, that knows all ranks
             if self.cluster.launcher_gone and not self._reported:
                 self._end_all(LIFELINE_GRACE_SECONDS)
-            if self._monitor is not None and not self._reported:
-                self._judge(self._monitor, self._generation.samples())
+            if not self._reported:
+                self._judge(monitor, self._generation.samples())
 
     def _goes_on(self) -> bool:
         """Whether a rank runs that this agent watches, or one has failed and that was not reported yet."""
@@ -365,17 +364,14 @@ class AttachedHead:
         """Whether all ranks of the job are seen from here."""
         return len(self._generation.samples()) == self.plan.world_size
 
-    def _count_nodes(self) -> None:
-        """Take in the other nodes' agents that have come."""
+    def _take_in_nodes(self) -> bool:
+        """Take in the other nodes' agents that have come; whether there are any."""
         before = [*self._generation.members]
         for member in self.cluster.here:
             if member not in before:
                 member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
-        now = [*self.cluster.members.values()]
-        if now != before:
-            self._generation.members = now
-            if self._whole:
-                self._monitor = None  # another one, that knows all ranks
+        self._generation.members = [*self.cluster.members.values()]
+        return self._generation.members != before
 
     def _follow(self, meeting: Meeting) -> None:
         """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""
