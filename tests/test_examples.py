@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
@@ -79,6 +78,13 @@ def test_the_loop_from_lightning_has_one_result_on_one_rank_and_on_two(tmp_path:
     assert len(found[0]) >= 3 and found[0] == found[1]
 
 
+@pytest.mark.ranks
+@pytest.mark.needs("transformers")
+def test_the_tiny_bert_has_one_result_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    one, two = (numbers(size, "hf_tiny.py", cwd=tmp_path) for size in (1, 2))
+    assert len(one) == 4 and one == two
+
+
 FINE_TUNE = """
 import sys
 sys.path.insert(0, {examples!r})
@@ -113,9 +119,8 @@ def make_model(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(200)
+@pytest.mark.needs("transformers", "peft")
 def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_path: Path) -> None:
-    if any(importlib.util.find_spec(name) is None for name in ("transformers", "peft")):
-        pytest.skip("needs transformers and peft: pip install -e '.[hf]'")
     from safetensors.torch import load_file
 
     script = tmp_path / "script.py"

@@ -21,7 +21,7 @@ TASK = f"{ROOT / 'tests' / 'proofs' / 'verify' / 'tasks_under_test.py'}:dropout"
 LISTS = {  # where a page lists the strategies, and what its words are there
     "CHANGELOG.md": (r"^- Strategies (.*?) compute the gradient", r"`(\w+)`"),
     "docs/design.md": (r"^strategies/ +the ladder: (.*?)$", r"\w+"),
-    "docs/textbook.md": (r"^\| rung \|.*?\n\|[-|]+\n(.*?)\n\n", r"ladder/(\w+)\.md"),
+    "docs/textbook.md": (r"^\| strategy \|.*?\n\|[-|]+\n(.*?)\n\n", r"ladder/(\w+)\.md"),
     "docs/memory.md": (r"^\| strategy \|.*?\n\|[-|]+\n(.*?)\n\n", r"(?:^\| |, )(\w+)(?=[, ])"),
 }
 Paceline = Callable[..., subprocess.CompletedProcess[str]]

@@ -46,6 +46,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def test_without_a_name_it_is_the_newest_run_and_only_to_look_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = run.parent / "z"
+    (older / "attempt-1").mkdir(parents=True)
+    (run.parent / "no run").mkdir()
+    os.utime(older, (1.0, 1.0))
+    assert status.main(["--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["run_dir"] == str(run)
+    for arguments in ([], [""]):
+        with pytest.raises(UsageError):
+            cancel.main(arguments)
+
+
 AGENT = """
 import fcntl, os, signal, sys, time
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)

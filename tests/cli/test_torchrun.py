@@ -153,8 +153,8 @@ def test_a_script_starts_as_it_does_under_torchrun(paceline, tmp_path) -> None:
     words = ("launch", "--standalone", "--rdzv-backend=c10d", "--nproc_per_node=2", "--local-ranks-filter", 0)
     run = paceline(*words, "--log-dir", "logs", "train.py", "--nproc", 3, env={"PET_NPROC_PER_NODE": "7"})
     assert (run.returncode, run.stdout) == (0, "2 --nproc 3\n"), run.stderr
-    assert run.stderr == "ignored: --rdzv-backend: the ranks meet by themselves\n"
     (folder,) = (tmp_path / "logs").iterdir()
+    assert run.stderr == f"ignored: --rdzv-backend: the ranks meet by themselves\nrun folder {folder}\n"
     assert folder.name.startswith("train-") and (folder / "attempt-1" / "rank-1.log").exists()
     dry = paceline("launch", *NODES.split(), "--dry-run", "train.py")
     assert dry.stdout.startswith("torchrun --nnodes=2 ") and dry.stdout.endswith(

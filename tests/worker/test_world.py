@@ -62,6 +62,8 @@ def test_the_group_is_torn_down_also_on_an_error():
         raise ZeroDivisionError
     assert not dist.is_initialized()
     with joined(world):  # and can be joined again
+        with pytest.raises(UsageError), joined(world):  # not inside itself: a session in a Task
+            pass
         assert dist.is_initialized()
 
 

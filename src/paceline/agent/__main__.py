@@ -24,9 +24,6 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.attach import watch_over
-from paceline.agent.follower import Follower
-from paceline.agent.head import Head
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.workers import Inherited, make_snapshots, worker_environment
@@ -163,6 +160,8 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code."""
     if plan.attach >= 0:
+        from paceline.agent.attach import watch_over
+
         return watch_over(plan)
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
@@ -182,6 +181,9 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
 
 
 def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
+    from paceline.agent.follower import Follower  # while the preloader imports torch
+    from paceline.agent.head import Head
+
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:

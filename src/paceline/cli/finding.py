@@ -21,6 +21,7 @@ from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.submission import Submission, submit_number
 from paceline.observe.folder import CONFIG, LOCK, attempt_number
+from paceline.observe.terminal import say
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
@@ -36,6 +37,14 @@ class RunFlags:
     """ssh command to reach the hosts of the run, as for `paceline train`; commands in the folder are not run"""
     trust: bool = False
     """use a run folder that another user owns or could have written, and trust all of it"""
+
+
+@dataclass(frozen=True)
+class NewestRunFlags(RunFlags):
+    """Access to the run."""
+
+    run: str = ""
+    """run folder, or the beginning of its name under runs/ (default: the newest there)"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,20 @@ def find_run(asked: str) -> Path:
     return path
 
 
+def newest_run() -> Path:
+    """The folder of the run in runs/ that was started or changed last; prints it.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    found = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
+    if not found:
+        raise UsageError("there is no run in runs/: name the folder of a run")
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+    say(f"the newest run is {newest}")
+    return newest
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: its settings are there, or a start of it.
 
@@ -84,9 +107,9 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:
     """The folder of a run, and what may be asked about it: nothing where others could have written it, which is said.
 
     Raises:
-        UsageError: if there is no such run; with `act`, if others could have written it.
+        UsageError: if there is no such run; with `act`, if none is named or others could have written it.
     """
-    run_dir = find_run(config.run)
+    run_dir = find_run(config.run) if config.run or act else newest_run()
     if act and not config.trust:
         check_ours(run_dir)
     elif not config.trust and note_strangers(run_dir):

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
+from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
 from paceline.contract.evidence import Evidence
@@ -32,7 +32,7 @@ MOST_SHOWN, MOST_LINES, MOST_CHARS = 64, 200, 20_000  # ranks; of each
 
 
 @dataclass(frozen=True)
-class HangConfig(RunFlags):
+class HangConfig(NewestRunFlags):
     """Show which rank is blocking a run, with the stack of every rank. Exit code 0 for any result."""
 
     json: bool = False

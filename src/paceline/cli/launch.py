@@ -110,8 +110,7 @@ def main(arguments: Sequence[str]) -> int:
             job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
     if not here:
         code = start(cluster, job)  # node 0's agent takes the lock
-    if code != ExitCode.DONE or not here:
-        say(f"run folder {run_dir}")
+    say(f"run folder {run_dir}")
     return code
 
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, RunFlags, attempts, existing_run
+from paceline.cli.finding import Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
@@ -30,7 +30,7 @@ UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "d
 
 
 @dataclass(frozen=True)
-class LogsConfig(RunFlags):
+class LogsConfig(NewestRunFlags):
     """Show the output of a run's ranks, ordered by time; equal lines of several ranks appear once.
 
     For a job that is queued or failed before its start, the output of the Slurm job is shown.

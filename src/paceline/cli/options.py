@@ -44,7 +44,7 @@ FAMILIAR = {  # of other frameworks' flags, ours
     "--global-batch": "global-batch-size",
     "--epochs": "n-epochs num-epochs max-epochs num-train-epochs",
     "--steps": "max-steps n-steps num-steps iterations",
-    "--nproc": "num-processes nproc-per-node world-size gpus n-gpus num-gpus devices ranks",
+    "--nproc": "np ncpu n-proc num-procs num-processes nproc-per-node world-size gpus n-gpus num-gpus devices ranks",
     "--nodes": "nnodes num-nodes num-machines",
     "--accumulation": "gradient-accumulation-steps accumulate-grad-batches grad-accum",
     "--clip-norm": "max-grad-norm gradient-clip-val grad-clip clip-grad",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import find_run
+from paceline.cli.finding import find_run, newest_run
 from paceline.cli.flags import out_path
 from paceline.cli.run_state import standing
 from paceline.disk import writing
@@ -27,8 +27,8 @@ MOST_RUNS, MARK_BYTES = 16, 4096
 class ReportConfig:
     """Write an HTML report: outcome, time breakdown and command to repeat a run, or a comparison of runs."""
 
-    runs: tuple[str, ...]
-    """run folder, or the beginning of its name under runs/; several are compared"""
+    runs: tuple[str, ...] = ()
+    """run folder, or the beginning of its name under runs/ (default: the newest there); several are compared"""
     out: Path | None = field(default=None, metadata={"short": "-o"})
     """file to write. Default: report.html in the run folder; for several runs or runs of other users, here"""
     explain: bool = False
@@ -40,11 +40,11 @@ class ReportConfig:
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline report ARGUMENTS`."""
     config: ReportConfig = command_line("report").parse(arguments)
-    if not 1 <= len(config.runs) <= MOST_RUNS:
+    if len(config.runs) > MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
     if config.explain and len(config.runs) > 1:
         raise UsageError("--explain draws how one run works: name one")
-    folders = [find_run(name) for name in config.runs]
+    folders = [find_run(name) for name in config.runs] or [newest_run()]
     if len({*folders}) < len(folders):
         raise UsageError("a run is named twice: each is compared with others")
     strange = [note_strangers(folder) for folder in folders]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import RunFlags, existing_run
+from paceline.cli.finding import NewestRunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
 from paceline.config import load
@@ -25,7 +25,7 @@ GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 
 
 @dataclass(frozen=True)
-class StatusConfig(RunFlags):
+class StatusConfig(NewestRunFlags):
     """Show the state of a run: queued, running at a step, or its outcome. Exit code 0 for any state."""
 
     json: bool = False

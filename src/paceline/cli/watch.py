@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, RunFlags, attempts, existing_run
+from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
 from paceline.contract.live import CHECKPOINT_ASK
@@ -30,7 +30,7 @@ LOG_LINES, MOST_CHARS = 40, 20_000
 
 
 @dataclass(frozen=True)
-class WatchConfig(RunFlags):
+class WatchConfig(NewestRunFlags):
     """Watch a run live, rank by rank, until it ends.
 
     Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.

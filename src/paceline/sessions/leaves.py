@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.sessions.assumptions import PARAMETERS
-from paceline.sessions.registered import objects
+from paceline.sessions.registered import instances
 
 
 class Leaves:
@@ -32,7 +32,7 @@ class Leaves:
     def keep(self, found: Sequence[Tensor]) -> None:
         """Note what is there at the end of a step."""
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in found}  # pyright: ignore[reportPrivateUsage]
-        tensors = [one for one in objects() if issubclass(type(one), Tensor)] if found else []
+        tensors = instances(Tensor) if found else []
         self._others = {
             id(one): weakref.ref(one)
             for one in tensors

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
+from paceline.data.loader import is_forked_frozen
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
@@ -98,10 +99,7 @@ class Registered:
         own = {id(one.optimizer) for one in optimizers}
 
         def lost() -> bool:
-            return any(
-                issubclass(type(one), LRScheduler) and id(one) not in known and id(vars(one).get("optimizer")) in own
-                for one in objects()
-            )
+            return any(id(one) not in known and id(vars(one).get("optimizer")) in own for one in instances(LRScheduler))
 
         if lost() and (gc.collect() or True) and lost():  # the first may have found one that nobody has any more
             raise UsageError(
@@ -158,7 +156,8 @@ class Registered:
     def _look_at_modules(self, roots: Sequence[nn.Module], say: Callable[[str], None]) -> None:
         known = [*roots, *self.ignored, *self.things.values()]
         own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
-        others = [thing for thing in objects() if _is_module(thing) and id(thing) not in own]
+        modules = (module for module in instances(nn.Module) if "_parameters" in vars(module))
+        others = [module for module in modules if id(module) not in own]
         for thing in others:
             now, before = _fingerprint(thing), self._seen.get(id(thing))
             if before is not None and before[0]() is thing:
@@ -239,18 +238,22 @@ def _joined(value: Any, source: Source) -> Any:
     return value
 
 
-def objects() -> list[Any]:
-    """All objects of the process that may refer to others, those that are frozen for forks as well."""
-    frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+def instances(kind: type) -> list[Any]:
+    """All instances of a class in this process, including those that are frozen for forks. Takes about 0.1 s."""
+    frozen, enabled = is_forked_frozen() or gc.get_freeze_count(), gc.isenabled()
     gc.disable()
     try:
         gc.unfreeze()
-        return gc.get_objects()
+        found = gc.get_objects()
     finally:
         if frozen:
             gc.freeze()
         if enabled:
             gc.enable()
+    kinds = {
+        one for one in set(map(type, found)) if issubclass(one, kind)
+    }  # there are 600,000 objects of 3,000 classes
+    return [one for one in found if type(one) in kinds]
 
 
 def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
@@ -261,16 +264,12 @@ def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
 
 def check_no_scaler() -> None:
     """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
-    if any(issubclass(type(one), torch.amp.GradScaler) and one.is_enabled() for one in objects()):
+    if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
         raise UsageError(
             "a GradScaler looks at the gradients after each backward. With several micro-batches in a step, and with "
             "strategies that divide gradients over ranks, they are not there. Let each rank have one micro-batch "
             "(virtual_ranks as many as ranks, no accumulation) under strategy 'bucketed', or train in bfloat16"
         )
-
-
-def _is_module(thing: Any) -> bool:
-    return issubclass(type(thing), nn.Module) and "_parameters" in vars(thing)
 
 
 def _fingerprint(module: nn.Module) -> list[Any]:

@@ -181,6 +181,11 @@ def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOU
 
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     """Make the default group; again, where another user of the machine was faster than a rank of ours."""
+    if dist.is_initialized():
+        raise UsageError(
+            "this process already has a process group: `paceline train` makes one for a Task. Start a function that "
+            "calls paceline.session as a script: `paceline launch SCRIPT`"
+        )
     check_placement(world.rank, world.size, world.device, world.backend, store)
     met: list[str] = []
     for number in range(TRIES):

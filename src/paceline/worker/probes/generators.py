@@ -36,6 +36,7 @@ SETTERS = {  # of the shared generators, by the modules that have them
     "random": ("random", ("seed", "setstate")),
     "numpy.random": ("numpy", ("seed", "set_state")),
 }
+CHUNK = 10_000  # objects: their references fit into the cache
 LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
 
 
@@ -134,13 +135,24 @@ def _alive() -> Iterator[tuple[str, Any]]:
         shared["numpy"] = numpy.mtrand._rand
     yield from shared.items()
     seen = {id(one) for one in shared.values()}
-    known: list[Any] = gc.get_objects()
-    held: list[Any] = gc.get_referents(*known)
-    held += gc.get_referents(*(one for one in held if type(one) is dict and not gc.is_tracked(one)))
-    for one in (*known, *held, *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+    for one in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
         if type(one) in kinds and id(one) not in seen:
             seen.add(id(one))
             yield OWN_GENERATORS, one
+
+
+def _of_kinds(kinds: set[type]) -> list[Any]:
+    """All instances of these classes, also those that only objects without a cycle refer to; at least once each."""
+    found: list[Any] = []
+    known: list[Any] = gc.get_objects()
+    for at in range(0, len(known), CHUNK):
+        part = known[at : at + CHUNK]
+        held = gc.get_referents(*part)
+        untracked = [one for one in held if type(one) is dict and not gc.is_tracked(one)]
+        for some in (part, held, gc.get_referents(*untracked)):
+            if not kinds.isdisjoint(map(type, some)):
+                found += [one for one in some if type(one) in kinds]
+    return found
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:
