@@ -6,10 +6,12 @@ allows that (`may_end`), and it ends with the last of them. Once the ranks have 
 several nodes know each other: node 0's judges, the others follow it.
 """
 
+import fcntl
 import os
 import secrets
 import signal
 import socket
+import struct
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -33,7 +35,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Order
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
-from paceline.host.procfs import exit_code, processes, read_process
+from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
 
@@ -46,6 +48,26 @@ QUESTION_SECONDS = 5.0
 KILL_SECONDS = 2.0
 IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits for the verdict
 LAUNCHER_SECONDS = 1.0  # between two looks for the launcher
+PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
+PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
+
+
+def exit_code(pid: int, pidfd: int) -> int | None:
+    """How a process that has ended, and need not be our child, ended: as `subprocess` has it; None: nobody knows.
+
+    Its parent may have waited for it, or not yet: /proc shows the one, since Linux 6.15 the descriptor the other.
+    """
+    status = None
+    with suppress(OSError, ValueError):
+        text = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        status = int(text[-1]) if text[0] in "ZX" else None
+    if status is None:
+        info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
+        with suppress(OSError):
+            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
+                (status,) = struct.unpack_from("=i", info, PIDFD_INFO_BYTES - 4)
+    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 class ForeignProcess:
