@@ -10,7 +10,8 @@ import pytest
 from paceline.contract.box import BOX_BYTES, Box, make_box
 from paceline.contract.evidence import Phase, Sample
 from paceline.contract.windows import Windows
-from paceline.guard.detectors import IdleClock, sample_seconds
+from paceline.guard.collect import IdleClock
+from paceline.guard.detectors import sample_seconds
 
 
 @pytest.fixture

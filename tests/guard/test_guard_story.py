@@ -12,17 +12,9 @@ import pytest
 
 from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.errors import UsageError
+from paceline.guard import report
 from paceline.guard.judge import judge
-from paceline.guard.report import (
-    MAX_COLUMNS,
-    MAX_LINES,
-    description,
-    page,
-    read_verdict,
-    same_verdict,
-    warning,
-    write_verdict,
-)
+from paceline.guard.report import description, page, read_verdict, same_verdict, warning, write_verdict
 from paceline.guard.sentences import named
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
@@ -43,7 +35,7 @@ STALLED = [rank(0), rank(1), rank(2, stuck=True), rank(3)]
 
 def told(verdict: Verdict, evidence: list[Evidence] = STALLED, folder: str = "runs/a/attempt-1/verdict-1") -> list[str]:
     lines = page(verdict, evidence, waited_seconds=12.4, folder=folder, run="runs/a").split("\n")
-    assert len(lines) <= MAX_LINES
+    assert len(lines) <= report.MAX_LINES
     return lines
 
 
@@ -82,17 +74,17 @@ def test_the_first_line_names_the_guilty_or_says_that_nobody_is_blamed(verdict: 
 def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
     verdict = Verdict(VerdictKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
     lines = told(verdict, folder="/" + "long/" * 60)
-    assert len(lines) == MAX_LINES
+    assert len(lines) == report.MAX_LINES
     assert lines[-2] == f"  ... {1 + 40 * 2 - 13} more lines: verdict.json"  # 40 sentences of two lines each
     assert lines[-1].startswith("  all stacks: /long/") and lines[-1].endswith("details: paceline hang runs/a")
-    assert all(len(line) <= MAX_COLUMNS for line in lines[:-1])
+    assert all(len(line) <= report.MAX_COLUMNS for line in lines[:-1])
 
 
 @pytest.mark.parametrize("count", range(11, 17))
 @pytest.mark.parametrize("folder", ["f", "/" + "long/" * 60], ids=["beside", "below"])
 def test_no_page_is_longer_than_15_lines(count: int, folder: str) -> None:
     lines = told(Verdict(VerdictKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
-    assert len(lines) <= MAX_LINES and "paceline hang" in lines[-1]
+    assert len(lines) <= report.MAX_LINES and "paceline hang" in lines[-1]
 
 
 def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:

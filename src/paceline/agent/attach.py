@@ -6,10 +6,12 @@ allows that (`may_end`), and it ends with the last of them. Once the ranks have 
 several nodes know each other: node 0's judges, the others follow it.
 """
 
+import fcntl
 import os
 import secrets
 import signal
 import socket
+import struct
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -33,7 +35,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Order
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
-from paceline.host.procfs import exit_code, processes, read_process
+from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
 
@@ -46,6 +48,26 @@ QUESTION_SECONDS = 5.0
 KILL_SECONDS = 2.0
 IN_SLURM, FAREWELL_SECONDS = "SLURM_PROCID", 1.0  # srun ends us with the last rank: it waits for the verdict
 LAUNCHER_SECONDS = 1.0  # between two looks for the launcher
+PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
+PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
+
+
+def exit_code(pid: int, pidfd: int) -> int | None:
+    """How a process that has ended, and need not be our child, ended: as `subprocess` has it; None: nobody knows.
+
+    Its parent may have waited for it, or not yet: /proc shows the one, since Linux 6.15 the descriptor the other.
+    """
+    status = None
+    with suppress(OSError, ValueError):
+        text = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        status = int(text[-1]) if text[0] in "ZX" else None
+    if status is None:
+        info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
+        with suppress(OSError):
+            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
+                (status,) = struct.unpack_from("=i", info, PIDFD_INFO_BYTES - 4)
+    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 class ForeignProcess:
@@ -126,6 +148,7 @@ class AttachedWorkers(Workers):
         running = self.running
         own = [*running, *self._connections, *([] if self.all_here else [self._listener])]
         ready = wait_readable([*own, *also], seconds)
+        woken = not ready.isdisjoint([one.fileno() for one in own])
         for one in running:
             if one.fileno() in ready:
                 one.poll()
@@ -139,7 +162,7 @@ class AttachedWorkers(Workers):
                 self._connections[connection] = pid
             else:  # another user's; or one that cannot be seen from here: it has a /proc of its own
                 connection.close()
-        return not ready.isdisjoint(one.fileno() for one in own)
+        return woken
 
     def _hear(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
@@ -230,7 +253,7 @@ class AttachedWorkers(Workers):
                 if (process := read_process(pid)) is not None and process.runs and process.start == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
-        self.left = [one.pid for one in self.running]
+        self.left = [one.pid for one in self.running if one.poll() is None]
         self.swept = True
 
     def close(self) -> None:
@@ -307,7 +330,6 @@ class AttachedHead:
         plan, self.heads = self.plan, self.plan.first_rank == 0 and self.plan.nodes > 1
         self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, workers, self.cluster)
-        self._monitor: Monitor | None = None
         self._stall_seconds: float | None = None  # when a stall was reported that still lasts
         self._reported = self._apart = False  # a failure was reported; node 0 is lost, or was never found
         self._over_seconds = 0.0
@@ -334,18 +356,18 @@ class AttachedHead:
         if self.heads:
             addresses = tuple(dict.fromkeys((*self.plan.head, os.uname().nodename)))
             self.workers.tell_first(Meeting(addresses, self.cluster.port, self.plan.secret))
+        monitor = Monitor(self._generation)
         while self._goes_on():
-            if self._monitor is None:
-                self._monitor = Monitor(self._generation)
             failing = due_seconds(self._generation.samples()) is not None and not self._reported
-            self.cluster.wait(POLL_FAILING_SECONDS if failing else self._monitor.look_seconds)
+            self.cluster.wait(POLL_FAILING_SECONDS if failing else monitor.look_seconds)
             if self.workers.meeting is not None and not self.heads and not self._apart:
                 self._follow(self.workers.meeting)
-            self._count_nodes()
+            if self._take_in_nodes() and self._whole:
+                monitor = Monitor(self._generation)  # another one, that knows all ranks
             if self.cluster.launcher_gone and not self._reported:
                 self._end_all(LIFELINE_GRACE_SECONDS)
-            if self._monitor is not None and not self._reported:
-                self._judge(self._monitor, self._generation.samples())
+            if not self._reported:
+                self._judge(monitor, self._generation.samples())
 
     def _goes_on(self) -> bool:
         """Whether a rank runs that this agent watches, or one has failed and that was not reported yet."""
@@ -364,17 +386,14 @@ class AttachedHead:
         """Whether all ranks of the job are seen from here."""
         return len(self._generation.samples()) == self.plan.world_size
 
-    def _count_nodes(self) -> None:
-        """Take in the other nodes' agents that have come."""
+    def _take_in_nodes(self) -> bool:
+        """Take in the other nodes' agents that have come; whether there are any."""
         before = [*self._generation.members]
         for member in self.cluster.here:
             if member not in before:
                 member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
-        now = [*self.cluster.members.values()]
-        if now != before:
-            self._generation.members = now
-            if self._whole:
-                self._monitor = None  # another one, that knows all ranks
+        self._generation.members = [*self.cluster.members.values()]
+        return self._generation.members != before
 
     def _follow(self, meeting: Meeting) -> None:
         """Take part in the guard of all nodes, as node 0's agent asks, until it is over."""

@@ -31,8 +31,7 @@ from paceline.contract.marks import read_names
 from paceline.contract.node_plan import NodePlan
 from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
-from paceline.guard.collect import Collection
-from paceline.guard.detectors import IdleClock
+from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process

@@ -27,9 +27,10 @@ from paceline.contract.boxes import (
     takes_signal,
 )
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
-from paceline.contract.marks import read_calls
+from paceline.contract.marks import read_calls, read_findings, read_marks, read_orders
+from paceline.contract.windows import JUMP_SECONDS
 from paceline.host.gpu_use import ask_gpus
-from paceline.host.procfs import read_process, reads_input, sleep_number
+from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
 DEAF_SECONDS = 4.0  # a watcher that has not woken for so long is not asked twice
@@ -221,3 +222,38 @@ def _frame(frame: Frame) -> Frame:
 def _number(number: int) -> int:
     """A count, a line or a rank; 0 for what can be none."""
     return number if 0 <= number <= MAX_NUMBER else 0
+
+
+class IdleClock:
+    """When each worker of one generation moved last.
+
+    Its clock is not asked: an age is how long the agent, by its own clock, has seen nothing of it move.
+    """
+
+    def __init__(self) -> None:
+        # rank -> its counters, since when they have been so, and when they were read
+        self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
+
+    def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
+        """`worker` with what its box shows; to be called at least every second or two, on one monotonic clock."""
+        counters = read_counters(box)
+        moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
+        if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:
+            since_seconds = now_seconds
+        self._seen[worker.rank] = counters.moved, since_seconds, now_seconds
+        return replace(
+            worker,
+            step=counters.step,
+            phase=counters.phase,
+            phase_seconds=counters.phase_seconds,
+            queued_seconds=queued_seconds(worker.pid),
+            still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
+            waiting=counters.waiting,
+            met=counters.met,
+            script=counters.script,
+            uneven=counters.uneven,
+            alone=counters.alone,
+            marks=read_marks(box) if counters.marks else b"",
+            orders=read_orders(box) if counters.marks else b"",
+            findings=tuple(read_findings(box)) if counters.findings else (),
+        )

@@ -25,13 +25,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from paceline.contract.boxes import read_counters
 from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.contract.marks import read_findings, read_marks, read_orders
 from paceline.contract.places import Activity, activity_of, imports_torch
 from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 from paceline.guard.judge import UNMET_SECONDS
-from paceline.host.procfs import queued_seconds
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second
@@ -189,41 +186,6 @@ def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that shall get an exception out of their collective: those that have only waited."""
     kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
     return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)
-
-
-class IdleClock:
-    """When each worker of one generation moved last.
-
-    Its clock is not asked: an age is how long the agent, by its own clock, has seen nothing of it move.
-    """
-
-    def __init__(self) -> None:
-        # rank -> its counters, since when they have been so, and when they were read
-        self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
-
-    def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
-        """`worker` with what its box shows; to be called at least every second or two, on one monotonic clock."""
-        counters = read_counters(box)
-        moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
-        if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:
-            since_seconds = now_seconds
-        self._seen[worker.rank] = counters.moved, since_seconds, now_seconds
-        return replace(
-            worker,
-            step=counters.step,
-            phase=counters.phase,
-            phase_seconds=counters.phase_seconds,
-            queued_seconds=queued_seconds(worker.pid),
-            still_seconds=now_seconds - since_seconds if worker.runs else 0.0,
-            waiting=counters.waiting,
-            met=counters.met,
-            script=counters.script,
-            uneven=counters.uneven,
-            alone=counters.alone,
-            marks=read_marks(box) if counters.marks else b"",
-            orders=read_orders(box) if counters.marks else b"",
-            findings=tuple(read_findings(box)) if counters.findings else (),
-        )
 
 
 def sample_seconds(windows: Windows) -> float:

@@ -1,24 +1,27 @@
-"""Judges who is to blame, for a failure as for a standstill. Pure: from what is known of each rank to one verdict.
+"""Judges which rank is at fault, for a failure and for a stall. Pure: from the evidence of all ranks to one verdict.
 
-The surest explanation counts, in this order:
+The most certain explanation counts, in this order:
 
-    died by itself                       DIED: a signal, an exception; who only lost others has not (see deaths.py)
-    are at odds                          MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
-    are waited for, and wait for nobody  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by how they stand
+    failed on their own                  DIED: a signal, an exception; a rank that only lost its peers has not failed on
+                                         its own (see deaths.py)
+    contradict each other                MISMATCH, LEFT, DEADLOCK: one of them is wrong (see `_dispute`)
+    others wait for them, and they wait  STOPPED, UNINTERRUPTIBLE, LOADER, BEHIND, NOT_MET, by the state of the process
+    for no rank
     all are in, and nothing comes out    NETWORK
-    nobody waits for anybody             BEHIND, NOT_MET: those that are elsewhere than the majority
+    no rank waits for another            BEHIND, NOT_MET: the ranks that are not where the majority is
 
-Where nobody can say who is wrong, the parties are named and nobody is blamed: of two ranks that disagree either may be
-right. No clocks are compared; what came first is told by the numbers of collectives, and of failures by their ages.
+If the evidence does not show which party is wrong, the verdict names the parties and blames none: of two ranks that
+disagree either may be right. Clocks are not compared. The numbers of collectives show what came first, and for failures
+their ages.
 
-Ranks are at odds if they have entered different things under the same number, or wait for each other, or if some have
-ended for whom others wait. All ranks run one program. If two of them both keep to it, one is ahead of the other or both
-are at the same place: each waiting for the other is impossible, and so is any circle of ranks that keep to it.
-Therefore, if one rank is wrong, it is in every circle: taken away, it leaves none. If several are wrong, what most of
-them do is right.
+Ranks contradict each other if they have entered different operations under the same number, if they wait for each
+other, or if a rank has ended for which others wait. All ranks run one program. Of two ranks that both follow it, one is
+ahead of the other, or both are at the same place. They cannot wait for each other, and ranks that follow the program
+cannot form a cycle. Therefore, if one rank is wrong, it is in every cycle, and without it no cycle is left. If several
+ranks are wrong, the majority is right.
 
-    0, 2 wait for 1, and 1 waits for 0, 2     circles 0-1 and 2-1: only 1 is in both, it is wrong
-    0 waits for 1, and 1 for 0                one circle: 0 or 1 is wrong, and nobody can say which
+    0, 2 wait for 1, and 1 waits for 0, 2     cycles 0-1 and 2-1: only 1 is in both, it is wrong
+    0 waits for 1, and 1 for 0                one cycle: 0 or 1 is wrong, and nothing shows which
 """
 
 import signal
@@ -32,9 +35,10 @@ from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.sentences import conclude
 from paceline.guard.waits import (
-    Odds,
+    OpMismatch,
     Rank,
-    find_odds,
+    drop_abandoned_ops,
+    find_mismatches,
     majority,
     parties_by,
     reached,
@@ -43,7 +47,6 @@ from paceline.guard.waits import (
     stream,
     waiting_alike,
     waiting_graph,
-    without_loose_ends,
 )
 
 Ranks = Mapping[int, Rank]
@@ -63,13 +66,13 @@ IDLE_CPU_SECONDS = 0.5  # in a second; a rank that uses more may still come
 def judge(evidence: Sequence[Evidence]) -> Verdict:
     """The verdict on ranks that stand still, or of which some have failed. Any evidence gives one."""
     ranks = waiting_graph(evidence)
-    odds = find_odds(ranks)
-    tied_up = without_loose_ends(ranks)
+    mismatches = find_mismatches(ranks)
+    engaged = drop_abandoned_ops(ranks)
     verdict = (
-        _died(ranks, odds)
-        or _dispute(tied_up, odds)
-        or _waited_for(ranks, tied_up)
-        or _dispute(ranks, odds)
+        _died(ranks, mismatches)
+        or _dispute(engaged, mismatches)
+        or _waited_for(ranks, engaged)
+        or _dispute(ranks, mismatches)
         or _inside(ranks)
         or _elsewhere(ranks)
     )
@@ -98,7 +101,7 @@ def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> 
     return better and bool(verdict.guilty or verdict.tie)
 
 
-def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
+def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
     died = [n for n, one in ranks.items() if one.end.by_itself]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, one in ranks.items() if one.end is RankEnd.BROKEN]
@@ -112,15 +115,15 @@ def _died(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
         return conclude(VerdictKind.MISMATCH, ranks, lines, guilty=wrong, tie=tie)
     if died:
         return conclude(VerdictKind.DIED, ranks, sentences.died(ranks, died), guilty=died)
-    if not broken or odds:  # who was broken off by its transport may be the innocent one
+    if not broken or mismatches:  # who was broken off by its transport may be the innocent one
         return None
     accused = [n for n in broken if not ranks[n].evidence.words]  # no word of anybody else
     return conclude(VerdictKind.DIED, ranks, sentences.broken(ranks, broken), guilty=accused)
 
 
-def _waited_for(ranks: Ranks, tied_up: Ranks) -> Verdict | None:
-    waiting = [n for n, one in tied_up.items() if one.waits_for]
-    heads = sorted(reached(waiting, {n: one.waits_for for n, one in tied_up.items()}))
+def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
+    waiting = [n for n, one in engaged.items() if one.waits_for]
+    heads = sorted(reached(waiting, {n: one.waits_for for n, one in engaged.items()}))
     guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]
     if not guilty:
         return None
@@ -189,12 +192,12 @@ def _elsewhere(ranks: Ranks) -> Verdict:
     return conclude(kind, ranks, lines, guilty=wrong)
 
 
-# ---- ranks that are at odds ----
+# ---- ranks that contradict each other ----
 
 
-def _dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
+def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
     """The verdict on ranks of which one must be wrong; None where there are no such."""
-    graph = _graph(ranks, odds)
+    graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
     # a training that says its phases does not end there
@@ -202,7 +205,7 @@ def _dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     early = [n for n in amid_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
     # in every circle; empty if several ranks are wrong
     suspects = early or [rank for rank in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=rank)]
-    parties = _parties(ranks, odds, suspects, graph)
+    parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
         guilty = suspects
     elif suspects or (right := majority(parties)) is None:
@@ -210,13 +213,13 @@ def _dispute(ranks: Ranks, odds: Sequence[Odds]) -> Verdict | None:
     else:
         guilty = sorted(n for party in parties if party is not right for n in party)
     tie = [] if guilty else [sorted(party) for party in parties]
-    return _told(ranks, odds, guilty, tie, graph)
+    return _told(ranks, mismatches, guilty, tie, graph)
 
 
-def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
-    """Ranks with the same edges hold one set: of 8,000 half may be at odds with the other half."""
+def _graph(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Graph:
+    """Ranks with the same edges hold one set: of 8,000 half may contradict the other half."""
     sources: dict[int, list[Collection[int]]] = {n: [one.waits_for] for n, one in ranks.items()}
-    for each in odds:
+    for each in mismatches:
         for party in each.parties:
             against = {n for other in each.parties if other is not party for n in other}
             for n in party:
@@ -233,10 +236,10 @@ def _graph(ranks: Ranks, odds: Sequence[Odds]) -> Graph:
 
 
 def _parties(
-    ranks: Ranks, odds: Sequence[Odds], suspects: Sequence[int], graph: Graph
+    ranks: Ranks, mismatches: Sequence[OpMismatch], suspects: Sequence[int], graph: Graph
 ) -> Sequence[Mapping[int, object]]:
-    if not suspects and odds:
-        return odds[0].parties
+    if not suspects and mismatches:
+        return mismatches[0].parties
     members = suspects or sorted(_cyclic_core(graph))
     return parties_by({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
@@ -249,16 +252,16 @@ def _position(one: Rank, number: int, members: Sequence[int]) -> Hashable:
 
 
 def _told(
-    ranks: Ranks, odds: Sequence[Odds], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
+    ranks: Ranks, mismatches: Sequence[OpMismatch], guilty: Sequence[int], tie: Sequence[Sequence[int]], graph: Graph
 ) -> Verdict:
     involved = [*guilty, *(n for party in tie for n in party)]
-    for each in odds:
+    for each in mismatches:
         count = sum(any(n in party for n in involved) for party in each.parties)
         if count >= (1 if guilty else 2):
             right = next((party for party in each.parties if not any(n in party for n in guilty)), each.parties[0])
             op = next(iter(right.values()))
             at = next((party[n].site for n in guilty for party in each.parties if n in party), "")
-            lines = sentences.at_odds(each, guilty)
+            lines = sentences.mismatch(each, guilty)
             return sentences.conclude(VerdictKind.MISMATCH, ranks, lines, guilty=guilty, tie=tie, op=op, at=at)
     left = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if left:
@@ -345,7 +348,7 @@ def never_meet(evidence: Sequence[Evidence]) -> bool:
     held = {n: op for n, one in ranks.items() if (op := _surely_in(one)) is not None}
     if len(held) < 2:
         return False
-    return any(_differ(each, held) for each in find_odds(ranks)) or bool(_find_cycle(_edges(ranks, held)))
+    return any(_differ(each, held) for each in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, held)))
 
 
 def _surely_in(one: Rank) -> Op | None:
@@ -359,10 +362,10 @@ def _surely_in(one: Rank) -> Op | None:
     return on_stack[-1] if on_stack else None
 
 
-def _differ(odds: Odds, held: Mapping[int, Op]) -> bool:
+def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
     """Whether two of those that wait have entered what no transport pairs."""
-    ops = {n: op for party in odds.parties for n, op in party.items() if held.get(n) == op}
-    return len(ops) > 1 and len(split(ops, by_name=odds.stream[0].startswith(SHARED_GROUP))) > 1
+    ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
+    return len(ops) > 1 and len(split(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
 
 
 def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:

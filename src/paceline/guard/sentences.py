@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paceline.contract.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.contract.places import by, frames, line_of, shown, shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
-from paceline.guard.waits import FROZEN, Odds, Rank, stream, waiting_alike
+from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
 
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
 FROM = ("recv", "irecv", "broadcast", "scatter")
@@ -245,9 +245,9 @@ def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> li
     return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
 
 
-def at_odds(odds: Odds, guilty: Collection[int]) -> list[str]:
+def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
     """Parties that have entered different things."""
-    ordered = sorted(odds.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
+    ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
     return _limited(
         [f"{named(party)} called {op_words(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
     )

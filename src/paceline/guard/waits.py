@@ -180,12 +180,12 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
     return ranks
 
 
-def without_loose_ends(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
+def drop_abandoned_ops(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
     """The same without the messages that ranks have begun, and left alone while they are in code of their own."""
-    return {n: _tied_up(one) if stands_outside(one) else one for n, one in ranks.items()}
+    return {n: _drop_abandoned(one) if stands_outside(one) else one for n, one in ranks.items()}
 
 
-def _tied_up(one: Rank) -> Rank:
+def _drop_abandoned(one: Rank) -> Rank:
     loose = [op for op in one.pending if op.is_message]
     if not loose:
         return one
@@ -237,7 +237,7 @@ OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to
 
 
 @dataclass(frozen=True)
-class Odds:
+class OpMismatch:
     """One number of one stream, and what has been entered under it."""
 
     stream: Stream
@@ -245,7 +245,7 @@ class Odds:
     parties: tuple[Mapping[int, Op], ...]  # rank -> what it has entered; the largest party first
 
 
-def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
+def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
     """The collectives and messages that do not fit together and did not get done, the earliest first.
 
     What all have got done is no matter, however different it looks: it has passed.
@@ -254,14 +254,14 @@ def find_odds(ranks: Mapping[int, Rank]) -> list[Odds]:
     for number, one in ranks.items():
         for op in one.evidence.ops:
             entered.setdefault((stream(op, number), op.seq), {})[number] = op
-    found: list[Odds] = []
+    found: list[OpMismatch] = []
     for (its, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
             continue
         parties = split(ops)
         if len(parties) > 1:
-            found.append(Odds(its, seq, parties))
-    return sorted(found, key=lambda odds: (odds.seq, str(odds.stream)))
+            found.append(OpMismatch(its, seq, parties))
+    return sorted(found, key=lambda one: (one.seq, str(one.stream)))
 
 
 def split(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:

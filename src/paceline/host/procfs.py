@@ -1,7 +1,6 @@
 """The processes of this machine, read from /proc: their states, their sessions, and who holds a port."""
 
 import ctypes
-import fcntl
 import os
 import resource
 import signal
@@ -15,8 +14,6 @@ from pathlib import Path
 
 PROC = Path("/proc")
 PR_SET_PDEATHSIG = 1
-PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
-PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
 APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
@@ -128,24 +125,6 @@ def processes() -> Iterator[Process]:
     for folder in PROC.iterdir() if PROC.is_dir() else ():
         if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
             yield process
-
-
-def exit_code(pid: int, pidfd: int) -> int | None:
-    """How a process that has ended, and need not be our child, ended: as `subprocess` has it; None: nobody knows.
-
-    Its parent may have waited for it, or not yet: /proc shows the one, since Linux 6.15 the descriptor the other.
-    """
-    status = None
-    with suppress(OSError, ValueError):
-        text = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        status = int(text[-1]) if text[0] in "ZX" else None
-    if status is None:
-        info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
-        with suppress(OSError):
-            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
-            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
-                (status,) = struct.unpack_from("=i", info, PIDFD_INFO_BYTES - 4)
-    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
