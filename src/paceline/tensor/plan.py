@@ -5,9 +5,8 @@ are the next one's inputs is cut by columns and that one by rows; so are queries
 them, by heads; embeddings, and the layer that gives a word's scores, by words.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -57,35 +56,6 @@ def cuts_of(model: nn.Module, plan: Mapping[str, CutLayer], world: World) -> dic
             parameter = module.get_parameter(leaf)
             found[first[id(parameter)]] = cut_of(parameter.shape, dim, world, parts)
     return found
-
-
-def bytes_along_tensor(
-    model: nn.Module, ranks: int, asked: Mapping[str, str] | None, forward: Callable[[], object]
-) -> int:
-    """What a rank of a model that is cut would hand to sums over ranks in `forward` and its backward, in bytes.
-
-    Seen on the whole model, which stays as it is.
-
-    Raises:
-        UsageError: see `find_plan`.
-    """
-    sent, last = 0, None
-
-    def seen(way: str, _: nn.Module, args: Sequence[Any], output: Any) -> None:
-        nonlocal sent, last
-        if way not in ("rowwise", "vocabulary") and args[0] is not last and args[0].requires_grad:
-            sent, last = sent + args[0].nbytes, args[0]  # the sum of its gradient, once for queries, keys and values
-        if way in ("rowwise", "vocabulary", "heads"):
-            sent += (output[0] if isinstance(output, tuple) else output).nbytes
-
-    plan = find_plan(model, ranks, asked)
-    hooks = [model.get_submodule(name).register_forward_hook(partial(seen, one.way)) for name, one in plan.items()]
-    try:
-        forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sent
 
 
 def _dims(module: Any, layer: CutLayer) -> Iterable[tuple[str, int, tuple[int, ...]]]:
