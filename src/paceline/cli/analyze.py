@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline analyze ARGUMENTS`."""
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
-        raise UsageError("name a log or a run: paceline analyze train.log")
+        raise UsageError(code="no-log-named")
     found = [analyzed(asked) for asked in config.logs]
     if config.json:
         print_json(found)
@@ -64,12 +64,12 @@ def analyzed(asked: str) -> Analysis:
             note_strangers(run_dir)
             analyzer.add_run(run_dir)
     except OSError as error:
-        raise UsageError(f"{asked} cannot be read: {error.strerror}") from None
+        raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None
     found = analyzer.result()
     if not found.values:
         expected = "\n".join(f"  {example}" for example in EXAMPLES.values())
         seen = f": {plural(found.lines, 'line')}, the first {analyzer.first!r}" if found.lines else ""
-        raise UsageError(f"{asked} has no line of a known kind{seen}. Expected are lines like\n{expected}")
+        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
     return found
 
 
@@ -79,7 +79,7 @@ def _run(asked: str) -> Path:
     except UsageError as error:
         if os.path.lexists(asked):
             raise
-        raise UsageError(f"there is no log file {asked!r}; and as a run: {error}") from None
+        raise UsageError(code="no-such-log", value=asked, reason=str(error)) from None
 
 
 def _page(found: Analysis) -> str:

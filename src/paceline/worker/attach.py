@@ -117,10 +117,11 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         pid=os.getpid(),
         exit_code=int(exit_code),
         type=type(error).__name__,
-        message=_clipped(str(error)),
+        message=_clipped(error.shown if isinstance(error, PacelineError) else str(error)),
         traceback=_clipped("".join(format_exception(error))) if traceback else "",
         victim=is_victim(error) if victim is None else victim,
         monotonic_seconds=time.monotonic(),
+        **(error.facts if isinstance(error, PacelineError) else {}),
     )
     encoded = msgspec.json.encode(failure)
     try:
@@ -178,7 +179,7 @@ def tell(error: BaseException) -> int:
     if found_alike and os.environ.get("RANK", "0") != "0":
         return code
     if in_words:
-        print(f"paceline: {clean(str(error))}", file=sys.stderr)
+        print(f"paceline: {clean(error.shown)}", file=sys.stderr)
     else:
         print_exception(error)
     return code
