@@ -357,13 +357,9 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     accumulation = data.accumulation or math.ceil(share / batch_size)
     if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
         raise UsageError(
-            code="batch-does-not-fit",
-            global_batch=data.global_batch,
-            virtual_ranks=virtual_ranks,
-            accumulation=accumulation,
-            batch_size=data.batch_size,
-            most=virtual_ranks * accumulation * data.batch_size,
-        )
+            code="batch-does-not-fit", global_batch=data.global_batch, virtual_ranks=virtual_ranks,
+            accumulation=accumulation, batch_size=data.batch_size, most=virtual_ranks * accumulation * data.batch_size,
+        )  # fmt: skip
     return BatchShape(virtual_ranks, accumulation, data.global_batch)
 
 

@@ -158,13 +158,9 @@ def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
     asked = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
     if odd := [ranks for ranks in asked if ranks % copy.size]:
         raise UsageError(
-            code="ranks-no-whole-copies",
-            value=config.ranks,
-            processes=odd[0],
-            size=copy.size,
-            mesh=config.mesh,
+            code="ranks-no-whole-copies", value=config.ranks, processes=odd[0], size=copy.size, mesh=config.mesh,
             twice=2 * copy.size,
-        )
+        )  # fmt: skip
     return sorted({1, *(ranks // copy.size for ranks in asked)})
 
 

@@ -183,12 +183,9 @@ def our_words(typed: Typed) -> list[str]:
             found.append(f"{ours}={value}")
         elif name in typed.torchrun and value != typed.given[ours]:
             raise UsageError(
-                code="conflicting-options",
-                ours=ours,
-                our_value=typed.given[ours],
-                name=name,
+                code="conflicting-options", ours=ours, our_value=typed.given[ours], name=name,
                 value=typed.torchrun[name],
-            )
+            )  # fmt: skip
     return found
 
 

@@ -134,11 +134,9 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
-                code="train-within-launcher",
-                launcher=config.cluster.on,
-                rank=env.get("RANK"),
+                code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
                 world_size=env.get("WORLD_SIZE"),
-            )
+            )  # fmt: skip
         if config.cluster.nodes and isinstance(asked, int):
             check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), asked)
         local_size = env.get("LOCAL_WORLD_SIZE", "1")

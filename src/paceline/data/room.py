@@ -45,13 +45,9 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
     free_bytes = _free_bytes()
     if free_bytes is not None and free_bytes < needed_bytes:
         raise UsageError(
-            code="shared-memory-too-small",
-            folder=SHARED_MEMORY,
-            free=_mib(free_bytes),
-            num_workers=num_workers,
-            local_ranks=local_ranks,
-            needed=_mib(needed_bytes),
-        )
+            code="shared-memory-too-small", folder=SHARED_MEMORY, free=_mib(free_bytes), num_workers=num_workers,
+            local_ranks=local_ranks, needed=_mib(needed_bytes),
+        )  # fmt: skip
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed_files = len(found) * held + OTHER_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:

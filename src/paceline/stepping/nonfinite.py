@@ -131,12 +131,9 @@ def gradients_not_finite(
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
     """What ends a run whose step is not finite; `way_out` is what leaves such steps out; `late`: it was taken."""
     return TrainingError(
-        exit_code=ExitCode.NOT_FINITE,
-        code="not-finite",
-        what=found.words,
-        unchanged="" if late else UNCHANGED,
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=found.words, unchanged="" if late else UNCHANGED,
         way_out=way_out,
-    )
+    )  # fmt: skip
 
 
 class _Alone(TorchDispatchMode):

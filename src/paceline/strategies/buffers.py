@@ -500,11 +500,9 @@ class VirtualBuffers:
             if accumulates and self._virtual_ranks > 1 and bool(now.any()) and not torch.equal(now, initial):
                 owner, leaf = self._slots[name][0]
                 raise UsageError(
-                    code="buffer-changed-between-steps",
-                    leaf=leaf,
-                    module=_described(self._model, owner),
+                    code="buffer-changed-between-steps", leaf=leaf, module=_described(self._model, owner),
                     virtual_ranks=self._virtual_ranks,
-                )
+                )  # fmt: skip
             self._assigned.add(name)
             self._initial[name] = now.detach().clone()
             for seen in self._seen.values():
@@ -519,23 +517,16 @@ class VirtualBuffers:
             return
         owner, leaf = self._slots[name][0]
         raise UsageError(
-            code="buffer-changes-shape",
-            leaf=leaf,
-            owner=_described(self._model, owner),
-            shape=tuple(initial.shape),
-            dtype=initial.dtype,
-            new_shape=tuple(now.shape),
-            new_dtype=now.dtype,
-        )
+            code="buffer-changes-shape", leaf=leaf, owner=_described(self._model, owner), shape=tuple(initial.shape),
+            dtype=initial.dtype, new_shape=tuple(now.shape), new_dtype=now.dtype,
+        )  # fmt: skip
 
     def _undeclared(self, name: str, owner: nn.Module, leaf: str, *, equal: bool = False) -> UsageError:
         if name in self._by_loop:
             return UsageError(
-                code="buffer-changed-in-body",
-                leaf=leaf,
-                module=_described(self._model, owner),
+                code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
                 virtual_ranks=self._virtual_ranks,
-            )
+            )  # fmt: skip
         fitting = choices(self._initial[name])
         others = ", ".join(fitting[1:])
         kind = "each virtual rank has another value of it"
@@ -547,15 +538,9 @@ class VirtualBuffers:
                 "if it counts them)"
             )
         return UsageError(
-            code="buffer-not-merged",
-            leaf=leaf,
-            module=_described(self._model, owner),
-            virtual_ranks=self._virtual_ranks,
-            kind=kind,
-            owner=type(owner).__name__,
-            fitting=fitting[0],
-            others=others,
-        )
+            code="buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
+            virtual_ranks=self._virtual_ranks, kind=kind, owner=type(owner).__name__, fitting=fitting[0], others=others,
+        )  # fmt: skip
 
     def _differs_between_ranks(self, name: str) -> UsageError:
         owner, leaf = self._slots[name][0]
@@ -645,13 +630,9 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
         buffer = buffers[leaf]
         if buffer is not None and reduction not in (fitting := choices(buffer)):
             raise UsageError(
-                code="buffer-reduction-does-not-fit",
-                whose=whose,
-                leaf=leaf,
-                dtype=buffer.dtype,
-                value=reduction,
+                code="buffer-reduction-does-not-fit", whose=whose, leaf=leaf, dtype=buffer.dtype, value=reduction,
                 allowed=[*fitting],
-            )
+            )  # fmt: skip
 
 
 def _known(owner: nn.Module, leaf: str) -> str:

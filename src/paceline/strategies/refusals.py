@@ -59,11 +59,9 @@ def refuse_max_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UsageError(
-                code="embedding-max-norm",
-                name=name or "the model",
-                kind=type(module).__name__,
+                code="embedding-max-norm", name=name or "the model", kind=type(module).__name__,
                 max_norm=module.max_norm,
-            )
+            )  # fmt: skip
 
 
 def refuse_hooks(model: nn.Module, strategy: str) -> None:

@@ -135,13 +135,9 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return value
     if setting.kind is Any:
         raise UsageError(
-            code="set-type-not-text",
-            name=setting.name,
-            value=value,
-            task=task,
-            annotation=setting.words,
+            code="set-type-not-text", name=setting.name, value=value, task=task, annotation=setting.words,
             allowed=[*TYPES],
-        )
+        )  # fmt: skip
     if value.lower() == "none" and type(None) in get_args(setting.kind):
         return None
     try:

@@ -177,13 +177,9 @@ def check_allocation(held: Granted, job: Job) -> None:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=held.nodes)
     if held.cpus and job.nproc * asked.cpus_per_rank > held.cpus:
         raise UsageError(
-            code="more-cpus-than-held",
-            nproc=job.nproc,
-            cpus_per_rank=asked.cpus_per_rank,
-            needed=job.nproc * asked.cpus_per_rank,
-            where=where,
-            cpus=held.cpus,
-        )
+            code="more-cpus-than-held", nproc=job.nproc, cpus_per_rank=asked.cpus_per_rank,
+            needed=job.nproc * asked.cpus_per_rank, where=where, cpus=held.cpus,
+        )  # fmt: skip
     if asked.gpus_per_node > held.gpus:
         raise UsageError(code="more-gpus-than-held", value=asked.gpus_per_node, where=where, gpus=held.gpus)
     if asked.partition and held.partition and asked.partition != held.partition:

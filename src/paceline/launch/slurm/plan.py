@@ -78,12 +78,9 @@ def _check(job: Job) -> None:
         raise UsageError(code="save-before-out-of-range", most=LONGEST_WARNING_SECONDS, value=asked.save_seconds)
     if asked.minutes and asked.save_seconds and asked.minutes * 60 <= asked.save_seconds + SIGNAL_SECONDS:
         raise UsageError(
-            code="no-time-left",
-            minutes=asked.minutes,
-            seconds=asked.save_seconds,
-            early=SIGNAL_SECONDS,
+            code="no-time-left", minutes=asked.minutes, seconds=asked.save_seconds, early=SIGNAL_SECONDS,
             total=asked.minutes * 60,
-        )
+        )  # fmt: skip
     for option in asked.options:
         check_option(option)
     texts = {"working folder": job.cwd, "run folder": str(job.submit_dir), "--partition": asked.partition}

@@ -137,12 +137,9 @@ def parse_job(text: str) -> JobState:
         return "" if match is None or match[1] in ("None", "(null)") else match[1]
 
     return JobState(
-        state=value("JobState") or "UNKNOWN",
-        reason=value("Reason"),
-        nodes=value("NodeList"),
-        code=_code(value("ExitCode")),
-        turn=int(value("Restarts") or 0) + 1,
-    )
+        state=value("JobState") or "UNKNOWN", reason=value("Reason"), nodes=value("NodeList"),
+        code=_code(value("ExitCode")), turn=int(value("Restarts") or 0) + 1,
+    )  # fmt: skip
 
 
 def _code(text: str) -> int:
