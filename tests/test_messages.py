@@ -38,7 +38,7 @@ def raised() -> Iterator[tuple[str, set[str] | None, str]]:
                 names = None if None in given else {str(name) for name in given} - {"code", "exit_code"}
                 choice = given["code"]
                 for one in (choice.body, choice.orelse) if isinstance(choice, ast.IfExp) else (choice,):
-                    if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                    if isinstance(one, ast.Constant) and isinstance(one.value, str) and one.value:
                         yield one.value, names, f"{path.name}:{node.lineno}"
 
 

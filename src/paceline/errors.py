@@ -43,7 +43,6 @@ class ExitCode(IntEnum):
 
 
 MESSAGES = Path(__file__).with_name("messages")
-MOST_CHARS = 2000  # of a field in a record
 Write = Callable[[str, Any], str]
 """(name of an option, its value or None) -> how a front end writes it"""
 
@@ -124,20 +123,6 @@ class PacelineError(Exception):
         """The message with its code, for a terminal or a log."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The code and the fields, for JSON: numbers as they are, all else as text."""
-        fields = self.fields if self.code else {}
-        return {"code": self.code, "fields": {name: _plain(value) for name, value in fields.items()}}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, list):
-        return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
-    return str(value).encode(errors="backslashreplace").decode()[-MOST_CHARS:]
-
 
 class UsageError(PacelineError):
     """Wrong use, found before the first step: says what was asked, what is true, and what to do."""
@@ -157,16 +142,15 @@ class UsageError(PacelineError):
 class TrainingError(PacelineError):
     """Training cannot go on; says at which step and on which rank."""
 
-    def __init__(self, text: str = "", exit_code: ExitCode = ExitCode.FAILED, **fields: Any) -> None:
+    def __init__(self, text: str = "", exit_code: ExitCode | None = None, **fields: Any) -> None:
         super().__init__(text, **fields)
-        self.exit_code = exit_code
+        self.exit_code = type(self).exit_code if exit_code is None else exit_code
 
 
 class StallError(TrainingError):
     """This rank is innocent: the guard broke up the collective in which it waited for a rank that never came."""
 
-    def __init__(self, text: str = "", exit_code: ExitCode = ExitCode.STALLED, **fields: Any) -> None:
-        super().__init__(text, exit_code, **fields)
+    exit_code = ExitCode.STALLED
 
 
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody

@@ -527,19 +527,11 @@ class VirtualBuffers:
                 code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
                 virtual_ranks=self._virtual_ranks,
             )  # fmt: skip
-        fitting = choices(self._initial[name])
-        others = ", ".join(fitting[1:])
-        kind = "each virtual rank has another value of it"
-        if name in self._integers:
-            kind = "it is not clear whether it counts samples, counts calls, or is set to a number"
-        elif equal:
-            kind = (
-                f'it is not clear whether its change depends on the number of samples ("first" if not; "{fitting[0]}" '
-                "if it counts them)"
-            )
+        fitting, *others = choices(self._initial[name])
+        code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return UsageError(
-            code="buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
-            virtual_ranks=self._virtual_ranks, kind=kind, owner=type(owner).__name__, fitting=fitting[0], others=others,
+            code=code or "buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
+            virtual_ranks=self._virtual_ranks, owner=type(owner).__name__, fitting=fitting, others=others,
         )  # fmt: skip
 
     def _differs_between_ranks(self, name: str) -> UsageError:

@@ -58,10 +58,8 @@ def refuse_max_norm(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise UsageError(
-                code="embedding-max-norm", name=name or "the model", kind=type(module).__name__,
-                max_norm=module.max_norm,
-            )  # fmt: skip
+            described = f"{name or 'the model'} ({type(module).__name__})"
+            raise UsageError(code="embedding-max-norm", module=described, max_norm=module.max_norm)
 
 
 def refuse_hooks(model: nn.Module, strategy: str) -> None:
@@ -104,7 +102,5 @@ def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
         UsageError: naming those that do not.
     """
     if type(optimizer) not in ELEMENT_WISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
-        raise UsageError(
-            code="optimizer-not-element-wise", strategy=strategy, kind=type(optimizer).__name__, known=known
-        )
+        known, kind = [one.__name__ for one in ELEMENT_WISE], type(optimizer).__name__
+        raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=kind, known=known)
