@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, 
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.compute.precision import in_bf16
 from paceline.data.plan import ranks_share
-from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
 from paceline.train.weights import rescue_alone
@@ -400,12 +400,12 @@ def world() -> Generator[World]:
 
 @pytest.mark.parametrize("name", ["zero", "fsdp"])
 def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World, name: str) -> None:
-    with pytest.raises(UsageError, match=f"strategy '{name}' cuts parameters into pieces, and LBFGS may look"):
+    with raises("optimizer-not-element-wise", kind="LBFGS", strategy=name):
         STRATEGIES[name](nn.Linear(2, 2), LBFGS, world)
 
 
 def test_a_rule_that_matches_nothing_is_refused_with_what_there_is(world: World) -> None:
-    with pytest.raises(UsageError, match=r"--fsdp-wrap layer\*: no module matches 'layer\*'\. There are: first \(Lin"):
+    with raises("no-such-module", rule="layer*", pattern="layer*"):
         fsdp(Blocks(), partial(SGD, lr=0.1), world, wrap="layer*")
 
 

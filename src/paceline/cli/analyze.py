@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline analyze ARGUMENTS`."""
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
-        raise UsageError("name a log or a run: paceline analyze train.log")
+        raise UsageError(code="no-log-named")
     found = [analyzed(asked) for asked in config.logs]
     if config.json:
         print_json(found)
@@ -52,11 +52,11 @@ def analyzed(asked: str) -> Analysis:
             note_strangers(run_dir)
             analyzer.add_run(run_dir)
     except OSError as error:
-        raise UsageError(f"{asked} cannot be read: {error.strerror}") from None
+        raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None
     if not (found := analyzer.result).values:
         expected = "\n  ".join(EXAMPLES.values())
         seen = f": {plural(found.lines, 'line')}, the first {found.first_line!r}" if found.lines else ""
-        raise UsageError(f"{asked} has no line of a known kind{seen}. Expected are lines like\n  {expected}")
+        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
     return found
 
 

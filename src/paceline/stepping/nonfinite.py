@@ -131,10 +131,9 @@ def gradients_not_finite(
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
     """What ends a run whose step is not finite; `way_out` is what leaves such steps out; `late`: it was taken."""
     return TrainingError(
-        f"{found.words}.{'' if late else UNCHANGED} Likely: a learning rate too high, or bad values in these samples. "
-        f"{way_out} leaves such steps out.",
-        ExitCode.NOT_FINITE,
-    )
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=found.words, unchanged="" if late else UNCHANGED,
+        way_out=way_out,
+    )  # fmt: skip
 
 
 class _Alone(TorchDispatchMode):
@@ -235,11 +234,10 @@ class LeftOut:
         again = step in self._steps
         self._steps.add(step)
         if too_many(self._steps, step):
-            words = (
-                f"more than {MOST} of the last {OF_STEPS} steps were not finite; the last one: {found.words}. The "
-                "parameters are those before it. Likely: a learning rate too high, or bad values in the data."
+            error = TrainingError(
+                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=found.words
             )
-            raise told_once(TrainingError(words, ExitCode.NOT_FINITE), self._world, by=found.told_by)
+            raise told_once(error, self._world, by=found.told_by)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {found.words}" if back else f"step {step} is left out: {found.words}")
         return back

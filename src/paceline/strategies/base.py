@@ -171,10 +171,7 @@ def replica(
     def sync_all_gradients(total_weight: Tensor) -> bool | Pending[bool] | None:
         for name, parameter in frozen.items():
             if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name} was frozen when the strategy was applied and now requires a gradient, which "
-                    "no other rank would see. Unfreeze first, then apply the strategy (again)."
-                )
+                raise UsageError(code="unfrozen-later", name=name)
         if sync_gradients is not None:
             found = sync_gradients(total_weight)
         else:

@@ -40,7 +40,6 @@ from paceline.worker.world import World
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-FLAG = "--fsdp-wrap"
 MAX_NAME = 33  # characters of a block's name, from its end, in the names of its collectives: the box keeps 40
 
 
@@ -85,7 +84,7 @@ def fsdp(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
-    blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
+    blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
     for name, block in blocks.items():
         _name_collectives(block, name)
     shares = _Shares(model, shapes, world)
@@ -291,11 +290,7 @@ class _Used:
             self._called.add(name)
         elif name not in self._called:
             if name in self._recomputed:
-                raise UsageError(
-                    f"{name or 'the model'} is called twice, and activation checkpointing with use_reentrant=True "
-                    "recomputes it: under strategy 'fsdp' gradients would be lost. Use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
+                raise UsageError(code="fsdp-reentrant", name=name or "the model")
             self._recomputed.add(name)
 
     def agree(self, model: nn.Module, world: World) -> None:

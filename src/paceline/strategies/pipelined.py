@@ -107,7 +107,7 @@ def pipelined(
     def make_own(parameters: Any) -> Optimizer:
         optimizer, own = make_optimizer(parameters), {*model.parameters()}
         if isinstance(optimizer, LBFGS):
-            raise UsageError("LBFGS looks at all parameters at once, and a stage has its own only. Use another one")
+            raise UsageError(code="optimizer-looks-at-all")
         for group in optimizer.param_groups:  # the task may have made it, of the whole model
             group["params"] = [p for p in group["params"] if p in own]
         return optimizer

@@ -109,7 +109,7 @@ def together(world: World, *, prepares: bool = True) -> Generator[None]:
     who = "every rank" if len(failed) == world.size else "rank " + ", ".join(map(str, failed))
     where = f" (on {who} of {world.size})" if world.size > 1 else ""
     if isinstance(error, PacelineError):
-        raise UsageError(f"{error}{where}") from None
+        raise UsageError.of(error, after=where) from None
     shown = "".join(traceback.format_exception(error)).rstrip()
     raise UsageError(
         f"{shown}\nThis was raised before the first step{where}, while the run was being prepared."
@@ -132,7 +132,7 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     else:
         odd = [rank for rank, words in enumerate(everybody) if words != common]
         told = "; ".join(f"rank {rank} has {everybody[rank]}" for rank in odd) + f", all others {common}"
-    raise told_once(error(f"the ranks' {what} differ: {told}. Every rank must have the same."), world)
+    raise told_once(error(code="ranks-differ", what=what, told=told), world)
 
 
 def told_once(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:

@@ -38,11 +38,7 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
     found = _agreeing(model, found | {name: layer for name, layer in told.items() if layer is not None})
     if not found:
         shown = first_few([f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name], 8)
-        raise UsageError(
-            f"--mesh tensor={ranks}: no layer of this model is known to be one that can be cut, and each rank would "
-            f"compute the whole. There are: {shown or 'no layers'}. Name some in Task(parallelize=...), or leave "
-            "tensor out"
-        )
+        raise UsageError(code="no-layer-to-shard", ranks=ranks, layers=shown or "no layers")
     return found
 
 
@@ -84,9 +80,7 @@ def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, 
             raise unknown(f"way to cut {pattern}", way, WAYS)
         names = [name for name in there if fnmatchcase(name, pattern)]
         if not names:
-            raise UsageError(
-                f"Task(parallelize=...): no module matches {pattern!r}. There are: {first_few([*there], 20)}"
-            )
+            raise UsageError(code="parallelize-no-module", pattern=pattern, modules=first_few([*there], 20))
         told |= {name: None if way == "whole" else _layer(name, there[name], way, ranks) for name in names}
     return told
 
@@ -94,14 +88,13 @@ def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, 
 def _layer(name: str, module: Any, way: str, ranks: int) -> CutLayer:
     fits = {"heads": type(module) is nn.MultiheadAttention, "vocabulary": type(module) is nn.Embedding}
     if not fits.get(way, is_linear(module)):
-        raise UsageError(f"Task(parallelize=...): {name} ({type(module).__name__}) cannot be cut as {way}")
+        raise UsageError(code="parallelize-way", name=name, kind=type(module).__name__, way=way)
     layer = CutLayer(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
     for leaf, dim, of in _dims(module, layer):
         shape = module.get_parameter(leaf).shape
         if any(width % ranks for width in of or (shape[dim],)):
             raise UsageError(
-                f"Task(parallelize=...): {name}.{leaf} is {tuple(shape)}, and tensor={ranks} does not divide its "
-                f"dimension {dim}"
+                code="parallelize-does-not-divide", name=name, leaf=leaf, shape=tuple(shape), ranks=ranks, dim=dim
             )
     return layer
 

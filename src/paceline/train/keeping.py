@@ -213,7 +213,7 @@ class Keeping:
             self._snapshot_writer = None
             self._say(
                 f"no snapshots from now on: rank {world.rank} has no memory for them ({error.strerror}). "
-                "Restarted workers will go on from a checkpoint on disk (--checkpoint-every)."
+                "Restarted workers will resume from a checkpoint on disk."
             )
             return
         self._snapshots += 1

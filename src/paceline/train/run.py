@@ -78,8 +78,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 config = parts.config
                 check_code(world)
                 if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
-                    words = f"number of steps ({parts.total_steps}), got {rehearsed}"
-                    error = UsageError(f"--rehearse-preemption must be less than the {words}")
+                    error = UsageError(code="rehearsal-too-late", value=rehearsed, steps=parts.total_steps)
                     raise told_once(error, world)
                 facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
                 place = replace(place, definition={**settings(config), **facts})

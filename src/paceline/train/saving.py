@@ -75,7 +75,7 @@ def save_alone(
     if holder.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
-        raise TrainingError(f"parts of the state are on the other ranks only{elsewhere}")
+        raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
     part, places = layout(held)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
     fill(buffer, part, places, {"step": step, "rank": 0, "world_size": 1, "samples_seen": content.samples_seen})
