@@ -132,6 +132,44 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         assert "freed from the wait for rank 1" in (waiting.failure() or pytest.fail("no record")).message
 
 
+FSDP = f"""{TORCH}
+from functools import partial
+from paceline.strategies.fsdp import fsdp
+from paceline.worker.world import World
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
+fsdp(model, partial(torch.optim.SGD, lr=0.1), world, wrap="*")
+def fault(*_):
+    ready()
+    if "MODE" == "raises": raise ValueError("a fault")
+    time.sleep(600)
+if rank == 1: model[1].register_forward_pre_hook(fault, prepend=True)
+model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("mode", ["raises", "sleeps"])
+def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_nobody(tmp_path: Path, mode: str):
+    with ranks(FSDP.replace("MODE", mode), 2, tmp_path) as (waiting, missing):
+        missing.wait_ready()
+        if mode == "sleeps":
+            wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
+            answers = [one.ask(seconds=20) for one in (waiting, missing)]
+            evidence = [
+                Evidence(n, "h", n, state="S", answered=True, ops=a.ops, groups=a.groups, stacks=a.stacks)
+                for n, a in enumerate(answers)
+                if a is not None
+            ]
+            verdict = judge(evidence)
+            assert verdict.guilty == (1,) and to_free(verdict, evidence) == (0,)
+            assert verdict.op is not None and (verdict.op.kind, verdict.op.name) == ("all_gather", "block 1")
+            assert verdict.op.site.startswith("script.py:")
+            boxes.release(waiting.box, b"{}")
+        assert waiting.process.wait(20) == 1
+        failure = waiting.failure()
+        assert failure is not None and failure.victim and "block 1" in failure.message
+
+
 BUSY = f"""{TORCH}
 from paceline.sums import start_totals
 from paceline.sums.sharing import shared_memory

@@ -32,9 +32,14 @@ from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_la
 from paceline.sums.buckets import divide_each
 from paceline.sums.gather import labelled
 from paceline.sums.layout import sparse_gradient
+from paceline.sums.moves import all_gather, reduce_scatter
 from paceline.sums.pending import Pending, sent
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Piece, check_assigned
+from paceline.sums.shared import SharedMemory
+from paceline.sums.sharing import shared_memory
+from paceline.sums.totals import sum_over_ranks
+from paceline.sums.tree import Forest
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
@@ -86,8 +91,13 @@ def fsdp(
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
     blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
+    group = _sharded_over(world).group
+    whole_host = group is None or group.size() == dist.get_world_size()
+    memory = shared_memory() if whole_host and world.device.type == "cpu" else None
     for name, block in blocks.items():
-        _name_collectives(block, name)
+        custom: Any = block  # the types of what it takes are in a private module of torch
+        custom.set_custom_all_gather(_AllGather(name, memory))
+        custom.set_custom_reduce_scatter(_ReduceScatter(name, memory))
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
@@ -110,26 +120,57 @@ def fsdp(
     )  # fmt: skip
 
 
-def _name_collectives(block: FSDPModule, name: str) -> None:
-    """Give the collectives of a block its name.
+def _sharded_over(world: World) -> World:
+    """The ranks that hold each parameter once: along shard, if each of several along data holds all of them."""
+    hybrid = world.along("data").size > 1 and world.along("shard").size > 1
+    return world.along("shard") if hybrid else world
 
-    Ranks that call different blocks of one size would otherwise exchange the weights of different blocks without an
-    error: names are compared in each step (`stepping.order`), and the hang guard shows them.
+
+class _Collective:
+    """A collective of one block, as `set_custom_all_gather` and `set_custom_reduce_scatter` of FSDP2 take it.
+
+    It passes through shared memory if the block's ranks share it, else over torch.distributed; the bits are the same.
+    It has the name of its block: ranks that call different blocks of one size would otherwise exchange the weights of
+    different blocks without an error. Names are compared, in memory at each call, else in each step
+    (`stepping.order`), and the hang guard shows them.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as usual
 
-    label = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
+    def __init__(self, name: str, memory: SharedMemory | None) -> None:
+        self._label = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
+        self._memory = memory
+        if memory is not None:
+            self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
 
-    class AllGather(usual.DefaultAllGather):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(output_tensor, labelled(input_tensor, label), *args, **kwargs)
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    class ReduceScatter(usual.DefaultReduceScatter):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(labelled(output_tensor, label), input_tensor, *args, **kwargs)
 
-    block.set_custom_all_gather(AllGather())
-    block.set_custom_reduce_scatter(ReduceScatter())
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if self._memory is None:
+            mine = labelled(input_tensor, self._label)
+            return dist.all_gather_single(output_tensor, mine, group=group, async_op=async_op)
+        all_gather(self._memory, input_tensor, output_tensor, self._label)
+        return None
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self._memory is None or op != dist.ReduceOp.SUM:  # a mean, or a sum with a factor: torch knows how
+            mine = labelled(output_tensor, self._label)
+            return dist.reduce_scatter_single(mine, input_tensor, group=group, op=op, async_op=async_op)
+        reduce_scatter(self._memory, [input_tensor], self._forest, output_tensor, name=self._label, as_gloo=True)
+        return None
 
 
 class _Shares:
@@ -139,9 +180,8 @@ class _Shares:
         from torch.distributed.tensor import DTensor
 
         self._model, self._shapes, self._world = model, shapes, world
-        hybrid = world.along("data").size > 1 and world.along("shard").size > 1
-        over = world.along("shard") if hybrid else world
-        self._again = hybrid and world.along("data").rank > 0
+        over = _sharded_over(world)
+        self._again = over is not world and world.along("data").rank > 0
         self.pieces: dict[str, Piece] = {}
         self.uncut: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}
@@ -303,8 +343,9 @@ class _Used:
         uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
-        summed = torch.cat([sent(flags, world.device), *values])
-        dist.all_reduce(labelled(summed, "who uses which parameter"), group=world.group)
+        summed = sum_over_ranks(
+            torch.cat([sent(flags, world.device), *values]), "who uses which parameter", world.group
+        )
         # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
         everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
         sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.sums.buckets import divide
 from paceline.sums.chunks import Chunk, cut
 from paceline.sums.memory_sum import root_of, spare_count
+from paceline.sums.ring import ring_sum
 from paceline.sums.shared import SharedMemory
 from paceline.sums.tree import ALIGNED, Forest
 
@@ -99,6 +101,8 @@ def reduce_scatter(
     out: Tensor,
     divisor: float | Tensor | None = None,
     name: str = "gradients",
+    *,
+    as_gloo: bool = False,
 ) -> Tensor:
     """This rank's share of the sum over all leaves, in the tree's order, divided as `buckets.divide` does.
 
@@ -109,31 +113,42 @@ def reduce_scatter(
         out: (n / W,), where the share goes: elements [rank * n / W, (rank + 1) * n / W).
         divisor: the same on every rank; None: the sum.
         name: for the hang guard.
+        as_gloo: add in the order of gloo's reduce_scatter (see `ring`); each rank then has one leaf.
     """
     nodes, bulk, share = forest.nodes(), memory.bulk, len(out)
-    lanes = max(map(len, nodes))
+    lanes, size = max(map(len, nodes)), memory.size
     slots = bulk.typed(out.dtype)
-    room = bulk.data_bytes // out.element_size() // (lanes * memory.size) // ALIGNED * ALIGNED
+    room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
     spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
-    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * memory.size}]", out.dtype)):
+    shares = [None if flat is None else flat.view(size, share) for flat in own]
+    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
         for start in range(0, share, room):
-            width = min(room, share - start)
+            stop = min(start + room, share)
             slot = bulk.write()
-            mine = slots[slot][memory.rank][: lanes * memory.size * room].view(lanes, memory.size, room)
-            for lane, flat in enumerate(own):
-                place = mine[lane, :, :width]
-                if flat is None:
-                    place.zero_()
-                else:
-                    place.copy_(flat.view(memory.size, share)[:, start : start + width])
+            mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
+            for lane, flat in enumerate(shares):
+                for rank, place in enumerate(mine[lane]):
+                    if flat is None:
+                        place.zero_()
+                    elif rank != memory.rank:  # our own share is read where it is
+                        place.copy_(flat[rank, start:stop])
             bulk.publish()
             bulk.wait()
             parts = {
-                node: slots[slot][rank][(at := (lane * memory.size + memory.rank) * room) : at + width]
+                node: slots[slot][rank][(at := (lane * size + memory.rank) * room) : at + stop - start]
                 for rank, of_rank in enumerate(nodes)
                 for lane, node in enumerate(of_rank)
             }
-            root_of(parts, forest.leaves, out[start : start + width], [one[:width] for one in spare], divisor)
+            for node, flat in zip(nodes[memory.rank], shares, strict=True):
+                if flat is not None:
+                    parts[node] = flat[memory.rank, start:stop]
+            total = out[start:stop]
+            if as_gloo and size > 2:  # of two, either order is the same
+                ring_sum([*parts.values()], memory.rank * share + start, size * share, total)
+            else:
+                root_of(parts, forest.leaves, total, [one[: stop - start] for one in spare], None)
+            if divisor is not None:
+                divide(total, divisor)
     return out
 
 

@@ -9,7 +9,7 @@ rank adds its own to what comes. So of 4 ranks
 Source: `ring` in gloo/allreduce.cc, the algorithm that torch takes. tests/sums/test_ring.py compares with torch's own.
 """
 
-from collections.abc import Generator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,24 +38,26 @@ class RingSum(TreeSum):
         if len(parts) == 2:  # in either order the same
             super()._make_root(chunk, start, parts, out, divisor)
             return
-        for low, high, first in self._turns(chunk, start, start + len(out)):
-            *others, last = [parts[(first + k) % len(parts), (first + k) % len(parts) + 1] for k in range(len(parts))]
-            total, place = last[low:high], out[low:high]
-            for other in reversed(others):
-                total = torch.add(other[low:high], total, out=place)
+        of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
+        at, stop = 0, start + len(out)
+        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
+            low, high = max(start, at), min(stop, at + length)
+            if low < high:
+                here, first = slice(low - start, high - start), piece.start + low - at
+                ring_sum([part[here] for part in of_rank], first, self._sizes[piece.tensor], out[here])
+            at += length
         if divisor is not None:
             divide(out, divisor)
 
-    def _turns(self, chunk: Chunk, start: int, stop: int) -> Generator[tuple[int, int, int]]:
-        """Elements [start, stop) of the chunk by parts: from where to where, counted from `start`, and which part."""
-        at = 0
-        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
-            each = ring_part(self._sizes[piece.tensor], chunk.dtype.itemsize, self._memory.size)
-            low, end = max(start, at), min(stop, at + length)
-            while low < end:
-                element = piece.start + low - at
-                number = element // each
-                high = min(end, low + (number + 1) * each - element)
-                yield low - start, high - start, number
-                low = high
-            at += length
+
+def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> None:
+    """Elements [first, first + len(out)) of a sum over ranks; `size` is the length of the whole tensor."""
+    ranks, low = len(of_rank), 0
+    each = ring_part(size, out.element_size(), ranks)
+    while low < len(out):
+        number, within = divmod(first + low, each)
+        high = min(len(out), low + each - within)
+        total = of_rank[number - 1][low:high]
+        for back in range(2, ranks + 1):
+            total = torch.add(of_rank[(number - back) % ranks][low:high], total, out=out[low:high])
+        low = high
