@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from paceline.sums.memory_sum import TreeSum
 from paceline.sums.moves import barrier, gather_words_in_memory
+from paceline.sums.ranks import choose
 from paceline.sums.shared import BULK_BYTES, SharedMemory
-from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
@@ -157,7 +157,7 @@ def act(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{arguments.meet}/store", arguments.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
-    memory = shared_memory("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20)))
+    memory = choose("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20))).memory
     assert memory is not None
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else SIZES_BYTES
     rounds = 2 if arguments.quick else arguments.rounds

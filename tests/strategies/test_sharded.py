@@ -24,7 +24,7 @@ from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
-from paceline.sums.sharing import shared_memory
+from paceline.sums.ranks import choose
 from paceline.train.weights import rescue_alone
 
 CPU = torch.device("cpu")
@@ -309,7 +309,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
             replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
             train(replica, 3, accumulation=2)
             digests.append(sha256_of(whole(replica.state(), replica.world)))
-        memory = shared_memory()
+        memory = choose().memory
         found[size] = (memory is not None and memory.bulk.tick > 100, digests)
     return found
 

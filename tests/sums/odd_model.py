@@ -55,7 +55,7 @@ def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ..
 def over_torch(model: nn.Module, forest: Forest, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True) -> Reducer:
     """What sums gradients over torch.distributed, whatever the ranks share."""
     buckets = buckets_of(trainable(model), bucket_bytes)
-    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order))
+    return Reducer(forest, OverTorch(buckets, forest, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:

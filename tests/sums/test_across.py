@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.sums.across import Across
 from paceline.sums.compress import BLOCK, Bf16, Int8, LowRank
-from paceline.sums.sharing import hosts_of_all
+from paceline.sums.ranks import choose
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -49,7 +49,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
     found: dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]] = {}
     for size in SIZES:
         put_on(rank // size, rank, world_size, folder)
-        place = hosts_of_all()
+        place = choose().hosts()
         assert place is not None
         assert (place.rank, place.count, place.number, place.memory.size) == (rank, 4 // size, rank // size, size)
         for way in WAYS:

@@ -28,10 +28,11 @@ from paceline.sums import gather_words, handshake, hosts_sum, start_totals, tran
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.handshake import Refusal, meet_in_memory
 from paceline.sums.hosts import Hosts, runs_of_hosts
+from paceline.sums.ranks import choose
+from paceline.sums.ranks import ranks as exchange
 from paceline.sums.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shared import MemoryLayout
-from paceline.sums.sharing import memory_or_hosts, shared_memory, shared_memory_if_made, way_taken
 from paceline.sums.transports import OverHosts
 from paceline.sums.tree import Forest, added_each, tree_sum
 from paceline.verify.spec import Spec
@@ -114,7 +115,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = memory_or_hosts(bulk_bytes=64 << 10)
+        place = choose(bulk_bytes=64 << 10).hosts()
         assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
@@ -193,8 +194,8 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     """What is said, whether all else still works, and how much goes over the wire."""
     Guard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
-    words = said(lambda: (memory_or_hosts("shared"), memory_or_hosts()))
-    assert shared_memory() is None is shared_memory_if_made() and way_taken() == "hosts"
+    words = said(lambda: (choose("shared"), choose()))
+    assert exchange().memory is None and exchange().way == "hosts"
     model = nn.Linear(999, 1000)
     broadcast_module(model)
     totals = start_totals(torch.ones(4, 1, dtype=torch.float64) * rank, [1.0])().now()
@@ -215,23 +216,23 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sent.append(counted.sent())
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
     put_on(rank, rank, world_size, folder)
-    assert said(shared_memory) == "" and way_taken() == "torch"
+    assert said(choose) == "" and exchange().way == "torch"
     put_on(rank // 2, rank, world_size, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED_MEMORY, "off" if rank == 2 else "auto")
-        assert memory_or_hosts() is None and way_taken() == "torch"
+        assert choose().way == exchange().way == "torch"
     put_on(rank // 3, rank, world_size, folder)
-    return [words, *sent, said(shared_memory)]
+    return [words, *sent, said(choose)]
 
 
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
     model, forest = nn.Linear(2, 1), Forest([(n, n + 1) for n in range(4)], rank)
-    place = memory_or_hosts()
+    place = choose().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(buckets, forest, OverHosts(buckets, place, hosts_sum.by_leaf(forest, 2)))
+    sums = Reducer(forest, OverHosts(buckets, place, hosts_sum.by_leaf(forest, 2)))
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:
@@ -302,7 +303,7 @@ def verified(rank: int, world_size: int, folder: Path) -> list[tuple[str, str, s
     for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
         spec = Spec(f"{TASKS}:{task}", {}, ["bucketed", "exact", "zero"], ["adamw"], 4, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, one.case.strategy, one.finding) for one in verify(spec, world).results]
-    assert way_taken() == "hosts"
+    assert exchange().way == "hosts"
     return found
 
 

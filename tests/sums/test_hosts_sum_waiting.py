@@ -26,13 +26,13 @@ handshake.host_key = lambda: str(rank // 2)
 from paceline.sums.buckets import buckets_of, trainable
 from paceline.sums.hosts_sum import by_leaf
 from paceline.sums.reducer import Reducer
-from paceline.sums.sharing import memory_or_hosts
+from paceline.sums.ranks import choose
 from paceline.sums.transports import OverHosts
 from paceline.sums.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, forest = memory_or_hosts(), Forest([(n, n + 1) for n in range(4)], rank)
+hosts, forest = choose().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
 buckets = buckets_of(trainable(model), 1000)
-sums = Reducer(buckets, forest, OverHosts(buckets, hosts, by_leaf(forest, 2)))
+sums = Reducer(forest, OverHosts(buckets, hosts, by_leaf(forest, 2)))
 def late(gradient):
     if rank == 3 and number == 5:
         time.sleep(600)  # FAULT

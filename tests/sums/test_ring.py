@@ -11,8 +11,8 @@ from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 from torch import Tensor
 
+from paceline.sums.ranks import choose
 from paceline.sums.ring import RingSum, ring_part
-from paceline.sums.sharing import shared_memory
 from paceline.sums.tree import Forest
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
     for tensor in expected:
         if len(tensor):
             dist.all_reduce(tensor.mul_(1 / world_size))
-    memory = shared_memory()
+    memory = choose().memory
     assert memory is not None
     found = RingSum(memory, *map(list, zip(*asked, strict=True)), forest(world_size, rank)).run(
         [own], factor=1 / world_size

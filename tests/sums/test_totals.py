@@ -10,7 +10,8 @@ from tests.sums.memory_harness import in_threads
 
 from paceline.sums import gather
 from paceline.sums.gather import MOST_BYTES, start_sum
-from paceline.sums.totals import StartedSum
+from paceline.sums.moves import StartedSum
+from paceline.sums.totals import NAME
 
 
 def values(rank: int, number: int) -> torch.Tensor:
@@ -27,7 +28,7 @@ def wanted(world: int, number: int) -> list[float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_that_are_begun_before_others_have_ended_mix_up_nothing(world):
     def act(memory):
-        begun = [StartedSum(memory, values(memory.rank, number)) for number in range(7)]
+        begun = [StartedSum(memory, values(memory.rank, number), NAME) for number in range(7)]
         assert all(one.is_completed() for one in begun[:-1])
         order = reversed(begun) if memory.rank else begun
         first = {id(one): one.finish().tolist() for one in order}
@@ -42,7 +43,7 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         if memory.rank == 1:
             memory.leave()
             return
-        begun = StartedSum(memory, values(0, 0))
+        begun = StartedSum(memory, values(0, 0), NAME)
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more

@@ -9,9 +9,9 @@ from tests.sums.odd_model import Odd, by_leaf, grads, over_torch
 from torch import Tensor, nn
 
 from paceline.data.plan import ranks_share
+from paceline.sums.ranks import choose
 from paceline.sums.reducer import sum_by_leaf, sum_by_rank
 from paceline.sums.replicate import broadcast_module
-from paceline.sums.sharing import shared_memory
 from paceline.sums.transports import InMemory
 from paceline.sums.tree import Forest
 
@@ -23,7 +23,7 @@ def by_rank(rank: int, world_size: int) -> Forest:
 
 
 def compare(rank: int, world_size: int, leaves: list[int]) -> int:
-    memory = shared_memory(bulk_bytes=64 << 10)
+    memory = choose(bulk_bytes=64 << 10).memory
     assert memory is not None
     compared = 0
     for virtual_ranks in leaves:
@@ -69,7 +69,7 @@ def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path
 
 def replicated(rank: int, world_size: int) -> str:
     """Every kind of tensor arrives; models that differ are refused before anything is touched."""
-    assert shared_memory() is not None
+    assert choose().memory is not None
     model = Odd()
     model.register_buffer("counter", torch.tensor(7))
     model.register_buffer("mask", torch.tensor([True, False]))
@@ -94,7 +94,7 @@ def test_a_model_is_replicated_through_memory_and_a_different_one_refused(tmp_pa
 
 def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
     """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
-    assert shared_memory() is not None
+    assert choose().memory is not None
     model = nn.Conv2d(3, 5, 3)
     with torch.no_grad():
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
@@ -116,7 +116,7 @@ def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
 
 def goes_on(rank: int, world_size: int) -> Tensor | None:
     """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
-    assert shared_memory() is not None
+    assert choose().memory is not None
     model = nn.Linear(2, 1, bias=False)
     forest = Forest([(0, 2), (2, 4)], rank)
     sums = sum_by_leaf(model, forest)

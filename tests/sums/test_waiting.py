@@ -18,9 +18,9 @@ pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.sums.moves import barrier
-from paceline.sums.sharing import shared_memory
+from paceline.sums.ranks import choose
 from paceline.worker.guard import Guard
-memory = shared_memory()
+memory = choose().memory
 barrier(memory)
 ready()
 while rank == WHO and not (folder / "go").exists():
@@ -60,8 +60,8 @@ def test_a_killed_rank_is_noticed_and_named_by_all(tmp_path: Path) -> None:
 
 LEFT = f"""{TORCH}
 from paceline.sums.moves import barrier
-from paceline.sums.sharing import shared_memory
-memory = shared_memory()
+from paceline.sums.ranks import choose
+memory = choose().memory
 barrier(memory)
 barrier(memory)
 if rank == 1:
@@ -172,8 +172,8 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
 
 BUSY = f"""{TORCH}
 from paceline.sums import start_totals
-from paceline.sums.sharing import shared_memory
-shared_memory()
+from paceline.sums.ranks import choose
+choose()
 finish = start_totals(torch.ones(2, 2, dtype=torch.float64))
 while not (folder / "go").exists():
     time.sleep(0.01)  # FAULT

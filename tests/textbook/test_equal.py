@@ -29,10 +29,10 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.sums import buckets
 from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.sums.norm import SharedNorm
+from paceline.sums.ranks import choose
 from paceline.sums.reducer import sum_to_shares
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
-from paceline.sums.sharing import memory_or_hosts
 from paceline.sums.tree import Forest, subtrees
 from tensor import SharedMLP
 
@@ -243,7 +243,7 @@ def fill(layer: nn.Linear) -> None:
 
 def everything(rank: int, _: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
-        memory_or_hosts("torch" if size == 3 else "auto")
+        choose("torch" if size == 3 else "auto")
         for page in (replicate, five_lines, reduce, batchnorm, by_leaf, scatter, zero, tensor, pipeline):
             page(rank, size)
 

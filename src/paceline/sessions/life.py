@@ -34,7 +34,7 @@ from paceline.sessions.registered import Registered
 from paceline.sessions.wording import CUT, as_keywords, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.sums import check_equal, told_once
-from paceline.sums.sharing import memory_or_hosts
+from paceline.sums.ranks import choose
 from paceline.torch_version import untested_torch
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
@@ -117,7 +117,7 @@ class Life(Loop):
             place = None
             if folder is not None:
                 place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
-            memory_or_hosts("auto")
+            choose()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = untested_torch() + take_threads(threads_asked, world)

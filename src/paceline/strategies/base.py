@@ -27,8 +27,8 @@ from paceline.sums.finite import scaled
 from paceline.sums.hosts import Hosts
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
+from paceline.sums.ranks import say
 from paceline.sums.reducer import Reducer
-from paceline.sums.sharing import say
 from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -30,16 +30,12 @@ from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
 from paceline.sums.buckets import divide_each
-from paceline.sums.gather import labelled
 from paceline.sums.layout import sparse_gradient
-from paceline.sums.moves import all_gather, reduce_scatter
 from paceline.sums.pending import Pending, sent
+from paceline.sums.ranks import ranks
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Piece, check_assigned
-from paceline.sums.shared import SharedMemory
-from paceline.sums.sharing import shared_memory
 from paceline.sums.totals import sum_over_ranks
-from paceline.sums.tree import Forest
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
@@ -91,13 +87,10 @@ def fsdp(
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
     blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
-    group = _sharded_over(world).group
-    whole_host = group is None or group.size() == dist.get_world_size()
-    memory = shared_memory() if whole_host and world.device.type == "cpu" else None
     for name, block in blocks.items():
         custom: Any = block  # the types of what it takes are in a private module of torch
-        custom.set_custom_all_gather(_AllGather(name, memory))
-        custom.set_custom_reduce_scatter(_ReduceScatter(name, memory))
+        custom.set_custom_all_gather(_AllGather(name))
+        custom.set_custom_reduce_scatter(_ReduceScatter(name))
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
@@ -120,26 +113,16 @@ def fsdp(
     )  # fmt: skip
 
 
-def _sharded_over(world: World) -> World:
-    """The ranks that hold each parameter once: along shard, if each of several along data holds all of them."""
-    hybrid = world.along("data").size > 1 and world.along("shard").size > 1
-    return world.along("shard") if hybrid else world
-
-
 class _Collective:
     """A collective of one block, as `set_custom_all_gather` and `set_custom_reduce_scatter` of FSDP2 take it.
 
-    It passes through shared memory if the block's ranks share it, else over torch.distributed; the bits are the same.
-    It has the name of its block: ranks that call different blocks of one size would otherwise exchange the weights of
-    different blocks without an error. Names are compared, in memory at each call, else in each step
-    (`stepping.order`), and the hang guard shows them.
+    Through shared memory if the ranks share it, with the bits of gloo. It has the name of its block: ranks that call
+    different blocks of one size would otherwise exchange the weights of different blocks without an error. Names are
+    compared, in memory at each call, else in each step (`stepping.order`), and the hang guard shows them.
     """
 
-    def __init__(self, name: str, memory: SharedMemory | None) -> None:
-        self._label = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
-        self._memory = memory
-        if memory is not None:
-            self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+    def __init__(self, name: str) -> None:
+        self._name = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent or received."""
@@ -150,27 +133,14 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if self._memory is None:
-            mine = labelled(input_tensor, self._label)
-            return dist.all_gather_single(output_tensor, mine, group=group, async_op=async_op)
-        all_gather(self._memory, input_tensor, output_tensor, self._label)
-        return None
+        return ranks(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
 
 
 class _ReduceScatter(_Collective):
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        if self._memory is None or op != dist.ReduceOp.SUM:  # a mean, or a sum with a factor: torch knows how
-            mine = labelled(output_tensor, self._label)
-            return dist.reduce_scatter_single(mine, input_tensor, group=group, op=op, async_op=async_op)
-        reduce_scatter(self._memory, [input_tensor], self._forest, output_tensor, name=self._label, as_gloo=True)
-        return None
+        return ranks(group).reduce_scatter(output_tensor, input_tensor, self._name, op=op, async_op=async_op)
 
 
 class _Shares:
@@ -180,8 +150,9 @@ class _Shares:
         from torch.distributed.tensor import DTensor
 
         self._model, self._shapes, self._world = model, shapes, world
-        over = _sharded_over(world)
-        self._again = over is not world and world.along("data").rank > 0
+        hybrid = world.along("data").size > 1 and world.along("shard").size > 1
+        over = world.along("shard") if hybrid else world
+        self._again = hybrid and world.along("data").rank > 0
         self.pieces: dict[str, Piece] = {}
         self.uncut: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from paceline.strategies.refusals import refuse_foreign
 from paceline.sums.across import Across
 from paceline.sums.buckets import trainable
 from paceline.sums.hosts import Hosts
-from paceline.sums.sharing import say
+from paceline.sums.ranks import say
 from paceline.sums.totals import sum_over_ranks
 
 

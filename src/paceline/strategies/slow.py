@@ -16,8 +16,8 @@ from paceline.sums.across import Across
 from paceline.sums.buckets import trainable
 from paceline.sums.hosts import Hosts
 from paceline.sums.lanes import MAX_TENSORS
+from paceline.sums.ranks import choose, say
 from paceline.sums.reducer import sum_on_each_host
-from paceline.sums.sharing import hosts_of_all, say, shared_memory
 from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
@@ -70,10 +70,11 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     words = " ".join(f"{flag} {value}" for flag, value in asked.items() if value is not None)
     if not words:
         return None
-    parameters, place = trainable(model), hosts_of_all()
+    parameters, exchange = trainable(model), choose()
+    place = exchange.hosts()
     if place is not None and addable_in_memory(parameters) and len(parameters) <= MAX_TENSORS:
         return place
-    if world.size > 1 and shared_memory() is None:
+    if world.size > 1 and exchange.way != "shared":
         raise ValueError(
             f"{words} takes CPU ranks that share memory on each host, equally many on all, and models of at most "
             f"{MAX_TENSORS} tensors, none of them complex. Here ranks talk over torch.distributed alone (--collectives "

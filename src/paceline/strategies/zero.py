@@ -13,8 +13,6 @@ from paceline.sums.pending import Pending
 from paceline.sums.reducer import sum_to_shares
 from paceline.sums.replicate import broadcast_module
 from paceline.sums.shards import Shards
-from paceline.sums.sharing import shared_memory
-from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
 
@@ -38,8 +36,7 @@ def zero(
     refuse_whole("zero", optimizer)
     refuse_foreign(model, optimizer)
     parameters = trainable(model)
-    memory = shared_memory() if addable_in_memory(parameters) else None
-    shards = Shards(model, world.rank, world.size, memory=memory)
+    shards = Shards(model, world.rank, world.size)
     shards.shard(optimizer)
     reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
     norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)

@@ -104,18 +104,21 @@ class Across:
 class OnEachHost:
     """A transport of one bucket: in memory on each host and then, divided, across hosts; or not at all, without it."""
 
+    early = False
+
     def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: Across | None) -> None:
         """A collective."""
+        self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory if hosts.memory.size > 1 else None
         self._inside = InMemory(parameters, memory, of_one_host(hosts), ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
-        """See `reducer.Transport`."""
+        """See transports.Transport."""
         self._inside.begin(number, own)
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See `reducer.Transport`. True: of this host's sums, where they are all."""
+        """See transports.Transport. True: of this host's sums, where they are all."""
         finite = self._inside.end(divisor)
         if self._across is None:
             return finite
@@ -132,5 +135,5 @@ class OnEachHost:
         return False
 
     def forget(self) -> None:
-        """See `reducer.Transport`."""
+        """See transports.Transport."""
         self._inside.forget()

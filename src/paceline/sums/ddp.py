@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.sums.gather import gather_over_torch
 from paceline.sums.moves import gather_words_in_memory
+from paceline.sums.ranks import choose, say
 from paceline.sums.ring import RingSum
 from paceline.sums.shared import SharedMemory
-from paceline.sums.sharing import say, shared_memory
 from paceline.sums.transports import addable_in_memory
 from paceline.sums.tree import Forest
 
@@ -55,7 +55,7 @@ def share_memory(ddp: Any, *, in_step: bool = True) -> None:
     }), None  # fmt: skip
     if not why:
         why = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
-        memory = None if why else shared_memory()
+        memory = None if why else choose().memory
     if memory is None:
         _say(f"DDP's gradients do not go through shared memory: {why or 'the ranks have none'}")
         return

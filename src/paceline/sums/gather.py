@@ -103,12 +103,12 @@ def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
     return found
 
 
-def gather_shares(flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
+def gather_shares(
+    flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = True
+) -> dist.Work | None:
+    """Bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
-    work = getattr(dist, name)(flat, mine, group=group, async_op=True)
-    assert isinstance(work, dist.Work)  # None only for ranks outside the group
-    return work
+    return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
 def labelled(tensor: Tensor, name: str) -> Tensor:

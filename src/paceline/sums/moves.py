@@ -152,5 +152,46 @@ def reduce_scatter(
     return out
 
 
+class StartedSum:
+    """A small sum over ranks that has begun, in shared memory; the hang guard asks it as it asks torch's `Work`."""
+
+    def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
+        """Begin with this rank's `slots`, float64."""
+        self._memory, self._size, self._sum = memory, len(slots), slots
+        self._is_over, self._error = False, ""
+        if isinstance(memory.running, StartedSum):  # its slots of two ticks ago are written over now
+            memory.running.finish()
+        channel = memory.totals
+        with memory.operation(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
+            slot = channel.write()
+            channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
+            self._tick = channel.publish()
+            memory.running = self
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have begun it, or some never will."""
+        return self._is_over or bool(self._error) or self._memory.totals.arrived(self._tick)
+
+    def finish(self) -> Tensor:
+        """The sum, in the order of ranks."""
+        if self._is_over:
+            return self._sum
+        if self._error:
+            raise RuntimeError(f"this sum has failed already: {self._error}")
+        memory, channel = self._memory, self._memory.totals
+        try:
+            channel.wait()
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            memory.leave()
+            raise
+        of_rank: list[Any] = channel.typed(self._sum.dtype)[self._tick & 1]
+        total = of_rank[0][: self._size].clone()
+        for other in of_rank[1:]:
+            total += other[: self._size]
+        self._sum, self._is_over, memory.running = total, True, None
+        return total
+
+
 def _length(data: Tensor) -> int:
     return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")

@@ -6,9 +6,8 @@ always on one rank. In this rank's last backward of a step a bucket leaves as so
 same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,36 +15,14 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.sums.across import Across, OnEachHost, of_one_host
-from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
+from paceline.sums.buckets import trainable
 from paceline.sums.hosts import Hosts
-from paceline.sums.hosts_sum import by_leaf, by_rank
-from paceline.sums.lanes import MAX_TENSORS
 from paceline.sums.layout import check_dense
+from paceline.sums.ranks import choose
 from paceline.sums.shards import Shards
 from paceline.sums.shares import Shares
-from paceline.sums.sharing import memory_or_hosts
-from paceline.sums.transports import InMemory, OverHosts, OverTorch, addable_in_memory, leaving_bytes
-from paceline.sums.tree import Forest, Grads, added_each
-
-
-class Transport(Protocol):
-    """How buckets of gradients are added up over ranks. Every rank begins every bucket, in order, and then ends."""
-
-    def begin(self, number: int, own: list[Grads | None]) -> None:
-        """Let a bucket leave. `own`: the sums of each of this rank's subtrees, ours to change; None for all zeros."""
-        ...
-
-    def end(self, divisor: float | Tensor | None) -> bool:
-        """Wait for all buckets, and make every .grad the sum, divided; None: nobody wants the sums.
-
-        Returns:
-            Whether all sums are known to be finite, on all ranks alike.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Let go of what is under way."""
-        ...
+from paceline.sums.transports import InMemory, Transport
+from paceline.sums.tree import Forest, added_each
 
 
 class Reducer:
@@ -64,30 +41,26 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[nn.Parameter]],
         forest: Forest,
         transport: Transport,
         *,
-        early: bool = True,
         at_start: Callable[[], None] = lambda: None,
         module: nn.Module | None = None,
     ) -> None:
         """Hook into the parameters.
 
         Args:
-            buckets: the same on every rank.
             forest: who owns which leaves.
-            transport: for these buckets.
-            early: whether buckets leave during backward; else all leave in `finish`.
+            transport: with the same buckets on every rank.
             at_start: called before a step's first backward.
             module: whose parameters they are: for their names.
         """
-        self._buckets, self._forest, self._transport, self._at_start = buckets, forest, transport, at_start
-        self._bucket_of = {p: index for index, bucket in enumerate(buckets) for p in bucket}
+        self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
-        self._numels = [[p.numel() for p in bucket] for bucket in buckets]
+        self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
         self._forget()
-        for parameter in self._bucket_of if early else ():
+        for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     @contextmanager
@@ -225,31 +198,19 @@ def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | No
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
     """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
-    parameters = trainable(module)
-    forest = of_one_host(hosts)
-    return Reducer([parameters], forest, OnEachHost(parameters, hosts, across), early=False, module=module)
+    return Reducer(of_one_host(hosts), OnEachHost(trainable(module), hosts, across), module=module)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
     """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
-    buckets = [bucket.parameters for bucket in shards.buckets]
-    return Reducer(buckets, forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+    return Reducer(forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
 
 
 def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
     parameters = trainable(module)
-    place = None
-    if group is None and len(forest.owned) > 1 and 0 < len(parameters) <= MAX_TENSORS and addable_in_memory(parameters):
-        place = memory_or_hosts()
-    if isinstance(place, Hosts):
-        nesting = (by_leaf if in_order else by_rank)(forest, place.memory.size)
-        buckets = buckets_of(parameters, leaving_bytes(place))
-        return Reducer(buckets, forest, OverHosts(buckets, place, nesting), module=module)
-    if place is not None or len(forest.owned) == 1:
-        # No core is idle on a CPU, so nothing is won by sending early, and each bucket would be one copy more.
-        return Reducer([parameters], forest, InMemory(parameters, place, forest), early=False, module=module)
-    buckets = buckets_of(parameters, BUCKET_BYTES)
-    return Reducer(buckets, forest, OverTorch(buckets, forest, in_order=in_order, group=group), module=module)
+    if len(forest.owned) == 1:
+        return Reducer(forest, InMemory(parameters, None, forest), module=module)
+    return Reducer(forest, choose(group=group).transport(parameters, forest, in_order=in_order), module=module)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

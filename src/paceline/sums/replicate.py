@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.sums.gather import CPU
-from paceline.sums.moves import broadcast_in_memory
-from paceline.sums.sharing import shared_memory
-from paceline.sums.words import gather_over_ranks
+from paceline.sums.ranks import choose, ranks
 
 MAX_NAMED_RANKS = 8  # in an error message
 
@@ -36,10 +34,9 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
     device = next((t.device for t in tensors.values()), _default_device())
-    if device.type == "cpu" and group is None:
-        shared_memory()  # the first call is a collective: made by all ranks, however their models differ
+    exchange = choose(group=group)  # a collective: made by all ranks, however their models differ
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(gather_over_ranks(mine, dist.get_world_size(group), device, group))
+    check_same_model(exchange.gather(mine, device, "words of broadcast_module"))
     broadcast([*tensors.values()], src, "model", group)
 
 
@@ -49,17 +46,12 @@ def broadcast(
 ) -> None:
     """Give every rank the contents of rank `src`'s tensors, in place (a collective); alike on all ranks, on any device.
 
-    As bytes, because a backend knows few types (gloo no int16, no complex); contiguous, because it sends memory.
+    Contiguous, because a backend sends memory.
     """
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
-    if not copies:
-        return
-    if (memory := shared_memory() if on_cpu and group is None else None) is not None:
-        broadcast_in_memory(memory, [*copies.values()], src, name)
+    if copies:
+        ranks(group).broadcast([*copies.values()], src, name)
     for tensor, copy in copies.items():
-        if memory is None:
-            dist.broadcast(copy.reshape(-1).view(torch.uint8), group=group, group_src=src)
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)
 

@@ -26,9 +26,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of, trainable
-from paceline.sums.gather import gather_shares, labelled
-from paceline.sums.moves import all_gather
-from paceline.sums.shared import SharedMemory
+from paceline.sums.ranks import ranks
 from paceline.sums.tree import ALIGNED, round_up
 
 
@@ -71,7 +69,6 @@ class Shards:
         rank: int,
         world_size: int,
         *,
-        memory: SharedMemory | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Move the data of every parameter that requires a gradient; the parameters stay the same objects.
@@ -80,7 +77,6 @@ class Shards:
             module: the same on every rank.
             rank: of this process.
             world_size: N.
-            memory: of all ranks, where they share it; else shares travel over torch.distributed.
             bucket_bytes: of each bucket.
 
         Raises:
@@ -88,7 +84,7 @@ class Shards:
         """
         parameters = trainable(module)
         _refuse_views(parameters)
-        self.module, self.rank, self.world_size, self.memory = module, rank, world_size, memory
+        self.module, self.rank, self.world_size = module, rank, world_size
         self.buckets = [_laid(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes)]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._places = [p.data for p in self._parameters]
@@ -144,17 +140,16 @@ class Shards:
         """Bring all ranks' updated shares together (a collective)."""
         if self.world_size == 1:
             return
-        own = [bucket.weights.view(self.world_size, -1)[self.rank] for bucket in self.buckets]
-        if self.memory is not None:
-            for bucket, share in zip(self.buckets, own, strict=True):
-                all_gather(self.memory, share, bucket.weights, "weights")
-            return
         works = [
-            gather_shares(bucket.weights, labelled(share, f"weights of bucket {index}"), None)
-            for index, (bucket, share) in enumerate(zip(self.buckets, own, strict=True))
-        ]
+            ranks().all_gather(
+                bucket.weights, bucket.weights.view(self.world_size, -1)[self.rank], f"weights of bucket {index}",
+                async_op=True,
+            )
+            for index, bucket in enumerate(self.buckets)
+        ]  # fmt: skip
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
 
 def check_assigned(name: str, values: Tensor, place: Tensor) -> None:

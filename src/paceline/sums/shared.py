@@ -10,7 +10,7 @@ process that maps it. Its size is fixed; whatever is sent passes through it in p
 
 For other parts (all ranks that share it call the same ones in the same order; tensors are on the CPU):
 
-    memory = shared_memory()                          # None: not all ranks are on one host; then use torch.distributed
+    memory = choose().memory                          # None: not all ranks are on one host; then use torch.distributed
     reduce_scatter(memory, own, forest, out, divisor) # own: (n,) for each of my subtrees, or None; out: (n / W,), mine
     all_gather(memory, mine, out)                     # mine: (n / W,), out: (n,)
     broadcast_in_memory(memory, tensors, src=0); barrier(memory)

@@ -9,47 +9,42 @@ several micro-batches for each rank the gradients are added up before they leave
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.sums.buckets import divide
-from paceline.sums.exchange import AllToAll
-from paceline.sums.moves import reduce_scatter
+from paceline.sums.ranks import ranks
 from paceline.sums.shards import CutBucket, Shards
+from paceline.sums.transports import Bucket
 from paceline.sums.tree import ALIGNED, Forest, Grads, round_up
 
 MOST_UNDER_WAY = 2  # buckets: one travels while the next one fills
 
 
 class Shares:
-    """Gives each piece of `shards` its gradient, where any rank has used its parameter; the parameters get none.
+    """Gives each piece of `shards` its gradient, where any rank has used its parameter; the parameters get none."""
 
-    Through memory where the ranks share it: that is as fast as a copy, so nothing is gained by doing something else
-    meanwhile. Elsewhere over torch.distributed.
-    """
+    early = True
 
     def __init__(self, shards: Shards, forest: Forest) -> None:
+        self.buckets: Sequence[Bucket] = [bucket.parameters for bucket in shards.buckets]
         self._shards, self._forest = shards, forest
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
-        """See `reducer.Transport`."""
-        bucket, memory, name = self._shards.buckets[number], self._shards.memory, f"bucket {number}"
+        """See transports.Transport."""
+        bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
         own.clear()  # the gradients are copied: let them go before those of others come
-        if memory is not None:
-            share = packed[0].new_empty(len(packed[0]) // memory.size)
-            self._arrived.append(reduce_scatter(memory, packed, self._forest, share, name=name))
-            return
-        self._under_way.append(AllToAll(self._forest, packed, name=name))
+        self._under_way.append(ranks().start_share_of_sum(self._forest, packed, f"bucket {number}"))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._end_first()
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See `reducer.Transport`."""
+        """See transports.Transport."""
         while self._under_way:
             self._end_first()
         if divisor is not None:
@@ -64,13 +59,13 @@ class Shares:
         return False
 
     def forget(self) -> None:
-        """See `reducer.Transport`."""
-        self._under_way = deque[AllToAll]()
+        """See transports.Transport."""
+        self._under_way = deque[Callable[[], Tensor]]()
         self._arrived: list[Tensor] = []
         self._used: list[Sequence[float]] = []
 
     def _end_first(self) -> None:
-        self._arrived.append(self._under_way.popleft().end())
+        self._arrived.append(self._under_way.popleft()())
 
     def _hand_out(self, bucket: CutBucket, sums: Tensor, used: Sequence[float]) -> None:
         for run in bucket.runs[self._shards.rank]:

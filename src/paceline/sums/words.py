@@ -11,14 +11,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
-from paceline.sums.gather import gather_over_torch
 from paceline.sums.hosts import Hosts
 from paceline.sums.moves import gather_words_in_memory
-from paceline.sums.sharing import shared_memory_if_made
+from paceline.sums.ranks import ranks
 from paceline.worker.world import World
 
 _PASSED = ("paceline.sums.", "contextlib")
@@ -34,22 +32,11 @@ def new_group() -> dist.ProcessGroup:
 
 
 def gather_words(words: Any, world: World) -> list[Any]:
-    """Every rank's `words` (anything JSON can hold), by rank, on every rank."""
-    return gather_over_ranks(words, world.size, world.device, world.group)
+    """Every rank's `words` (anything JSON can hold), by rank, on every rank.
 
-
-def gather_over_ranks(words: Any, size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`gather_words`, for whoever has no `World`: of a group's `size` ranks (the default one's), over its `device`.
-
-    The words carry the name of the function that gathers them: ranks that gather for different purposes fail.
+    They carry the name of the function that gathers them: ranks that gather for different purposes fail.
     """
-    name = f"words of {_caller()}"
-    if group is not None:
-        return gather_over_torch(words, size, device, group, name=name)
-    memory = shared_memory_if_made()
-    if memory is not None and memory.size == size:
-        return gather_words_in_memory(memory, words, name)
-    return gather_over_torch(words, size, device, name=name)
+    return [words] if world.size == 1 else ranks(world.group).gather(words, world.device, f"words of {_caller()}")
 
 
 def _caller() -> str:

@@ -16,13 +16,13 @@ import torch
 from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.sums import memory_sum, shards
+from paceline.sums import memory_sum, ranks
 from paceline.sums.buckets import divide
 from paceline.sums.chunks import Chunk
 from paceline.sums.lanes import Flat, Lanes, Results
 from paceline.sums.memory_sum import TreeSum
+from paceline.sums.moves import StartedSum
 from paceline.sums.shared import SharedMemory
-from paceline.sums.totals import StartedSum
 from paceline.sums.tree import Node
 
 BULK_BYTES = 16 << 10
@@ -139,7 +139,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = shards.all_gather
+    original = ranks.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -148,7 +148,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
         kept[out.data_ptr()] = now
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((shards, "all_gather", all_gather))
+    return planted((ranks, "all_gather", all_gather))
 
 
 def _bug(

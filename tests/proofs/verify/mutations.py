@@ -35,7 +35,7 @@ from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.manual import all_reduce_gradients
-from paceline.sums import Pending, Totals, batchnorm, reducer, transports
+from paceline.sums import Pending, Totals, batchnorm, ranks, transports
 from paceline.sums.batchnorm import Moments, SyncBatchNorm
 from paceline.sums.buckets import trainable
 from paceline.sums.reducer import Reducer
@@ -245,7 +245,7 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = all_reduce_gradients, reducer.buckets_of, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = all_reduce_gradients, ranks.buckets_of, DDP.DistributedDataParallel
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
@@ -262,7 +262,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (MANUAL, "all_reduce_gradients", all_but_last),
-        (reducer, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (ranks, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, BUCKETED),
         (DDP, "DistributedDataParallel", ignoring_last),
     )
