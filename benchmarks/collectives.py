@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.sums.memory_sum import TreeSum
-from paceline.sums.moves import barrier, gather_words_in_memory
-from paceline.sums.ranks import choose
+from paceline.sums.moves import barrier
+from paceline.sums.ranks import choose, ranks
 from paceline.sums.shared import BULK_BYTES, SharedMemory
 from paceline.sums.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
@@ -70,7 +70,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     began = time.perf_counter()
     for _ in range(3):
         call()
-    seconds = max(gather_words_in_memory(memory, time.perf_counter() - began)) / 3
+    seconds = max(ranks().gather(time.perf_counter() - began, "words")) / 3
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
@@ -83,9 +83,9 @@ def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tupl
         call()
     microseconds = (time.perf_counter() - began) / count * 1e6
     cpu_seconds = time.process_time() - cpu_before
-    told = gather_words_in_memory(memory, [microseconds, cpu_seconds])
+    told = ranks().gather([microseconds, cpu_seconds], "words")
     foreign = foreign_share(before, look(), sum(cpu for _, cpu in told))
-    quiet = gather_words_in_memory(memory, foreign <= FOREIGN_SHARE)[0]
+    quiet = ranks().gather(foreign <= FOREIGN_SHARE, "words")[0]
     return max(each for each, _ in told), quiet
 
 

@@ -304,8 +304,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
     for size in worlds(rank, (2, 3), folder):
         digests: list[str] = []
         for prepare in (lambda m: m, partial(in_bf16, device=CPU), lambda m: m.bfloat16()):
-            model = Mixed()
-            prepare(model)
+            prepare(model := Mixed())
             replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
             train(replica, 3, accumulation=2)
             digests.append(sha256_of(whole(replica.state(), replica.world)))

@@ -224,12 +224,6 @@ def test_what_only_a_pickle_could_save_is_refused_by_name(value: object) -> None
         hold_optimizer(model, Keeping([model.weight], {"odd": value}))
 
 
-def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
-    foreign = nn.Parameter(torch.ones(4, 2))
-    with pytest.raises(UsageError, match=r"a parameter of shape \(4, 2\) that is not in the model"):
-        hold_optimizer(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
-
-
 def test_the_state_of_another_model_is_refused_and_the_tensor_named(tmp_path: Path) -> None:
     def single(model: nn.Module) -> Replica:
         return STRATEGIES["single"](model, Keeping, world_of(0, 1))

@@ -12,7 +12,8 @@ from paceline.errors import ExitCode, TrainingError
 from paceline.sums import memory_sum
 from paceline.sums.buckets import divide
 from paceline.sums.memory_sum import TreeSum, root_of, spare_count
-from paceline.sums.moves import all_gather, barrier, broadcast_in_memory, gather_words_in_memory, reduce_scatter
+from paceline.sums.moves import all_gather, barrier, broadcast_in_memory, reduce_scatter
+from paceline.sums.ranks import over_memory
 from paceline.sums.tree import Forest, added, middle, tree_sum
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -156,7 +157,7 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = gather_words_in_memory(memory, {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank})
+        words = over_memory(memory).gather({"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
         return mine, [(one["rank"], len(one["text"])) for one in words]
 
     for found, words in in_threads(3, act):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
+from paceline.contract.variables import SHARED_MEMORY
+from paceline.sums.ranks import choose
 from paceline.sums.replicate import broadcast_module, check_same_model
 
 
@@ -56,6 +59,7 @@ def changed(name: str) -> nn.Module:
 
 
 def checks(rank: int, world_size: int) -> dict[str, str]:
+    assert (choose().memory is None) == (os.environ[SHARED_MEMORY] == "off")
     for src in (0, 2):
         module, wanted = Odd(rank), tensors(Odd(src))
         before = {name: (t.stride(), t.data_ptr()) for name, t in tensors(module).items()}
@@ -78,7 +82,9 @@ def checks(rank: int, world_size: int) -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_broadcast_and_comparison_on_three_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_broadcast_and_comparison(memory: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(SHARED_MEMORY, memory)
     errors, *others = run_ranks(checks, 3, tmp_path)
     assert all(other == errors for other in others)
     for name, odd, usual in [

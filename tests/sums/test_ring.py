@@ -11,8 +11,9 @@ from tests.run_ranks import run_ranks
 from tests.sums.memory_harness import in_threads
 from torch import Tensor
 
+from paceline.sums.ddp import RingSum
 from paceline.sums.ranks import choose
-from paceline.sums.ring import RingSum, ring_part
+from paceline.sums.ring import ring_part
 from paceline.sums.tree import Forest
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -88,7 +88,7 @@ def test_the_module_stays_what_it_is() -> None:
 
 # ---- updates, on ranks
 
-SIZES = (1, 2, 3)
+WORLD_SIZES = (1, 2, 3)
 STEPS = 4
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -185,7 +185,7 @@ def sharded_updates(rank: int, world_size: int) -> None:
 
 
 def everything(rank: int, world_size: int, folder: str) -> None:
-    for size in worlds(rank, SIZES, folder):
+    for size in worlds(rank, WORLD_SIZES, folder):
         sharded_updates(rank, size)
 
 

@@ -147,7 +147,7 @@ def errors(rank: int, world_size: int) -> None:
         step()
 
 
-def everything(rank: int, world_size: int, folder: str) -> None:
+def all_of_shares(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
         shares_have_the_bits_of_the_whole(rank, size)
         errors(rank, size)
@@ -160,7 +160,7 @@ def everything(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.timeout(150)
 def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path: Path) -> None:
     # in one start: it costs more than all checks; a traceback names the check
-    run_ranks(everything, max(SIZES), tmp_path, str(tmp_path / "worlds"), timeout=140)
+    run_ranks(all_of_shares, max(SIZES), tmp_path, str(tmp_path / "worlds"), timeout=140)
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from paceline.data.plan import ranks_share
 from paceline.sums.ranks import choose
 from paceline.sums.reducer import sum_by_leaf, sum_by_rank
-from paceline.sums.replicate import broadcast_module
 from paceline.sums.transports import InMemory
 from paceline.sums.tree import Forest
 
@@ -65,31 +64,6 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
 def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path):
     everybody = run_ranks(compare, world_size, tmp_path, leaves)
     assert everybody == [4 * len(leaves) + (world_size == 2)] * world_size
-
-
-def replicated(rank: int, world_size: int) -> str:
-    """Every kind of tensor arrives; models that differ are refused before anything is touched."""
-    assert choose().memory is not None
-    model = Odd()
-    model.register_buffer("counter", torch.tensor(7))
-    model.register_buffer("mask", torch.tensor([True, False]))
-    wanted = {name: value.clone() for name, value in model.state_dict().items()}
-    if rank > 0:
-        with torch.no_grad():
-            for value in model.state_dict().values():
-                value.zero_()
-    broadcast_module(model)
-    found = model.state_dict()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert found["conv"].stride() == wanted["conv"].stride()
-    with pytest.raises(ValueError, match=r"first at entry 0: rank 0: parameter weight .* but rank 1") as raised:
-        broadcast_module(nn.Linear(2, 3 + rank))
-    return str(raised.value)
-
-
-def test_a_model_is_replicated_through_memory_and_a_different_one_refused(tmp_path):
-    first, second = run_ranks(replicated, 2, tmp_path)
-    assert first == second
 
 
 def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:

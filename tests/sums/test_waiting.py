@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.worker.guard_ranks import TORCH, ranks, wait
+from tests.worker.guard_ranks import TORCH, Rank, ranks, wait
 
 from paceline.contract import boxes
 from paceline.contract.evidence import Evidence, VerdictKind
@@ -105,24 +105,27 @@ def test_the_time_limit_is_that_of_the_process_group(tmp_path: Path) -> None:
         assert f"timed out waiting for rank 1 (pid {late.process.pid}), not there after 2 s" in failure.message
 
 
+def evidence_of(one: Rank) -> Evidence:
+    answer = one.ask(seconds=20)
+    assert answer is not None
+    number, ops, groups = one.number, answer.ops, answer.groups
+    return Evidence(number, "h", number, state="S", answered=True, ops=ops, groups=groups, stacks=answer.stacks)
+
+
 def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_path: Path) -> None:
     with ranks(script(1), 2, tmp_path) as (waiting, stopped):
         for one in (waiting, stopped):
             one.wait_ready()
         stopped.process.send_signal(signal.SIGSTOP)
         wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
-        answer = waiting.ask(seconds=20)
-        assert answer is not None
+        answer = evidence_of(waiting)
         assert answer.groups["shared"] == (0, 1)
         (last,) = [op for op in answer.ops if op.group == "shared" and not op.done]
         assert (last.kind, last.seq) == ("barrier", 2)
         assert last.site == f"script.py:{waiting.line('    barrier(memory)')} in <module>"
         frozen = [op for op in boxes.read_ring(stopped.box) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
-        evidence = [
-            Evidence(0, "h", 1, state="S", answered=True, ops=answer.ops, groups=answer.groups, stacks=answer.stacks),
-            Evidence(1, "h", 2, state="T", ops=tuple(frozen)),
-        ]
+        evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert waits(evidence[0])
         verdict = judge(evidence)
         assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
@@ -154,12 +157,7 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
         missing.wait_ready()
         if mode == "sleeps":
             wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
-            answers = [one.ask(seconds=20) for one in (waiting, missing)]
-            evidence = [
-                Evidence(n, "h", n, state="S", answered=True, ops=a.ops, groups=a.groups, stacks=a.stacks)
-                for n, a in enumerate(answers)
-                if a is not None
-            ]
+            evidence = [evidence_of(one) for one in (waiting, missing)]
             verdict = judge(evidence)
             assert verdict.guilty == (1,) and to_free(verdict, evidence) == (0,)
             assert verdict.op is not None and (verdict.op.kind, verdict.op.name) == ("all_gather", "block 1")

@@ -28,7 +28,6 @@ from paceline.sums.hosts import Hosts
 from paceline.sums.norm import scale_to_norm, total_norm
 from paceline.sums.pending import Pending
 from paceline.sums.ranks import say
-from paceline.sums.reducer import Reducer
 from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -244,8 +243,3 @@ def replica(
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor, device: torch.device) -> Pending[bool]:
     """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
     return scaled([p.grad for p in parameters if p.grad is not None], factor, device)
-
-
-def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
-    """What `replica` takes as `backward`, for gradients that are added up in the tree."""
-    return lambda work, is_last: reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
 from paceline.sums.buckets import trainable
@@ -48,5 +48,5 @@ def exact(
         sync_gradients=reducer.finish,
         reset=reducer.reset,
         gradient_norm=gradient_norm,
-        backward=leaf_of(reducer),
+        backward=reducer.backward,
     )

@@ -139,8 +139,8 @@ class _AllGather(_Collective):
 class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        return ranks(group).reduce_scatter(output_tensor, input_tensor, self._name, op=op, async_op=async_op)
+    ) -> None:
+        ranks(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
 
 
 class _Shares:

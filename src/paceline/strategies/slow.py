@@ -18,7 +18,7 @@ from paceline.sums.hosts import Hosts
 from paceline.sums.lanes import MAX_TENSORS
 from paceline.sums.ranks import choose, say
 from paceline.sums.reducer import sum_on_each_host
-from paceline.sums.transports import addable_in_memory
+from paceline.sums.transports import fit_in_memory
 from paceline.worker.world import World
 
 
@@ -72,7 +72,7 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
         return None
     parameters, exchange = trainable(model), choose()
     place = exchange.hosts()
-    if place is not None and addable_in_memory(parameters) and len(parameters) <= MAX_TENSORS:
+    if place is not None and fit_in_memory(parameters):
         return place
     if world.size > 1 and exchange.way != "shared":
         raise ValueError(

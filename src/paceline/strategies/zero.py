@@ -3,7 +3,7 @@
 from torch import nn
 
 from paceline.checkpoint.state import Held, Source
-from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
@@ -64,7 +64,7 @@ def zero(
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
         reset=reducer.reset,
-        backward=leaf_of(reducer),
+        backward=reducer.backward,
         gradients=gradients,
         gradient_norm=gradient_norm,
         sharded=True,

@@ -1,7 +1,7 @@
 """DDP's gradients through shared memory, by a communication hook: for scripts, `paceline launch --collectives shared`.
 
 torch fills its buckets during backward as ever. The last one to be full brings all of them through memory, for on a CPU
-no core is idle before that. They are multiplied and added as DDP does it over gloo (see `ring`): the bits are the same.
+no core is idle before that. They are multiplied and added as DDP does it over gloo (see `ring`): same bits.
 
 Where that cannot be, DDP stays as it is, and rank 0 says why. A hook of the script's own, also one that is registered
 later, takes the place of ours.
@@ -25,13 +25,15 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.contract.variables import SHARED_MEMORY
+from paceline.sums.buckets import divide
+from paceline.sums.chunks import Chunk
 from paceline.sums.gather import gather_over_torch
-from paceline.sums.moves import gather_words_in_memory
-from paceline.sums.ranks import choose, say
-from paceline.sums.ring import RingSum
+from paceline.sums.memory_sum import TreeSum
+from paceline.sums.ranks import choose, over_memory, say
+from paceline.sums.ring import ring_sum
 from paceline.sums.shared import SharedMemory
-from paceline.sums.transports import addable_in_memory
-from paceline.sums.tree import Forest
+from paceline.sums.transports import fit_in_memory
+from paceline.sums.tree import Forest, Node
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
 _said: set[str] = set()
@@ -70,7 +72,7 @@ def _obstacle(ddp: Any, size: int) -> str:
     """Why this rank's gradients cannot go through memory, or would not have the same bits there; empty: they can."""
     return _found({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
-        "not all parameters are real numbers on the CPU": not addable_in_memory(ddp._module_parameters),
+        "not all parameters are real numbers on the CPU": not fit_in_memory(ddp._module_parameters),
         "torch.compile's python_reducer is in use": ddp._use_python_reducer,
         "the sums of some parameters are delayed": ddp._delay_all_reduce_params,
         "the script has a communication hook of its own": getattr(ddp, "_comm_hooks", ()),
@@ -125,8 +127,29 @@ class _Hook:
             self._sums = {key: RingSum(memory, sizes, dtypes, forest, self._name)}
         parts = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join's: by those who have not ended
-            parts = sum(gather_words_in_memory(memory, int(not self.joined)))
+            parts = sum(over_memory(memory).gather(int(not self.joined), "who has joined"))
         self._sums[key].run([buffers], factor=1.0 / parts)
+
+
+class RingSum(TreeSum):
+    """As `TreeSum` over ranks that have a leaf each, but for the order of additions."""
+
+    def _make_root(
+        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
+    ) -> None:
+        if len(parts) == 2:  # in either order the same
+            super()._make_root(chunk, start, parts, out, divisor)
+            return
+        of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
+        at, stop = 0, start + len(out)
+        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
+            low, high = max(start, at), min(stop, at + length)
+            if low < high:
+                here, first = slice(low - start, high - start), piece.start + low - at
+                ring_sum([part[here] for part in of_rank], first, self._sizes[piece.tensor], out[here])
+            at += length
+        if divisor is not None:
+            divide(out, divisor)
 
 
 @cache

@@ -6,7 +6,7 @@ there are. Gloo's own all-gather and all-reduce are rings, which take one and tw
 
 import json
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from paceline.errors import ExitCode, TrainingError
 CPU = torch.device("cpu")
 AT_ONCE_BYTES = 1 << 26  # of all messages to all; what is larger is not copied for each
 HEADER_BYTES = 64
+Start = Callable[[Tensor, str], Callable[[], Tensor]]
+"""Start to send (n,) to all ranks, as `start_gather` does"""
 MOST_BYTES = 1 << 16  # that a rank sends to all beyond a ring's: 50 ms at 10 Mbit/s
 
 
@@ -28,19 +30,21 @@ def gather_over_torch(
     group: dist.ProcessGroup | None = None,
     *,
     name: str = "words",
+    start: Start | None = None,
 ) -> list[Any]:
     """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank.
 
-    `name` says what for.
+    `name` says what for; `start` sends in place of `start_gather`.
     """
+    start = start or partial(start_gather, group=group)
     if size == 1:
         return [words]
     payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([len(payload)], device=device)
-    sizes = [int(n) for n in start_gather(length, f"length of {name}", group)()]
+    sizes = [int(n) for n in start(length, f"length of {name}")()]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(payload)] = payload
-    received = start_gather(padded, name, group)()
+    received = start(padded, name)()
     return [json.loads(bytes(own[:n].tolist())) for own, n in zip(received, sizes, strict=True)]
 
 

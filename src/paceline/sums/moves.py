@@ -3,7 +3,6 @@
 Each is made of ticks (see `channel`), as many as its size takes; all ranks call the same ones in the same order.
 """
 
-import json
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -18,39 +17,13 @@ from paceline.sums.ring import ring_sum
 from paceline.sums.shared import SharedMemory
 from paceline.sums.tree import ALIGNED, Forest
 
-_LENGTH_BYTES = 8
-
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have come."""
-    with memory.operation(memory.words, memory.called("barrier", "barrier")):
-        memory.words.write()
-        memory.words.publish()
-        memory.words.wait()
-
-
-def gather_words_in_memory(memory: SharedMemory, words: Any, name: str = "words") -> list[Any]:
-    """The `words` (anything JSON can hold) of all ranks, by rank; `name` says what for."""
-    payload = json.dumps(words).encode()
-    content = torch.frombuffer(bytearray(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload), dtype=torch.uint8)
-    channel, received = memory.words, [bytearray() for _ in range(memory.size)]
-    room, at, longest = channel.data_bytes, 0, 1
-    slots = channel.typed(torch.uint8)
-    with memory.operation(channel, memory.called("all_gather", name)):
-        while at < longest:
-            slot = channel.write()
-            mine = content[at : at + room]
-            slots[slot][memory.rank][: len(mine)] = mine
-            channel.publish()
-            channel.wait()
-            if at == 0:
-                lengths = [_length(slots[slot][rank]) for rank in range(memory.size)]
-                longest = max(lengths)
-            for rank, length in enumerate(lengths):  # pyright: ignore[reportPossiblyUnboundVariable]
-                part = slots[slot][rank][: max(0, min(room, length - at))]
-                received[rank] += part.numpy().tobytes()
-            at += room
-    return [json.loads(bytes(content[_LENGTH_BYTES:])) for content in received]
+    with memory.operation(memory.bulk, memory.called("barrier", "barrier")):
+        memory.bulk.write()
+        memory.bulk.publish()
+        memory.bulk.wait()
 
 
 def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
@@ -191,7 +164,3 @@ class StartedSum:
             total += other[: self._size]
         self._sum, self._is_over, memory.running = total, True, None
         return total
-
-
-def _length(data: Tensor) -> int:
-    return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")

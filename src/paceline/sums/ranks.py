@@ -25,31 +25,15 @@ from torch import Tensor
 
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
-from paceline.sums import handshake
+from paceline.sums import handshake, moves
 from paceline.sums.buckets import BUCKET_BYTES, buckets_of
 from paceline.sums.exchange import AllToAll
-from paceline.sums.gather import CPU, gather_over_torch, gather_shares, labelled, start_sum
+from paceline.sums.gather import CPU, gather_over_torch, gather_shares, labelled, start_gather, start_sum
 from paceline.sums.handshake import Refusal, meet_in_memory
 from paceline.sums.hosts import Hosts, connect_hosts, group_name, hosts_of_one
 from paceline.sums.hosts_sum import by_leaf, by_rank
-from paceline.sums.lanes import MAX_TENSORS
-from paceline.sums.moves import (
-    StartedSum,
-    all_gather,
-    broadcast_in_memory,
-    gather_words_in_memory,
-    reduce_scatter,
-)  # fmt: skip
 from paceline.sums.shared import BULK_BYTES, GROUP, MemoryLayout, SharedMemory
-from paceline.sums.transports import (
-    Bucket,
-    InMemory,
-    OverHosts,
-    OverTorch,
-    Transport,
-    addable_in_memory,
-    leaving_bytes,
-)  # fmt: skip
+from paceline.sums.transports import Bucket, InMemory, OverHosts, OverTorch, Transport, fit_in_memory, leaving_bytes
 from paceline.sums.tree import Forest
 
 Asked = Literal["auto", "shared", "torch"]
@@ -68,7 +52,7 @@ class Ranks:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return dist.get_world_size(self._group)
+        return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
     def hosts(self) -> Hosts | None:
         """The hosts of all ranks, if they are several of equally many ranks (a collective)."""
@@ -82,9 +66,13 @@ class Ranks:
         for tensor in tensors:  # as bytes: gloo knows few types
             dist.broadcast(labelled(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
-    def gather(self, words: Any, device: torch.device, name: str) -> list[Any]:
+    def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `words` (anything JSON can hold) of all ranks, by rank."""
-        return gather_over_torch(words, self.size, device, self._group, name=name)
+        return gather_over_torch(words, self.size, device, name=name, start=self.start_gather)
+
+    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start to send `mine`, (n,), the same n on all ranks, to all; the returned function waits: (ranks, n)."""
+        return start_gather(mine, name, self._group)
 
     def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
         """Start adding up a few `numbers`, (n,); the returned function waits. In the order of ranks if they are few."""
@@ -94,17 +82,12 @@ class Ranks:
         """Bring all ranks' equal shares together: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
         return gather_shares(out, labelled(mine, name), self._group, async_op=async_op)
 
-    def reduce_scatter(
-        self, out: Tensor, flat: Tensor, name: str, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False
-    ) -> dist.Work | None:
-        """This rank's share, `out` (n / W,), of the sum of `flat` (n,), in the order of the backend (see `ring`)."""
-        return dist.reduce_scatter_single(labelled(out, name), flat, op=op, group=self._group, async_op=async_op)
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+        """This rank's share, `out` (n / W,), of the sum of `flat` (n,), in the backend's order (see `ring`)."""
+        dist.reduce_scatter_single(labelled(out, name), flat, op=op, group=self._group)
 
     def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
-        """Start this rank's share of a sum over all leaves, in the order of the tree; the returned function waits.
-
-        `own`: the sums of this rank's subtrees, each (n,), n equal shares for all ranks.
-        """
+        """Start our share of a sum over all leaves, by the tree (see `AllToAll`); the returned function waits."""
         return AllToAll(forest, own, self._group, name).end
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
@@ -124,41 +107,46 @@ class _InMemory(Ranks):
         return None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
-        if all(tensor.device == CPU for tensor in tensors):
-            broadcast_in_memory(self._shared, tensors, src, name)
+        if all(tensor.is_cpu for tensor in tensors):
+            moves.broadcast_in_memory(self._shared, tensors, src, name)
         else:
             super().broadcast(tensors, src, name)
 
-    def gather(self, words: Any, device: torch.device, name: str) -> list[Any]:
-        return gather_words_in_memory(self._shared, words, name)
+    def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
+        return super().gather(words, name)
+
+    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+        if not mine.is_cpu:
+            return super().start_gather(mine, name)
+        rows = mine.new_empty(self.size, len(mine))
+        moves.all_gather(self._shared, mine, rows.view(-1), name)
+        return lambda: rows
 
     def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
-        if numbers.device != CPU or numbers.nbytes > self._shared.totals.data_bytes:
+        if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        return StartedSum(self._shared, numbers, name).finish
+        return moves.StartedSum(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
-        if mine.device != CPU:
+        if not mine.is_cpu:
             return super().all_gather(out, mine, name, async_op=async_op)
-        return all_gather(self._shared, mine, out, name)
+        return moves.all_gather(self._shared, mine, out, name)
 
-    def reduce_scatter(
-        self, out: Tensor, flat: Tensor, name: str, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False
-    ) -> dist.Work | None:
-        if flat.device != CPU or op != dist.ReduceOp.SUM:
-            return super().reduce_scatter(out, flat, name, op=op, async_op=async_op)
-        reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
-        return None
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+        if not flat.is_cpu or op != dist.ReduceOp.SUM:
+            super().reduce_scatter(out, flat, name, op)
+        else:
+            moves.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
 
     def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
-        if own[0].device != CPU or own[0].is_complex():
+        if not own[0].is_cpu or own[0].is_complex():
             return super().start_share_of_sum(forest, own, name)
         share = own[0].new_empty(len(own[0]) // self.size)
-        reduce_scatter(self._shared, own, forest, share, name=name)
+        moves.reduce_scatter(self._shared, own, forest, share, name=name)
         return lambda: share
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
-        if not _fit(parameters):
+        if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
         return InMemory(parameters, self._shared, forest)
 
@@ -174,7 +162,7 @@ class _OnHosts(Ranks):
         return self._hosts
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
-        if not _fit(parameters):
+        if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
         nesting = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
         return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, nesting)
@@ -213,8 +201,9 @@ def choose(asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bul
     return _chosen[world]
 
 
-def _fit(parameters: Bucket) -> bool:
-    return 0 < len(parameters) <= MAX_TENSORS and addable_in_memory(parameters)
+def over_memory(memory: SharedMemory) -> Ranks:
+    """The ranks that share `memory`."""
+    return _InMemory(memory)
 
 
 def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Ranks:

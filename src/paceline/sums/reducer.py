@@ -7,12 +7,13 @@ same order on all ranks. How the sums of all ranks come together is the transpor
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.sums.across import Across, OnEachHost, of_one_host
 from paceline.sums.buckets import trainable
@@ -89,6 +90,10 @@ class Reducer:
                 self._forget()
             raise
         self._leaving = False
+
+    def backward(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
+        """`leaf` for a micro-batch, as `strategies.base.replica` takes it."""
+        return self.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
 
     def _put_aside(self) -> Generator[None]:
         """Around the backward of a stand-in: what it gives is thrown away, and gradients are what they were before."""

@@ -36,7 +36,7 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     device = next((t.device for t in tensors.values()), _default_device())
     exchange = choose(group=group)  # a collective: made by all ranks, however their models differ
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(exchange.gather(mine, device, "words of broadcast_module"))
+    check_same_model(exchange.gather(mine, "words of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
 
 

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.sums.buckets import divide
-from paceline.sums.chunks import Chunk
-from paceline.sums.memory_sum import TreeSum
-from paceline.sums.tree import Node, round_up
+from paceline.sums.tree import round_up
 
 SEGMENT_BYTES = 1 << 20  # gloo's longest
 
@@ -27,27 +24,6 @@ def ring_part(size: int, itemsize: int, ranks: int) -> int:
     longest = SEGMENT_BYTES // itemsize
     segments = round_up(max(-(-size // longest), 2 * ranks), ranks)
     return segments // ranks * -(-size // segments)
-
-
-class RingSum(TreeSum):
-    """As `TreeSum` over ranks that have a leaf each, but for the order of additions."""
-
-    def _make_root(
-        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
-    ) -> None:
-        if len(parts) == 2:  # in either order the same
-            super()._make_root(chunk, start, parts, out, divisor)
-            return
-        of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
-        at, stop = 0, start + len(out)
-        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
-            low, high = max(start, at), min(stop, at + length)
-            if low < high:
-                here, first = slice(low - start, high - start), piece.start + low - at
-                ring_sum([part[here] for part in of_rank], first, self._sizes[piece.tensor], out[here])
-            at += length
-        if divisor is not None:
-            divide(out, divisor)
 
 
 def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> None:

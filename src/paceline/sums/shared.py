@@ -49,8 +49,8 @@ class MemoryLayout:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The data bytes of each channel's slot: totals, words, bulk."""
-        return _SMALL_BYTES, _SMALL_BYTES, self.bulk_bytes
+        """The data bytes of each channel's slot: totals, bulk."""
+        return _SMALL_BYTES, self.bulk_bytes
 
     @property
     def counters_at(self) -> int:
@@ -124,7 +124,7 @@ class SharedMemory:
             channel = Channel(number * LINE // 8, rank, counters, slots, self._look, self._ranks)
             channel.spins = 0 if crowded else SPINS
             made.append(channel)
-        self.totals, self.words, self.bulk = made
+        self.totals, self.bulk = made
 
     def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
         """A collective in words; made once for what is called again and again."""

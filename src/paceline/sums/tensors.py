@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.sums.gather import start_gather
 from paceline.sums.places import place_hash, places
+from paceline.sums.ranks import ranks
 from paceline.sums.words import gather_words
 from paceline.worker.world import World
 
@@ -39,7 +39,7 @@ def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] 
     sizes = [[math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in kinds] for _, kinds in told]
     padded = mine.new_zeros(max(map(sum, sizes)))
     padded[: len(mine)] = mine
-    parts = start_gather(padded, name)() if len(padded) else [padded] * world.size
+    parts = ranks().start_gather(padded, name)() if len(padded) else [padded] * world.size
     found: list[Any] = []
     for (described, kinds), of_rank, part in zip(told, sizes, parts, strict=True):
         pieces = part[: sum(of_rank)].split(of_rank)

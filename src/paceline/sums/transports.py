@@ -10,7 +10,7 @@ from paceline.sums.buckets import divide, divide_each, pack, packed_size, unpack
 from paceline.sums.exchange import Exchange
 from paceline.sums.hosts import Hosts
 from paceline.sums.hosts_sum import BUNDLE_BYTES, HostsSum, Nesting
-from paceline.sums.lanes import Flat, Scratch
+from paceline.sums.lanes import MAX_TENSORS, Flat, Scratch
 from paceline.sums.layout import Strides, agreed_strides, flat, give, kinds, laid_out
 from paceline.sums.memory_sum import TreeSum, in_words
 from paceline.sums.shared import SharedMemory
@@ -173,9 +173,9 @@ def leaving_bytes(hosts: Hosts) -> int:
     return min(MOST_LEAVING_BYTES, BUNDLE_BYTES * hosts.memory.size)
 
 
-def addable_in_memory(parameters: Bucket) -> bool:
+def fit_in_memory(parameters: Bucket) -> bool:
     """Whether sums of their gradients can be made in memory that ranks share."""
-    return all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
+    return 0 < len(parameters) <= MAX_TENSORS and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
 
 
 def _laid_out(bucket: Bucket, strides: Sequence[Strides], grads: Grads | None) -> Grads | None:

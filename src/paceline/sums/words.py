@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, UsageError
 from paceline.sums.hosts import Hosts
-from paceline.sums.moves import gather_words_in_memory
-from paceline.sums.ranks import ranks
+from paceline.sums.ranks import over_memory, ranks
 from paceline.worker.world import World
 
 _PASSED = ("paceline.sums.", "contextlib")
@@ -36,7 +35,7 @@ def gather_words(words: Any, world: World) -> list[Any]:
 
     They carry the name of the function that gathers them: ranks that gather for different purposes fail.
     """
-    return [words] if world.size == 1 else ranks(world.group).gather(words, world.device, f"words of {_caller()}")
+    return [words] if world.size == 1 else ranks(world.group).gather(words, f"words of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -54,8 +53,8 @@ def by_all(world: World) -> Gather:
 
 def by_host(host: Hosts) -> Gather:
     """Among the ranks of this host."""
-    memory = host.memory
-    return lambda words: dict(enumerate(gather_words_in_memory(memory, words), host.number * memory.size))
+    those, first = over_memory(host.memory), host.number * host.memory.size
+    return lambda words: dict(enumerate(those.gather(words, "words of a host"), first))
 
 
 def by_itself(world: World) -> Gather:

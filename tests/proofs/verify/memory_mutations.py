@@ -16,7 +16,7 @@ import torch
 from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.sums import memory_sum, ranks
+from paceline.sums import memory_sum, moves
 from paceline.sums.buckets import divide
 from paceline.sums.chunks import Chunk
 from paceline.sums.lanes import Flat, Lanes, Results
@@ -139,7 +139,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = ranks.all_gather
+    original = moves.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -148,7 +148,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
         kept[out.data_ptr()] = now
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((ranks, "all_gather", all_gather))
+    return planted((moves, "all_gather", all_gather))
 
 
 def _bug(
