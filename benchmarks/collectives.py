@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.sums.memory_sum import TreeSum
-from paceline.sums.moves import barrier
-from paceline.sums.ranks import choose, ranks
-from paceline.sums.shared import BULK_BYTES, SharedMemory
-from paceline.sums.tree import Forest
+from paceline.collectives.memory import BULK_BYTES, SharedMemory
+from paceline.collectives.memory_moves import barrier
+from paceline.collectives.memory_sum import TreeSum
+from paceline.collectives.ranks import choose, ranks
+from paceline.collectives.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 25 << 20, 100 << 20)

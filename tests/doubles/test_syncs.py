@@ -14,6 +14,8 @@ from tests.run_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 
+from paceline.collectives import shards
+from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
@@ -21,14 +23,12 @@ from paceline.stepping.order import CallOrder
 from paceline.stepping.summing import Finish, Sums
 from paceline.stepping.votes import Votes
 from paceline.strategies import STRATEGIES
-from paceline.sums import shards
-from paceline.sums.gather import gather_over_torch
 from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
 from paceline.train.step import TaskSteps
 from paceline.worker.world import World
 
-THE_READ = "sums/pending.py"
+THE_READ = "collectives/control.py"
 META = torch.device("meta")
 
 

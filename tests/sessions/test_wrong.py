@@ -100,7 +100,7 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, str], name: str) -> N
     assert " --" not in told[name] and told[name].count("NOTE") < 2
 
 
-SHARED = ("observe", "store", "disk", "data", "sums", "strategies", "checkpoint", "train")
+SHARED = ("observe", "store", "disk", "data", "collectives", "strategies", "checkpoint", "train")
 FLAG = re.compile(r"(?<![\w-])--(?!nproc|nodes|port|stall-after|max-restarts)[a-z]")
 
 

@@ -10,11 +10,11 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import BatchPlan, Loading, load_steps
+from paceline.collectives import ranks
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Replica
-from paceline.sums import ranks
 from paceline.worker.world import World
 
 VIRTUAL = 5

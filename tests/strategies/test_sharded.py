@@ -18,13 +18,13 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.ranks import choose
 from paceline.compute.precision import in_bf16
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
-from paceline.sums.ranks import choose
 from paceline.train.weights import rescue_alone
 
 CPU = torch.device("cpu")

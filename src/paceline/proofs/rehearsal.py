@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives.control import gather_words
 from paceline.compute.precision import await_device
 from paceline.data.ahead import moved
 from paceline.doctor.messages import Rehearse, Rehearsed
 from paceline.errors import PacelineError, UsageError
-from paceline.sums import gather_words
 from paceline.tasks import load_task
 from paceline.tasks.task import call
 from paceline.tensor.plan import bytes_along_tensor

@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.collectives.control import check_equal, told_once
+from paceline.collectives.ranks import choose
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -33,8 +35,6 @@ from paceline.sessions.loop import Loop
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import CUT, as_keywords, reword, script_name
 from paceline.stepping.hooks import TensorHooks
-from paceline.sums import check_equal, told_once
-from paceline.sums.ranks import choose
 from paceline.torch_version import untested_torch
 from paceline.train.computing import take_threads
 from paceline.train.course import Course

@@ -20,6 +20,11 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
+from paceline.collectives.buckets import divide_each, sparse_gradient
+from paceline.collectives.control import Pending, sent, sum_over_ranks
+from paceline.collectives.ranks import ranks
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
 from paceline.contract.evidence import BLOCK
@@ -29,13 +34,6 @@ from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
-from paceline.sums.buckets import divide_each
-from paceline.sums.layout import sparse_gradient
-from paceline.sums.pending import Pending, sent
-from paceline.sums.ranks import ranks
-from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Piece, check_assigned
-from paceline.sums.totals import sum_over_ranks
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up

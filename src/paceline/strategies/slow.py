@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.collectives.across import Across
+from paceline.collectives.buckets import trainable
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.memory_sum import MAX_TENSORS
+from paceline.collectives.ranks import choose, say
+from paceline.collectives.reducer import sum_on_each_host
+from paceline.collectives.transports import fit_in_memory
 from paceline.data.plan import Work
 from paceline.ladder import SLOW, wrong_between_hosts
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.outer import Between, Outer
-from paceline.sums.across import Across
-from paceline.sums.buckets import trainable
-from paceline.sums.hosts import Hosts
-from paceline.sums.lanes import MAX_TENSORS
-from paceline.sums.ranks import choose, say
-from paceline.sums.reducer import sum_on_each_host
-from paceline.sums.transports import fit_in_memory
 from paceline.worker.world import World
 
 

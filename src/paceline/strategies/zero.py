@@ -3,16 +3,16 @@
 from torch import nn
 
 from paceline.checkpoint.state import Held, Source
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending
+from paceline.collectives.norm import SharedNorm
+from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shards import Shards
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
-from paceline.sums.buckets import trainable
-from paceline.sums.norm import SharedNorm
-from paceline.sums.pending import Pending
-from paceline.sums.reducer import sum_to_shares
-from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Shards
 from paceline.worker.world import World
 
 

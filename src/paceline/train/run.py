@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 from paceline import __version__
+from paceline.collectives.control import check_equal, together, told_once
+from paceline.collectives.ranks import choose, ranks
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
@@ -23,8 +25,6 @@ from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
-from paceline.sums import check_equal, together, told_once
-from paceline.sums.ranks import choose, ranks
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for

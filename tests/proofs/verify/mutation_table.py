@@ -18,11 +18,11 @@ from tests.proofs.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, O
 from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
+from paceline.collectives import memory_sum
+from paceline.collectives.ranks import choose
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.verify.bitwise import collect_bits
 from paceline.proofs.verify.worker import verify
-from paceline.sums import memory_sum
-from paceline.sums.ranks import choose
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
 from paceline.worker.world import World
 

@@ -25,6 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.collectives import batchnorm, ranks, transports
+from paceline.collectives.batchnorm import Moments, SyncBatchNorm
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, Totals
+from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
@@ -35,10 +40,6 @@ from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.manual import all_reduce_gradients
-from paceline.sums import Pending, Totals, batchnorm, ranks, transports
-from paceline.sums.batchnorm import Moments, SyncBatchNorm
-from paceline.sums.buckets import trainable
-from paceline.sums.reducer import Reducer
 from paceline.train import step as step_module
 
 # `paceline.strategies.manual` as an attribute is the function of that name; the module is found by import_module.

@@ -30,14 +30,14 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.compress import DEFAULT_RANK, LowRank
+from paceline.collectives.control import gather_words, together
+from paceline.collectives.ranks import choose
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
 from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
-from paceline.sums import gather_words, together
-from paceline.sums.compress import DEFAULT_RANK, LowRank
-from paceline.sums.ranks import choose
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.attach import run_worker

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.control import gather_words, together
 from paceline.proofs.verify.setup import (
     Setting,
     apply_strategy,
@@ -20,7 +21,6 @@ from paceline.proofs.verify.setup import (
     write_report,
 )
 from paceline.proofs.verify.trial import parameters_of
-from paceline.sums import gather_words, together
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from paceline.collectives.control import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
@@ -21,7 +22,6 @@ from paceline.proofs.verify.reference import Observed, Reference
 from paceline.proofs.verify.setup import Setting, build, make_setting, task_of, without_dropout, write_report
 from paceline.proofs.verify.trial import Trial, compare_starts, make_trial, observe
 from paceline.strategies.refusals import ELEMENT_WISE
-from paceline.sums import gather_words, together
 from paceline.torch_version import lacks_torch
 from paceline.train.step import train_step
 from paceline.verify.spec import OWN, Case, Diagnosis, Policy, Result, Spec, VerifyReport
