@@ -118,9 +118,6 @@ class _InMemory(Ranks):
         self._shared = memory
         self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
 
-    def hosts(self) -> None:
-        return None
-
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
             moves.broadcast_in_memory(self._shared, tensors, src, name)
