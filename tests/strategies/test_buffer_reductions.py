@@ -17,10 +17,10 @@ from torch.nn.utils import parametrizations
 from paceline.checkpoint.exported import exported
 from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
+from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.sums.batchnorm import SyncBatchNorm
 from paceline.worker.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), "gloo")

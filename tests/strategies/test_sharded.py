@@ -19,7 +19,9 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.ranks import choose
 from paceline.compute.precision import in_bf16
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
@@ -294,6 +296,32 @@ def rounded_on_the_way(rank: int, size: int) -> None:
     norms = {"1.weight", "1.bias", "4.weight", "4.bias"}
     assert {name for name, kind in types.items() if kind == torch.float32} == norms
     assert {"0.weight", "3.bias", "inner.in_proj_weight", "inner.out_proj.weight"} <= {*types} - norms
+
+
+def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
+    """The states of fsdp after steps of several micro-batches, and whether memory that ranks share was in use."""
+    found: dict[int, Any] = {}
+    for size in worlds(rank, (2, 3), folder):
+        digests: list[str] = []
+        for prepare in (lambda m: m, partial(in_bf16, device=CPU), lambda m: m.bfloat16()):
+            prepare(model := Mixed())
+            replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
+            train(replica, 3, accumulation=2)
+            digests.append(sha256_of(whole(replica.state(), replica.world)))
+        memory = choose().memory
+        found[size] = (memory is not None and memory.bulk.tick > 100, digests)
+    return found
+
+
+@pytest.mark.ranks
+def test_fsdp_has_the_bits_of_gloo_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "a"), timeout=150)
+    monkeypatch.setenv(SHARED_MEMORY, "off")
+    over_gloo = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "b"), timeout=150)
+    for found, wanted in zip(in_memory, over_gloo, strict=True):
+        for size, (used, digests) in found.items():
+            assert used and wanted[size] == (False, digests), size
+    assert len({digest for _, digests in in_memory[0].values() for digest in digests}) == 6
 
 
 def bits_in_bf16(rank: int, size: int) -> dict[str, str]:

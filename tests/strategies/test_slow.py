@@ -1,6 +1,6 @@
 """Hosts on a slow network: local steps are those written out by hand, and every state goes on as if nothing had been.
 
-One host is made several by what each rank says of its own (`handshake.host_key`).
+One host is made several by what each rank says of its own (`memory.host_key`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.collectives.test_hosts_sum import put_on
 from tests.errors import codes, raises
 from tests.run_ranks import run_ranks
 from tests.strategies.test_state import opened, save
-from tests.sums.test_hosts_sum import put_on
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step

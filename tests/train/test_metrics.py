@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from paceline import Loading, Metric, World, evaluate
+from paceline.collectives.control import gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
-from paceline.sums.tensors import gather_tensors
 from paceline.train.metrics import scores, states_of, tallies
 
 CPU = torch.device("cpu")

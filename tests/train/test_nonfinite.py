@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of
+from paceline.collectives import control as finite
+from paceline.collectives.control import are_finite, scaled
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
 from paceline.strategies import STRATEGIES, Replica
-from paceline.sums import finite
-from paceline.sums.finite import are_finite, scaled
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")

@@ -10,14 +10,14 @@ from torch import nn
 
 from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.state import Held
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import new_group
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.observe.events import Step, read_events
 from paceline.strategies import STRATEGIES
-from paceline.sums import new_group
-from paceline.sums.batchnorm import convert
 from paceline.train.alike import check_replicas, checksum
 from paceline.worker.world import World
 

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.collectives.control import together
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
@@ -18,7 +19,6 @@ from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, tak
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import Prepared, PreparedOptimizer
 from paceline.strategies.base import MakeOptimizer, Replica
-from paceline.sums import together
 from paceline.train.optimizer import checked_optimizer
 from paceline.worker.world import World
 

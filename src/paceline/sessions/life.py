@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.collectives.control import check_equal, told_once
+from paceline.collectives.ranks import choose
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -34,8 +36,6 @@ from paceline.sessions.observer import current_observer
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
-from paceline.sums import check_equal, told_once
-from paceline.sums.sharing import memory_or_hosts
 from paceline.torch_version import untested_torch
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
@@ -119,7 +119,7 @@ class Life(Loop):
             place = None
             if folder is not None:
                 place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
-            memory_or_hosts("auto")
+            choose()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = untested_torch() + take_threads(threads_asked, world, write=keyword)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from paceline.collectives.control import check_equal, gather_words, told_once
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
@@ -31,7 +32,6 @@ from paceline.sessions.order import (
     regrouped,
     steps_of,
 )
-from paceline.sums import check_equal, gather_words, told_once
 from paceline.train.streaming import Stream
 from paceline.worker.world import World
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from paceline.checkpoint.shard import layout
+from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
@@ -32,7 +33,6 @@ from paceline.sessions.ranks import Ranks
 from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
 from paceline.stepping.votes import Votes
-from paceline.sums import gather_words, together, told_once
 from paceline.train.alike import check_replicas
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.collectives.control import Pending, gather_words, told_once
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
@@ -30,7 +31,6 @@ from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
 from paceline.strategies.held import hold_optimizer, load_states, saved_state
 from paceline.strategies.refusals import refuse_foreign
-from paceline.sums import Pending, gather_words, told_once
 from paceline.train.alike import checksum
 from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
 

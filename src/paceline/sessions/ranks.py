@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.collectives.control import gather_tensors, sum_over_ranks, together, told_once
 from paceline.errors import UsageError
 from paceline.sessions.observer import Observer
-from paceline.sums import sum_over_ranks, together, told_once
-from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import is_torchmetric, several
 from paceline.train.metrics import dealt, in_order, result_of, state_of
 from paceline.worker.world import World

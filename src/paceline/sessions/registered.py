@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
+from paceline.collectives.control import gather_words, told_once
 from paceline.data.loader import is_forked_frozen
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
@@ -21,7 +22,6 @@ from paceline.sessions.containers import GENERATORS, Container, Generator, held_
 from paceline.sessions.elsewhere import is_cut, own_share
 from paceline.sessions.prepared import PreparedOptimizer
 from paceline.sessions.unsaved import Containers
-from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
 

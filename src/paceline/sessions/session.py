@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.collectives.control import together
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError, unknown
@@ -41,7 +42,6 @@ from paceline.sessions.order import global_streams, put_global_streams
 from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Reduction
 from paceline.strategies import STRATEGIES
-from paceline.sums import together
 from paceline.train.weights import save
 
 P = ParamSpec("P")

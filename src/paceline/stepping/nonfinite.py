@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Gather, Pending, are_finite, sent, sum_over_ranks, told_once
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
 from paceline.strategies.base import Replica
-from paceline.sums import Pending, sent, sum_over_ranks, told_once
-from paceline.sums.buckets import trainable
-from paceline.sums.finite import are_finite
-from paceline.sums.words import Gather
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.collectives.control import gather_words, told_once
 from paceline.contract.evidence import Op
 from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.stepping.nonfinite import UNCHANGED
-from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 HASH_BYTES = 6  # a float64 holds it exactly

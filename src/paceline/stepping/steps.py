@@ -16,6 +16,8 @@ from functools import partial
 
 from torch import Tensor
 
+from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
+from paceline.collectives.hosts import Hosts
 from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
@@ -30,9 +32,6 @@ from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
-from paceline.sums import Pending, Totals, costs, read_at_once, told_once
-from paceline.sums.hosts import Hosts
-from paceline.sums.words import by_all, by_host, together
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, sent, sum_over_ranks
 from paceline.errors import UsageError
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
-from paceline.sums import Pending, sent, sum_over_ranks
-from paceline.sums.buckets import trainable
 from paceline.worker.world import World
 
 

@@ -32,14 +32,14 @@ from paceline.checkpoint.reductions import (
     reduced,
 )
 from paceline.checkpoint.state import Held, Source, needed
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.replicate import broadcast
+from paceline.collectives.torch_collectives import Exchange, labelled
+from paceline.collectives.tree import Forest, added
 from paceline.compute.graphs import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
-from paceline.sums import gather_words, labelled, told_once
-from paceline.sums.batchnorm import SyncBatchNorm
-from paceline.sums.exchange import Exchange
-from paceline.sums.replicate import broadcast
-from paceline.sums.tree import Forest, added
 from paceline.worker.world import World
 
 _Buffers = dict[str, Tensor]

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending
+from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
 from paceline.strategies.refusals import refuse_lazy
-from paceline.sums.buckets import trainable
-from paceline.sums.pending import Pending
-from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, Under, take_over
+from paceline.collectives.shards import Piece
 from paceline.errors import UsageError
-from paceline.sums.shards import Piece
 
 ITEM = ".item"  # ends the name of a plain number
 

@@ -19,15 +19,15 @@ from paceline.checkpoint.cut import parameter_of
 from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
+from paceline.collectives.buckets import pack, unpack
+from paceline.collectives.control import gather_words, together
+from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import Schedule
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
-from paceline.sums.buckets import pack, unpack
-from paceline.sums.gather import labelled
-from paceline.sums.words import gather_words, together
 from paceline.worker.world import World
 
 

@@ -4,10 +4,10 @@ from torch import nn, optim
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.buckets import sparse_gradient
 from paceline.errors import UsageError
 from paceline.ladder import FOR_SEVERAL
-from paceline.sums.batchnorm import SyncBatchNorm
-from paceline.sums.layout import sparse_gradient
 from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.collectives.across import Across
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import told_once
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.memory_sum import MAX_TENSORS
+from paceline.collectives.ranks import choose, say
+from paceline.collectives.reducer import sum_on_each_host
+from paceline.collectives.transports import fit_in_memory
 from paceline.data.plan import Work
 from paceline.errors import UsageError, flag
 from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.outer import Between, Outer
-from paceline.sums import told_once
-from paceline.sums.across import Across
-from paceline.sums.buckets import trainable
-from paceline.sums.hosts import Hosts
-from paceline.sums.lanes import MAX_TENSORS
-from paceline.sums.reducer import sum_on_each_host
-from paceline.sums.sharing import hosts_of_all, say, shared_memory
-from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
 
@@ -73,10 +73,11 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     given = [name for name in ("compress", "local_steps") if asked[name] is not None]
     if not given:
         return None
-    parameters, place = trainable(model), hosts_of_all()
-    if place is not None and addable_in_memory(parameters) and len(parameters) <= MAX_TENSORS:
+    parameters, exchange = trainable(model), choose()
+    place = exchange.hosts()
+    if place is not None and fit_in_memory(parameters):
         return place
-    if world.size > 1 and shared_memory() is None:
+    if world.size > 1 and exchange.way != "shared":
         raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
     words = " ".join(flag(name, asked[name]) for name in given)
     say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")

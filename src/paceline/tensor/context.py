@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
+from paceline.collectives.control import together
+from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import subclassed
 from paceline.errors import UsageError, plural
-from paceline.sums import together
-from paceline.sums.replicate import broadcast_module
 from paceline.tensor.attention import attention
 from paceline.tensor.cut import compare_losses, computed_in
 from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps

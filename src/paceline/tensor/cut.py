@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from paceline.checkpoint.cut import CutParameter
+from paceline.collectives.control import together
+from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import around_forward
 from paceline.errors import UsageError, first_few
-from paceline.sums import together
-from paceline.sums.replicate import broadcast_module
 from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
 from paceline.tensor.plan import cuts_of, find_plan

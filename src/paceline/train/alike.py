@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
-from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 MAX_NAMED = 3

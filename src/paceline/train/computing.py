@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.collectives.control import gather_words, together
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
 from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
@@ -21,7 +22,6 @@ from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError, Write, flag
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
-from paceline.sums import gather_words, together
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses

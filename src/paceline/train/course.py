@@ -13,6 +13,7 @@ import torch
 from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
+from paceline.collectives.control import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
@@ -24,7 +25,6 @@ from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
-from paceline.sums import check_equal, told_once
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
 from paceline.train.keeping import Keeping, Rhythm

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from paceline.collectives.control import together
 from paceline.contract.evidence import Phase
 from paceline.errors import unknown
 from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.observe.summary import finite
-from paceline.sums import together
 from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.course import Course
 from paceline.train.evaluate import evaluate

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
 from paceline.nested import mapped
-from paceline.sums.tree import tree_sum
 from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, made, several
 from paceline.tasks.task import Loss
 from paceline.train.step import weighted_losses

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
@@ -22,8 +24,6 @@ from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.sums import check_equal, new_group, together, told_once
-from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task, call

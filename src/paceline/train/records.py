@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from paceline.collectives.control import gather_words
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
 from paceline.data.consumed import add, fingerprint
@@ -22,7 +23,6 @@ from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.observe.writers import EventWriter
 from paceline.strategies.base import Replica
-from paceline.sums import gather_words
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
 from paceline.train.resume import Place

@@ -12,12 +12,12 @@ import msgspec
 from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.snapshot import inherited, newest, snapshot_of
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
 from paceline.observe import folder as run_folder
 from paceline.stepping.trainee import Trainee
 from paceline.store.store import Checkpoints, Damaged, Report
-from paceline.sums import gather_words, together, told_once
 from paceline.worker.world import World
 
 

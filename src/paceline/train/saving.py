@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words
 from paceline.errors import PacelineError, TrainingError
 from paceline.observe.events import Checkpointed
 from paceline.stepping.votes import Votes
 from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, Report, write_file
-from paceline.sums import gather_words
 from paceline.train.resume import Content, Holder
 from paceline.worker.world import World
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.cut import CutParameter
+from paceline.collectives.control import gather_words, together, told_once
+from paceline.collectives.replicate import broadcast_module
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
@@ -21,8 +23,6 @@ from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.strategies.pipelined import Division, divided, pipelined
-from paceline.sums import gather_words, together, told_once
-from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses

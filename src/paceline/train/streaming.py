@@ -5,13 +5,13 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from paceline.collectives.control import check_equal, gather_words, together, told_once
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
 from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.seeding import preserved_streams
-from paceline.sums import check_equal, gather_words, together, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
 

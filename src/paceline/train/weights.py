@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.checkpoint.exported import of_checkpoint
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.control import check_equal, together
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
@@ -23,7 +24,6 @@ from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
 from paceline.store.store import Checkpoints, Report
 from paceline.strategies.base import Replica
-from paceline.sums import check_equal, together
 
 MOST = 5  # names in a line
 COMPLEX = "paceline.complex"

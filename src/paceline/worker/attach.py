@@ -33,7 +33,7 @@ from paceline.worker.unseen import unseen
 MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
 DDP = "torch.nn.parallel.distributed"
-SHARING = "paceline.sums.ddp"  # by name: it imports torch, which the script may never do, and this room is below it
+SHARING = "paceline.collectives.ddp"  # by name: it imports torch, which a script may never do; this room is below
 
 
 def attach() -> None:
