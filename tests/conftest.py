@@ -3,7 +3,8 @@
 1. A leak fixture fails a test that leaves a process, a thread, a listening port, a file in /dev/shm or a changed
    environment variable behind, and removes what it can, so that the next test is not the one to suffer.
 2. A backstop ends the whole run when a test is stuck where pytest-timeout's signal cannot reach it.
-3. `make test` runs one of n tests that are marked `sample(n)`, CI all of them.
+3. `make test` runs one of n tests that are marked `sample(n)`, `make check` all of them. CI runs half of those with
+   n >= 3. The commit decides which half.
 4. In CI a skipped test is a failed one, unless it waits for a GPU.
 
 Markers of what a test needs (`root`, `needs`, `gpu`) stand in pyproject.toml.
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -267,9 +271,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the tests that are marked `sample(n)`, all but each n-th are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark all but each n-th of the tests with `sample(n)` as slow. In CI, deselect half of those with n >= 3."""
     counts: Counter[str] = Counter()
+    left_out: set[pytest.Item] = set()
     for item in items:
         node, marker = next(item.iter_markers_with_node("sample"), (item, None))
         if marker is not None:
@@ -277,6 +282,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             counts[of] += 1
             if counts[of] % marker.args[0] != 1:
                 item.add_marker(pytest.mark.slow)
+            if in_ci() and marker.args[0] >= 3 and not in_half(item.nodeid, commit()):
+                left_out.add(item)
+    items[:] = [item for item in items if item not in left_out]
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+
+
+def in_half(nodeid: str, seed: str) -> bool:
+    """Whether a test belongs to the half that CI runs: the same for a test that is repeated alone."""
+    return zlib.crc32(f"{seed} {nodeid}".encode()) % 2 == 0
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that is tested; empty outside a clone."""
+    asked = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 # ---- 4. what a test needs ----------------------------------------------------------------------------------------

@@ -204,6 +204,27 @@ def test_what_is_missing_is_skipped_with_the_reason(project):
     result.stdout.fnmatch_lines(["SKIPPED*needs no-such-program, neither a program nor a Python package here"])
 
 
+def test_ci_runs_half_of_many_cases_and_everything_else(project, monkeypatch):
+    project.makepyfile("""
+        import pytest
+
+        @pytest.mark.sample(3)
+        @pytest.mark.parametrize("case", range(64))
+        def test_many(case):
+            pass
+
+        @pytest.mark.sample(2)
+        @pytest.mark.parametrize("case", range(8))
+        def test_few(case):
+            pass
+    """)
+    project.runpytest_subprocess().assert_outcomes(passed=72)
+    monkeypatch.setenv("CI", "true")
+    found = project.runpytest_subprocess().parseoutcomes()
+    assert found["passed"] + found["deselected"] == 72 and 20 <= found["deselected"] <= 44
+    assert project.runpytest_subprocess().parseoutcomes() == found  # of one commit it is the same half
+
+
 def test_in_ci_only_a_missing_gpu_is_skipped(project, monkeypatch):
     monkeypatch.setenv("CI", "true")
     project.makepyfile(SKIPPING)

@@ -55,7 +55,7 @@ def test_without_a_name_it_is_the_newest_run_and_only_to_look_at(run: Path, caps
     assert status.main(["--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["run_dir"] == str(run)
     for arguments in ([], [""]):
-        with raises("unknown-name" if arguments else "missing-argument"):
+        with raises("not-a-run-folder" if arguments else "missing-argument"):
             cancel.main(arguments)
 
 
