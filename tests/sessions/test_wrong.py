@@ -100,7 +100,7 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, tuple[str, str]], nam
     assert " --" not in text and text.count("NOTE") < 2
 
 
-SCRIPT = "import paceline\ns = paceline.session()\ns.loader([1, 2])\n"
+SCRIPT = "import paceline\ns = paceline.session()\ns.loader(3, global_batch=2)\n"
 
 
 def test_it_says_what_leaves_such_a_step_out(told: dict[str, tuple[str, str]]) -> None:
@@ -112,8 +112,11 @@ def test_it_ends_with_code_2_and_is_said_once_without_a_traceback(tmp_path: Path
     (tmp_path / "mine.py").write_text(SCRIPT)
     words = ("mine.py",) if launcher == "python" else ("-m", "paceline", "launch", "--nproc", "2", "--", "mine.py")
     done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stderr.count("[no-batch-size]")) == (2, 1), done.stdout + done.stderr
+    assert (done.returncode, done.stderr.count("[not-data]")) == (2, 1), done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
+    records = [json.loads(path.read_text()) for path in tmp_path.rglob("error-*.json")]
+    assert {(one["code"], one["fields"]["kind"]) for one in records} == ({("not-data", "int")} if records else set())
+    assert bool(records) == (launcher == "paceline")
 
 
 LATE = """
