@@ -197,6 +197,9 @@ bench-collectives: $(STAMP)  ## sums in shared memory beside gloo and memcpy
 bench-ddp-hook: $(STAMP)  ## a DDP script with and without --collectives shared, four models (15 minutes, quiet)
 	$(BIN)/python benchmarks/ddp_hook.py --out benchmarks/results/ddp-hook.json
 
+bench-fsdp-hooks: $(STAMP)  ## strategy fsdp through shared memory and over gloo, four models (15 minutes, quiet)
+	$(BIN)/python benchmarks/fsdp_hooks.py --out benchmarks/results/fsdp-hooks.json
+
 bench-mesh: $(STAMP)  ## a model that ranks share, beside the same by hand: speed, memory, bytes (5 minutes, quiet)
 	$(BIN)/python benchmarks/mesh.py --out benchmarks/results/mesh.json
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.sums.memory_sum import TreeSum
-from paceline.sums.moves import barrier, gather_words_in_memory
-from paceline.sums.shared import BULK_BYTES, SharedMemory
-from paceline.sums.sharing import shared_memory
-from paceline.sums.tree import Forest
+from paceline.collectives.memory import BULK_BYTES, SharedMemory
+from paceline.collectives.memory_moves import barrier
+from paceline.collectives.memory_sum import TreeSum
+from paceline.collectives.ranks import choose, ranks
+from paceline.collectives.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 25 << 20, 100 << 20)
@@ -70,7 +70,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     began = time.perf_counter()
     for _ in range(3):
         call()
-    seconds = max(gather_words_in_memory(memory, time.perf_counter() - began)) / 3
+    seconds = max(ranks().gather(time.perf_counter() - began, "words")) / 3
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
@@ -83,9 +83,9 @@ def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tupl
         call()
     microseconds = (time.perf_counter() - began) / count * 1e6
     cpu_seconds = time.process_time() - cpu_before
-    told = gather_words_in_memory(memory, [microseconds, cpu_seconds])
+    told = ranks().gather([microseconds, cpu_seconds], "words")
     foreign = foreign_share(before, look(), sum(cpu for _, cpu in told))
-    quiet = gather_words_in_memory(memory, foreign <= FOREIGN_SHARE)[0]
+    quiet = ranks().gather(foreign <= FOREIGN_SHARE, "words")[0]
     return max(each for each, _ in told), quiet
 
 
@@ -157,7 +157,7 @@ def act(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{arguments.meet}/store", arguments.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
-    memory = shared_memory("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20)))
+    memory = choose("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20))).memory
     assert memory is not None
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else SIZES_BYTES
     rounds = 2 if arguments.quick else arguments.rounds

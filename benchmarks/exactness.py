@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.snapshot import SnapshotWriter
+from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
@@ -38,7 +39,6 @@ from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
-from paceline.sums import gather_words
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.alike import check_replicas

@@ -30,7 +30,7 @@ from two_hosts import hindrance
 sys.path.insert(0, str(HERE.parents[1]))  # the hosts are those of the tests
 from tests.cluster.lab import Lab
 
-from paceline.sums.gather import start_sum
+from paceline.collectives.torch_collectives import start_sum
 
 HOSTS, PORT, NUMBERS, ROUNDS = ("n1", "n2"), 29500, 40, 15
 CABLES = {"20 ms, 100 Mbit/s": (100e6, 0.01), "no delay, 10 Gbit/s": (10e9, 0.0)}  # bits a second, seconds one way

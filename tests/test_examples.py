@@ -145,19 +145,13 @@ def test_fine_tuning_has_one_result_on_one_rank_and_on_two_also_with_lora(tmp_pa
 
 def commands_of(manifest: Any) -> Iterator[list[str]]:
     """The commands of all containers."""
-    if isinstance(manifest, dict):
-        if "image" in manifest:
-            words = [str(word) for word in manifest["command"]]
-            yield (
-                shlex.split(words[2].removeprefix("exec ").replace("${HOSTNAME##*-}", "0"))
-                if words[:2] == ["sh", "-c"]
-                else words
-            )
-        for value in manifest.values():
-            yield from commands_of(value)
-    elif isinstance(manifest, list):
-        for value in manifest:
-            yield from commands_of(value)
+    if isinstance(manifest, dict) and "image" in manifest:
+        words = [str(word) for word in manifest["command"]]
+        shell = words[:2] == ["sh", "-c"]
+        yield shlex.split(words[2].removeprefix("exec ").replace("${HOSTNAME##*-}", "0")) if shell else words
+    inner = manifest.values() if isinstance(manifest, dict) else manifest if isinstance(manifest, list) else ()
+    for value in inner:
+        yield from commands_of(value)
 
 
 @pytest.mark.needs("yaml")

@@ -6,7 +6,8 @@ left (an odd one out goes up alone). Shares begin at a block, so each holder add
 
     6 blocks a..f:  ((a+b) + (c+d)) + (e+f), whether 1 rank holds a..f, or 2 hold a..c and d..f
 
-Run me: `python examples/textbook/norm.py`. In `paceline.sums.norm` a holder hands on few sums, those of whole subtrees.
+Run me: `python examples/textbook/norm.py`. In
+`paceline.collectives.norm` a holder hands on few sums, those of whole subtrees.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 Rank 0's parameters and buffers are broadcast, once, before training. From then on equal gradients keep equal copies
 equal. Buffers (BatchNorm's running statistics) are no parameters, and are easily forgotten. A broadcast fits by
-position, not by name: `paceline.sums.replicate` compares the models first, and names the rank that has another one.
+position, not by name: `paceline.collectives.replicate` compares the models first, and
+names the rank that has another one.
 
 Run me: `torchrun --nproc-per-node 2 examples/textbook/replicate.py`, or alone with `python`.
 """

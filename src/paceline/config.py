@@ -20,8 +20,8 @@ import tomli_w
 
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
-from paceline.errors import UsageError, plural, unknown
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
+from paceline.errors import UsageError, unknown
+from paceline.ladder import COMPRESS, DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
 from paceline.launchers import LauncherName
 from paceline.mesh import Mesh, mesh_of
 from paceline.rhythm import steps_or_seconds
@@ -330,7 +330,7 @@ def settings_given(texts: Iterable[str]) -> dict[str, str]:
     """
     for text in texts:
         if not text.partition("=")[0].isidentifier() or "=" not in text:
-            raise UsageError(f"--set {text}: write NAME=VALUE, e.g. --set n_layer=4")
+            raise UsageError(code="set-not-name-value", value=text)
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
@@ -357,10 +357,9 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     accumulation = data.accumulation or math.ceil(share / batch_size)
     if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
         raise UsageError(
-            f"a global batch of {data.global_batch} does not fit into {virtual_ranks} virtual ranks x {accumulation} "
-            f"micro-batches x {data.batch_size} = {virtual_ranks * accumulation * data.batch_size}. Leave out one of "
-            "--global-batch, --accumulation, --batch-size."
-        )
+            code="batch-does-not-fit", global_batch=data.global_batch, virtual_ranks=virtual_ranks,
+            accumulation=accumulation, batch_size=data.batch_size, most=virtual_ranks * accumulation * data.batch_size,
+        )  # fmt: skip
     return BatchShape(virtual_ranks, accumulation, data.global_batch)
 
 
@@ -418,18 +417,20 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
         table = decode_toml(path, ours=ours)
     except NotOurs as error:
         words = "it names code and programs to run. Copy it, and read it; `paceline train --trust` believes it"
-        raise UsageError(f"--config {path} {error.strerror}: {words}") from None
+        raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=words) from None
     except FileNotFoundError as error:
-        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from None
+        raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
     except OSError as error:
-        raise UsageError(f"--config {path} {error.strerror}") from None
+        raise UsageError(code="config-refused", path=path, strerror=error.strerror) from None
     try:
         if isinstance(given := table.get("set"), Mapping):
             table = {**table, "set": [f"{name}={_text(value)}" for name, value in given.items()]}
         _refuse_unknown_keys(table, TrainConfig, "")
         return msgspec.convert(table, TrainConfig, dec_hook=_path)
-    except (msgspec.ValidationError, UsageError) as error:
-        raise UsageError(f"--config {path}: {error}") from None
+    except msgspec.ValidationError as error:
+        raise UsageError(code="config-invalid", path=path, reason=str(error)) from None
+    except UsageError as error:
+        raise UsageError.of(error, before=f"--config {path}: ") from None
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -442,16 +443,26 @@ def _path(kind: type, value: Any) -> Any:
 _hints = cache(get_type_hints)
 
 
+def _section(key: str) -> str:
+    """The table of a TOML file that has a key; empty: it stands above all tables, or there is none."""
+    return next((s for s, t in _hints(TrainConfig).items() if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # pyright: ignore[reportArgumentType]
+
+
+def key(name: str, value: Any = None) -> str:
+    """A setting as a TOML file has it."""
+    path = f"{section}.{name}" if (section := _section(name)) else name
+    return path if value is None else f"{path} = {_value(str(value))!r}"
+
+
 def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) -> None:
     hints = _hints(owner)
     for key, value in table.items():
         if key not in hints:
-            elsewhere = next((f"; it belongs into [{s}]" for s, t in _hints(TrainConfig).items()
-                              if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # fmt: skip
-            raise UsageError(f"{unknown('key', section + key, [section + h for h in hints])}{elsewhere}")
+            elsewhere = f". It belongs in [{right}]" if (right := _section(key)) else ""
+            raise unknown("key", section + key, [section + h for h in hints], more=elsewhere)
         if isinstance(value, Mapping):
             if not dataclasses.is_dataclass(hints[key]):
-                raise UsageError(f"{section + key} is a value, not a table")
+                raise UsageError(code="config-not-a-table", key=section + key)
             _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
 
 
@@ -502,96 +513,74 @@ def _check_compute(config: TrainConfig) -> None:
     rung = LADDER.get(config.strategy or "")
     moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are gathered, or copied
     hooked = rung is not None and rung.hooked
-    contradictions = {
-        f"--compile with --strategy {config.strategy}: which kernels a compiler makes may depend on what it has seen, "
-        "and this strategy promises the same bits at every world size. Leave one out": compute.compile and exact,
-        f"--cuda-graphs with --strategy {config.strategy}: a recording equals the model up to rounding, and "
-        "this strategy promises the same bits at every world size. Leave one out": compute.cuda_graphs and exact,
-        "--compile with --checkpoint-activations: a compiler decides by itself what is computed again. Leave one "
-        "out": compute.compile and again,
-        "--cuda-graphs with --compile: leave one out": compute.cuda_graphs and compute.compile,
-        "--cuda-graphs with --checkpoint-activations: random streams cannot be put back in a recording. Leave one "
-        "out": compute.cuda_graphs and again,
-        f"--cuda-graphs with --strategy {config.strategy}: a recording holds for weights that stay where they are. "
-        "Leave one out": compute.cuda_graphs and moves,
-        f"--cuda-graphs with --strategy {config.strategy}: its hooks cannot be in a recording. Leave one out, or take "
-        f"--strategy {DEFAULT}": compute.cuda_graphs and hooked,
-        "--precision tf32 with --device cpu: it is a mode of NVIDIA's GPUs. Leave one out": compute.precision == "tf32"
-        and config.launch.device == "cpu",
-        "--cuda-graphs with --device cpu: it records the work of a GPU. Leave one out": compute.cuda_graphs
-        and config.launch.device == "cpu",
-        "--checkpoint-activations needs names or classes of modules, e.g. blocks.*,Attention": again
+    _refuse({
+        "exact-with-compile": compute.compile and exact,
+        "exact-with-cuda-graphs": compute.cuda_graphs and exact,
+        "compile-with-recomputation": compute.compile and again,
+        "cuda-graphs-with-compile": compute.cuda_graphs and compute.compile,
+        "cuda-graphs-with-recomputation": compute.cuda_graphs and again,
+        "cuda-graphs-with-moved-weights": compute.cuda_graphs and moves,
+        "cuda-graphs-with-hooks": compute.cuda_graphs and hooked,
+        "tf32-on-cpu": compute.precision == "tf32" and config.launch.device == "cpu",
+        "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
+        "nothing-to-recompute": again
         and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
-    }
-    _refuse(contradictions)
+    }, strategy=config.strategy, default=DEFAULT)  # fmt: skip
 
 
-def _refuse(contradictions: Mapping[str, bool]) -> None:
-    for words, true in contradictions.items():
+def _refuse(contradictions: Mapping[str, bool], **fields: Any) -> None:
+    """Raise UsageError with the first code that is true."""
+    for code, true in contradictions.items():
         if true:
-            raise UsageError(words)
+            raise UsageError(code=code, **fields)
 
 
 def _check_network(config: TrainConfig) -> None:
     asked, name = config.network, config.strategy or DEFAULT
-    given = [f"--{setting.replace('_', '-')}" for setting in SLOW if getattr(asked, setting) is not None]
-    first, local = given[0] if given else "", asked.local_steps is not None
-    owners = ", ".join(owner for owner, rung in LADDER.items() if "compress" in rung.options)
+    given = [setting for setting in SLOW if getattr(asked, setting) is not None]
     own = name not in LADDER or "compress" in LADDER[name].options
-    instead = f"It is for strategy {owners}. Leave one out"
+    owners = [owner for owner, rung in LADDER.items() if "compress" in rung.options]
     _refuse({
-        f"{first} with --strategy {name}: it promises the same bits at every world size, and what travels between "
-        f"hosts would be changed. {instead}": bool(given) and name in EXACT,
-        f"{first} with --strategy {name}: it does not add up by host first. {instead}": bool(given) and not own,
-        (wrong := wrong_between_hosts(*(getattr(asked, setting) for setting in SLOW))): bool(wrong),
-        "--ema with --local-steps: between two outer steps there are no weights of which all hosts could keep an "
-        "average. Leave one out": local and config.optimizer.ema is not None,
-    })  # fmt: skip
+        "exact-on-slow-network": bool(given) and name in EXACT,
+        "not-for-slow-network": bool(given) and not own,
+    }, setting=given[0] if given else "", strategy=name, allowed=owners)  # fmt: skip
+    if wrong := wrong_between_hosts(*(getattr(asked, setting) for setting in SLOW)):
+        raise UsageError(code=wrong, **dataclasses.asdict(asked), allowed=[*COMPRESS])
+    _refuse({"ema-with-local-steps": asked.local_steps is not None and config.optimizer.ema is not None})
 
 
 def _check_mesh(config: TrainConfig) -> None:
     launch, compute = config.launch, config.compute
-    given = [f"--{key.replace('_', '-')}" for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
+    given = [key for key in ("schedule_pipeline", "stages_at") if getattr(launch, key)]
     mesh, name = Mesh.parse(launch.mesh or "data=1"), config.strategy or DEFAULT
     if given and mesh.of("pipeline") == 1:
-        raise UsageError(f"{given[0]} requires a pipeline mesh, e.g. --mesh pipeline=2")
+        raise UsageError(code="option-needs-pipeline", setting=given[0])
     if launch.sequence_parallel and mesh.of("tensor") == 1:
-        raise UsageError("--sequence-parallel requires a tensor mesh, e.g. --mesh tensor=2")
+        raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
-    rung, asked = LADDER.get(name), [f"--{key.replace('_', '-')}" for key in SLOW if getattr(config.network, key)]
-    can = ", ".join(name for name, rung in LADDER.items() if rung.on_mesh)
+    rung, asked = LADDER.get(name), [key for key in SLOW if getattr(config.network, key)]
+    on_mesh = [name for name, rung in LADDER.items() if rung.on_mesh]
     several = mesh.shares_model
     stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _refuse({
-        f"--stages-at {launch.stages_at}: {stages} stages begin at {plural(stages - 1, 'module')}, and {len(names)} "
-        "are named": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
-        f"--mesh {mesh}: of a stage each rank has whole layers, and the batch is shared along data. Leave out "
-        f"{'tensor' if mesh.of('tensor') > 1 else 'shard'}": stages > 1 and mesh.of("tensor", "shard") > 1,
-        f"--mesh {mesh} with --strategy {name}: it cuts parameters, of which a stage has whole ones. Use bucketed":
-        stages > 1 and name == "fsdp",
-        f"--mesh {mesh} with --checkpoint-activations: parts of a model are not computed again. Leave one out": several
-        and compute.checkpoint_activations is not None,
-        f"--mesh {mesh}: sequences are shared where every rank has whole layers. Leave out "
-        f"{'tensor' if mesh.of('tensor') > 1 else 'pipeline'}": mesh.of("context") > 1 and mesh.of(
-            "tensor", "pipeline"
-        ) > 1,
-        f"--mesh {mesh} with --strategy {name}: it cannot train a part of a model. Choose from: {can}": several
-        and rung is not None and not rung.on_mesh,
-        f"--mesh {mesh} with --strategy {name}: shard is for strategy fsdp. Use data in its place, or --strategy fsdp":
-        mesh.of("shard") > 1 and name != "fsdp",
-        f"--mesh {mesh} with {(*asked, '')[0]}: what travels between hosts is changed only where each rank has the "
-        "whole model. Leave one out": several and bool(asked),
-        f"--mesh {mesh} with --compile: parts of a model are not compiled. Leave one out": several and compute.compile,
-        f"--mesh {mesh} with --cuda-graphs: parts of a model are not recorded. Leave one out": several
-        and compute.cuda_graphs,
-        f"--mesh {mesh} with --batchnorm sync: its statistics would be of parts of a model. Leave one out": several
-        and config.model.batchnorm == "sync",
-        f"--mesh {mesh} with --min-nproc: with fewer processes it has no rank for each place. Leave one out":
-        config.launch.min_nproc is not None,
-        f"--mesh {mesh} with --nodes {config.cluster.nodes}: with fewer machines it has no rank for each place. Give "
-        "one number": ":" in (config.cluster.nodes or ""),
-    })  # fmt: skip
+        "wrong-number-of-stages": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
+        "pipeline-with-tensor": stages > 1 and mesh.of("tensor") > 1,
+        "pipeline-with-shard": stages > 1 and mesh.of("shard") > 1,
+        "pipeline-with-fsdp": stages > 1 and name == "fsdp",
+        "mesh-with-recomputation": several and compute.checkpoint_activations is not None,
+        "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
+        "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
+        "strategy-not-on-mesh": several and rung is not None and not rung.on_mesh,
+        "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
+        "mesh-with-slow-network": several and bool(asked),
+        "mesh-with-compile": several and compute.compile,
+        "mesh-with-cuda-graphs": several and compute.cuda_graphs,
+        "mesh-with-sync-batchnorm": several and config.model.batchnorm == "sync",
+        "mesh-with-min-nproc": config.launch.min_nproc is not None,
+        "mesh-with-changing-nodes": ":" in (config.cluster.nodes or ""),
+    }, mesh=mesh, strategy=name, stages_at=launch.stages_at, begins=stages - 1, named=len(names),
+       setting=(*asked, "")[0], nodes=config.cluster.nodes, allowed=on_mesh)  # fmt: skip
 
 
 def check_values(config: TrainConfig) -> None:
@@ -607,24 +596,23 @@ def check_values(config: TrainConfig) -> None:
             if not isinstance(value, (int, float)):  # None: not set; "auto"
                 continue
             if not (value > 0 if positive else value >= 0):  # NaN is neither
-                what = "greater than 0" if positive else "0 or more"
-                raise UsageError(f"--{key.replace('_', '-')} must be {what}, got {value}")
+                raise UsageError(code="not-positive" if positive else "negative", setting=key, value=value)
             if math.isinf(value):
-                raise UsageError(f"--{key.replace('_', '-')} must be finite, got {value}")
+                raise UsageError(code="not-finite-setting", setting=key, value=value)
     _check_compute(config)
     _check_network(config)
     _check_mesh(config)
     steps_or_seconds(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
-        raise UsageError(f"--ema must be a decay between 0 and 1 (e.g. 0.999), got {config.optimizer.ema}")
+        raise UsageError(code="ema-out-of-range", value=config.optimizer.ema)
     if config.checkpoint.keep < 2:
-        raise UsageError(f"--keep must be at least 2, got {config.checkpoint.keep}: the newest may turn out damaged")
+        raise UsageError(code="keep-too-few", value=config.checkpoint.keep)
     if config.launch.timeout > LONGEST_TIMEOUT:
-        raise UsageError(f"--timeout must be at most {LONGEST_TIMEOUT:.0e} seconds, got {config.launch.timeout}")
+        raise UsageError(code="timeout-too-long", most=LONGEST_TIMEOUT, value=config.launch.timeout)
     if config.launch.port > 65535:
-        raise UsageError(f"--port must be at most 65535, got {config.launch.port}")
+        raise UsageError(code="port-out-of-range", value=config.launch.port)
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
-        own = "or any other as module:name, torch.optim:RMSprop say"
-        raise UsageError(f"{unknown('optimizer', config.optimizer.optimizer, OPTIMIZERS)}, {own}")
+        own = ", or any other as module:name, e.g. torch.optim:RMSprop"
+        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=own)
     if config.strategy is not None and config.strategy not in LADDER:
         raise unknown("strategy", config.strategy, LADDER)

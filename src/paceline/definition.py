@@ -90,7 +90,7 @@ def allowed_changes(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED:
-            raise UsageError(f"--allow-change {name}: {_never(name)}")
+            raise UsageError(code="change-never-allowed", value=name, never=_never(name))
         if name not in CHANGEABLE and not name.startswith(OF_TASK):
             raise unknown("setting to change", name, CHANGEABLE)
     return names
@@ -116,10 +116,12 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     refused = [name for name in differ if name not in allowed]
     if refused:
         may = [name for name in refused if name not in FIXED]
-        wanted = ",".join([*allowed, *may])
-        advice = f" If you mean it, allow it: --allow-change {wanted}" if may else ""
-        never = "".join(f" {_never(name)}." for name in refused if name in FIXED)
-        raise UsageError(f"{where} is of another run. {'; '.join(told[name] for name in refused)}.{never}{advice}")
+        raise UsageError(
+            code="another-run" if may else "another-run-for-good", where=where,
+            saved={name: saved[name] for name in refused}, now={name: now[name] for name in refused},
+            differences="; ".join(told[name] for name in refused), allow=",".join([*allowed, *may]),
+            never="".join(f" {_never(name)}." for name in refused if name in FIXED),
+        )  # fmt: skip
     return list(told.values())
 
 

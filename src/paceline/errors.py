@@ -8,11 +8,25 @@
     `-- ToldElsewhere        *  another rank reports what happened; this one only ends, with the same code
 
 A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
+
+An error has a `code` and fields; its text is in messages/, one file for each package, and is rendered by a front end:
+
+    {value}           a field; a list is joined
+    {--epochs}        an option: --epochs on the command line, epochs in a session
+    {--resume auto}   an option with a value
+    {--device=value}  an option with the value of a field
+    {setting}         the option that the field `setting` names
+
+The table [session] of a file has other texts for sessions. An error without a code is its text.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -28,10 +42,86 @@ class ExitCode(IntEnum):
     SAVED = 75  # sysexits.h EX_TEMPFAIL: stopped in good order, start it again to go on
 
 
+MESSAGES = Path(__file__).with_name("messages")
+Write = Callable[[str, Any], str]
+"""(name of an option, its value or None) -> how a front end writes it"""
+
+
+@cache
+def texts() -> dict[str, Any]:
+    """The texts of all errors, by code; those for sessions in the table `session`."""
+    found: dict[str, Any] = {"session": {}}
+    for path in sorted(MESSAGES.glob("*.toml")):
+        table = tomllib.loads(path.read_text())
+        found["session"] |= table.pop("session", {})
+        found |= table
+    return found
+
+
+def flag(name: str, value: Any = None) -> str:
+    """An option as the command line has it."""
+    return f"--{name.replace('_', '-')}" if value is None else f"--{name.replace('_', '-')} {value}"
+
+
+class _Fields(dict[str, Any]):
+    """The fields of an error, for str.format: what begins with -- is an option, written as its front end does."""
+
+    def __init__(self, fields: dict[str, Any], write: Write) -> None:
+        super().__init__(fields)
+        self.write, self.options = write, list[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "setting":
+            key = f"--{super().__getitem__(key)}"
+        if not key.startswith("--"):
+            value = super().__getitem__(key)
+            return ", ".join(map(str, value)) if isinstance(value, list) else value
+        option, _, value = key.lstrip("-").partition(" ")
+        name, _, field = option.partition("=")
+        self.options.append(name.replace("-", "_"))
+        return self.write(self.options[-1], self[field] if field else value or None)
+
+
 class PacelineError(Exception):
     """The base of every error that the user sees as words instead of a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
+    code: str = ""
+    """what is wrong, in kebab-case"""
+    write: Write = staticmethod(flag)
+    """how the front end that shows this error writes an option"""
+    front_end: str = ""
+    before: str = ""
+    after: str = ""
+
+    def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
+        """Either a code and fields (`value` is what was asked for, `allowed` lists the valid choices), or a text.
+
+        With a code, a text is what another process has rendered.
+        """
+        super().__init__(text or code)
+        self.code, self.fields = code, fields
+
+    def __str__(self) -> str:
+        return f"{self.before}{self._rendered()[0]}{self.after}"
+
+    def _rendered(self) -> tuple[str, list[str]]:
+        text = super().__str__()
+        if not self.code or text != self.code:
+            return text, []
+        fields, known = _Fields(self.fields, self.write), texts()
+        text = known.get(self.front_end, {}).get(self.code) or known[self.code]
+        return text.format_map(fields), fields.options
+
+    @property
+    def setting(self) -> str:
+        """The option that is wrong, the first one in the text, as in the settings: global_batch."""
+        return next(iter(self._rendered()[1]), "")
+
+    @property
+    def shown(self) -> str:
+        """The message with its code, for a terminal or a log."""
+        return f"{self} [{self.code}]" if self.code else str(self)
 
 
 class UsageError(PacelineError):
@@ -39,20 +129,28 @@ class UsageError(PacelineError):
 
     exit_code = ExitCode.USAGE
 
+    @classmethod
+    def of(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
+        """`error` as wrong use, with text `before` or `after` its own."""
+        if not error.code:
+            return cls(f"{before}{error}{after}")
+        found = cls(code=error.code, **error.fields)
+        found.before, found.after = before + error.before, error.after + after
+        return found
+
 
 class TrainingError(PacelineError):
     """Training cannot go on; says at which step and on which rank."""
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    def __init__(self, text: str = "", exit_code: ExitCode | None = None, **fields: Any) -> None:
+        super().__init__(text, **fields)
+        self.exit_code = type(self).exit_code if exit_code is None else exit_code
 
 
 class StallError(TrainingError):
     """This rank is innocent: the guard broke up the collective in which it waited for a rank that never came."""
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.STALLED) -> None:
-        super().__init__(message, exit_code)
+    exit_code = ExitCode.STALLED
 
 
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
@@ -63,12 +161,12 @@ class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
         self.exit_code = exit_code
 
 
-def unknown(kind: str, asked: str, choices: Iterable[str]) -> UsageError:
-    """The error for a name that does not exist: the nearest valid one first, then all of them."""
+def unknown(kind: str, asked: str, choices: Iterable[str], *, more: str = "") -> UsageError:
+    """The error for a name that does not exist: the nearest valid one first, then all of them, then `more`."""
     choices = list(choices)
     near = difflib.get_close_matches(asked, choices, n=1)
     meant = f" Did you mean {near[0]!r}?" if near else ""
-    return UsageError(f"unknown {kind} {asked!r}.{meant} Choose from: {', '.join(choices)}")
+    return UsageError(code="unknown-name", kind=kind, value=asked, meant=meant, allowed=choices, more=more)
 
 
 def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:

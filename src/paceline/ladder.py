@@ -73,17 +73,16 @@ def options_of_others(strategy: str) -> dict[str, str]:
 
 
 def wrong_between_hosts(compress: str | None, rank: int | None, steps: int | None, *outer: float | None) -> str:
-    """What is wrong with values of SLOW, in words; empty if nothing is."""
+    """The code of what is wrong with values of SLOW; empty if nothing is."""
     contradictions = {
-        "--powersgd-rank is for --compress powersgd": rank is not None and compress != "powersgd",
-        "--outer-lr and --outer-momentum are for --local-steps: of the step by which hosts agree again": steps is None
-        and outer != (None, None),
-        f"--local-steps must be greater than 0, got {steps}": steps is not None and steps < 1,
-        f"--compress {compress}: choose from {', '.join(COMPRESS)}": compress not in (None, *COMPRESS),
-        f"--outer-lr and --outer-momentum are from 0 on, and the latter below 1, got {outer}": steps is not None
+        "powersgd-rank-alone": rank is not None and compress != "powersgd",
+        "outer-step-alone": steps is None and outer != (None, None),
+        "local-steps-below-one": steps is not None and steps < 1,
+        "unknown-compression": compress not in (None, *COMPRESS),
+        "outer-step-out-of-range": steps is not None
         and not ((outer[0] is None or outer[0] > 0) and 0 <= (outer[1] or 0) < 1),
     }
-    return next((words for words, true in contradictions.items() if true), "")
+    return next((code for code, true in contradictions.items() if true), "")
 
 
 def middle(node: tuple[int, int]) -> int:

@@ -44,14 +44,11 @@ class Mesh:
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))
             if not (size.isascii() and size.isdigit() and int(size)):
-                raise UsageError(
-                    f"--mesh {text}: write NAME=SIZE,..., sizes from 1 on, data=2,tensor=2 say. Names: "
-                    f"{', '.join(DIMENSIONS)}"
-                )
+                raise UsageError(code="mesh-not-name-size", value=text, allowed=[*DIMENSIONS])
             if name not in DIMENSIONS:
                 raise unknown("dimension of the mesh", name, DIMENSIONS)
             if name in sizes:
-                raise UsageError(f"--mesh {text}: {name} is named twice")
+                raise UsageError(code="mesh-dimension-twice", value=text, name=name)
             sizes[name] = int(size)
         return cls(sizes)
 
@@ -129,12 +126,8 @@ def mesh_of(text: str | None, world_size: int) -> Mesh:
     mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
     if mesh.size != world_size:
         missing = "data" not in mesh.sizes and world_size % mesh.size == 0
-        instead = f"--mesh data={world_size // mesh.size},{text}, or " if missing else ""
-        factors = " x ".join(map(str, mesh.sizes.values()))
-        product_words = f"{factors} = {mesh.size}" if len(mesh.sizes) > 1 else factors
         raise UsageError(
-            f"--mesh {text} has {product_words} places, and there "
-            f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}, each of which needs one. Use "
-            f"{instead}--nproc {mesh.size} (times --nodes)"
-        )
+            code="mesh-size-without-data" if missing else "mesh-size", value=text, size=mesh.size,
+            processes=world_size, with_data=f"data={world_size // mesh.size},{text}",
+        )  # fmt: skip
     return mesh

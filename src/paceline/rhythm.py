@@ -17,5 +17,5 @@ def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, fl
         return checkpoint_every, None
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h)", checkpoint_every)
     if found is None or not float(found[1]):
-        raise UsageError(f"a checkpoint every {checkpoint_every!r}? Give steps (500) or a time: 90s, 10min, 2h")
+        raise UsageError(code="checkpoint-every-not-a-time", value=checkpoint_every)
     return None, float(found[1]) * _UNITS[found[2]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.bench.made_up import Rank, lockstep
+from tests.errors import raises
 
 from paceline.bench.runs import At, comparable, over_network, read_run
 from paceline.cli import scale
-from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Event, Started, Step
 from paceline.observe.writers import EventWriter
 
@@ -66,15 +66,15 @@ def test_only_the_last_start_and_the_steps_of_all_ranks_count(tmp_path: Path) ->
 
 
 def test_what_cannot_be_taken_apart_says_why(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there are no events of a run"):
+    with raises("no-run-to-compare", what="there are no events of a run"):
         read_run(tmp_path, skip=0)
     write(tmp_path, 0, started(0), *(step(n, n) for n in range(1, 5)))
-    with pytest.raises(UsageError, match="the events of rank 1 of 2 are missing"):
+    with raises("no-run-to-compare", what="the events of rank 1 of 2 are missing"):
         read_run(tmp_path, skip=0)
     write(tmp_path, 1, started(1), *(step(n, n, {}) for n in range(1, 5)))
-    with pytest.raises(UsageError, match="written by an older paceline"):
+    with raises("run-without-phases"):
         read_run(tmp_path, skip=0)
-    with pytest.raises(UsageError, match="fewer than 6 steps"):
+    with raises("run-too-short", least=6):
         read_run(tmp_path, skip=4)
 
 
@@ -106,5 +106,5 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
 def test_only_runs_on_as_many_samples_can_be_compared() -> None:
     assert comparable({At(1, 64): [ONE], At(2, 64): [TWO]}) == (64, None)
     assert comparable({At(1, 64): [ONE], At(2, 32): [TWO]}) == (None, 64)
-    with pytest.raises(UsageError, match="1 x 64, 2 x 48"):
+    with raises("runs-do-not-match", told="1 x 64, 2 x 48"):
         comparable({At(1, 64): [ONE], At(2, 48): [TWO]})

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.checkpoint.checkpoint_harness import saved, sealed, shard_name
+from tests.errors import codes, raises
 
 from paceline.cli.checkpoint import main
 from paceline.errors import UsageError
@@ -42,22 +43,22 @@ def test_list_says_what_is_damaged_and_does_not_read_the_contents(run, capsys):
     assert main(["list", str(run)]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert shown.count("sizes are right") == 2
-    assert "damaged: shard-1-of-2.safetensors has 3,126 bytes instead of 3,128" in shown
+    assert "shard-1-of-2.safetensors" in shown and "3,126 bytes" in shown and "3,128" in shown
 
 
 def test_verify_says_that_all_are_whole(run, capsys):
     assert main(["verify", str(run)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("whole") == 3
-    assert "a resumed run goes on from step-00000003\n" in shown
+    assert shown.splitlines()[-1].endswith(" step-00000003")
 
 
 def test_verify_reads_every_byte_and_says_which_one_a_resumed_run_would_go_on_from(run, capsys):
     spoil(run, 3)
     assert main(["verify", str(run)]) == 1
     shown = capsys.readouterr().out
-    assert "step-00000003  damaged: shard-1-of-2.safetensors has the sha256" in shown
-    assert "a resumed run goes on from step-00000002\n" in shown
+    assert re.search("step-00000003 .*shard-1-of-2.safetensors .*sha256", shown)
+    assert shown.splitlines()[-1].endswith(" step-00000002")
     assert "damaged" not in shown.split("step-00000003")[0]
 
 
@@ -87,29 +88,30 @@ def test_nothing_is_written_by_looking(run, action):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "code"),
     [
-        ("nowhere", "there is no folder"),
-        ("empty", "no checkpoints in .*: was it run with --checkpoint-every"),
-        ("begun", "no checkpoints in .*: was it run with --checkpoint-every"),
-        ("foreign", "no checkpoints in .*: was it run with --checkpoint-every"),
-        ("file", "there is no folder"),
+        ("nowhere", "no-such-folder"),
+        ("empty", "no-checkpoints"),
+        ("begun", "no-checkpoints"),
+        ("foreign", "no-checkpoints"),
+        ("file", "no-such-folder"),
     ],
 )
-def test_a_folder_without_checkpoints_is_told(tmp_path, name, words):
+def test_a_folder_without_checkpoints_is_told(tmp_path, name, code):
     (tmp_path / "empty").mkdir()
     saved(tmp_path / "begun" / "checkpoints").begin(1)
     (tmp_path / "foreign" / "checkpoint-500").mkdir(parents=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=words):
+    with raises(code) as caught:
         main(["list", str(tmp_path / name)])
+    assert tmp_path / name in caught.value.fields.values()
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["lst", "x"], 2), (["list"], 2)])
 def test_usage(capsys, arguments, code):
     with pytest.raises((SystemExit, UsageError)) as end:
         main(arguments)
-    assert getattr(end.value, "code", 2) == code
+    assert (getattr(end.value, "code", code) if isinstance(end.value, SystemExit) else end.value.exit_code) == code
     assert "paceline checkpoint" in capsys.readouterr().out + str(end.value)
 
 
@@ -119,8 +121,8 @@ def test_the_command_as_it_is_typed_imports_no_torch(run):
     command = [sys.executable, "-c", look, "checkpoint", "verify", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env={**os.environ, "COLUMNS": "200"})
     assert done.returncode == 1, done.stderr
-    assert "goes on from step-00000002" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(" step-00000002")
     command = [sys.executable, "-m", "paceline", "checkpoint", "list", str(run / "nowhere")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"paceline: there is no folder {run / 'nowhere'}\n"
+    assert codes(done.stderr) == ["no-such-folder"] and str(run / "nowhere") in done.stderr

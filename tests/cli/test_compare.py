@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.bench.typed import measured
+from tests.errors import raises
 
 from paceline.cli.compare import main
-from paceline.errors import UsageError
 
 TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
 QUICK = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 1, "--batch-sizes", 16)
@@ -23,7 +24,7 @@ def test_a_strategy_that_fails_is_a_row_with_its_reason_and_the_others_are_measu
     assert set(rows) == {("single", 1, 16), ("single", 1, 32), ("exact", 2, 32), ("ddp", 2, 32), ("no exchange", 2, 32)}
     failures = {failure["strategy"]: failure["reason"] for failure in found["failures"]}
     assert "is single-process" in failures["dp"]
-    assert "shares its memory with another one" in failures["zero"]
+    assert "(256,)" in failures["zero"]
     for row in rows.values():
         assert row["rate"]["low"] <= row["rate"]["median"] <= row["rate"]["high"]
         assert row["rate"]["median"] > 0 and row["ratio"]["median"] > 0 and row["first_step_seconds"] > 0
@@ -33,7 +34,7 @@ def test_a_strategy_that_fails_is_a_row_with_its_reason_and_the_others_are_measu
     assert rows["exact", 2, 32]["memory"]["weights"] == pytest.approx(weights, rel=0.01)
     assert rows["ddp", 2, 32]["sent_bytes"] == pytest.approx(weights, rel=0.01)
     assert found["advice"] in " ".join(said.split())
-    assert "zero, batch 16 a rank: a parameter of shape (256,)" in said
+    assert "zero, batch 16 a rank: " in said
 
 
 @pytest.mark.ranks
@@ -78,25 +79,25 @@ def test_meshes_are_rows_beside_the_strategies_with_the_same_batch_and_what_they
     assert rows["pipeline=2"]["bits"] in ("one process's, here", "rounding differs")
 
 
-def refused(*arguments: object) -> str:
-    with pytest.raises(UsageError) as caught:
+def refused(*arguments: object, code: str, **fields: Any) -> None:
+    with raises(code, **fields):
         main([str(argument) for argument in arguments])
-    return str(caught.value)
 
 
 def test_what_has_no_meaning_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    assert "unknown strategy 'dpp'. Did you mean 'dp'?" in refused("mnist-cnn", "--strategies", "exact,dpp")
-    assert "name at least one strategy: all, " in refused("mnist-cnn", "--strategies", ",")
-    assert "--batch-sizes must be whole numbers from 1 on" in refused("mnist-cnn", "--batch-sizes", "32,0")
-    assert "--batch-sizes must be whole numbers from 1 on" in refused("mnist-cnn", "--batch-sizes", "many")
-    assert "--warmup must be at least 3" in refused("mnist-cnn", "--warmup", 1)
-    assert "--rounds must be at least 1" in refused("mnist-cnn", "--rounds", 0)
-    assert "--nproc must be at least 1" in refused("mnist-cnn", "--nproc", 0)
-    assert "does not exist" in refused("mnist-cnn", "--out", tmp_path / "none" / "found.json")
-    assert "unknown task 'mnist'" in refused("mnist")
-    assert "--mesh tensor=3 has 3 places" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensor=3")
-    assert "unknown dimension of the mesh 'tensors'" in refused("mnist-cnn", "--nproc", 2, "--meshes", "tensors=2")
-    assert "Leave out tensor" in refused("mnist-cnn", "--nproc", 4, "--meshes", "context=2,tensor=2")
-    assert "e.g. --meshes tensor=2" in refused("mnist-cnn", "--nproc", 2, "--sequence-parallel")
-    assert "--meshes auto requires --nproc 2" in refused("mnist-cnn", "--nproc", 1, "--meshes", "auto")
-    assert "cannot be read" in refused("mnist-cnn", "--config", tmp_path / "none.toml")
+    refused("mnist-cnn", "--strategies", "exact,dpp", code="unknown-name", kind="strategy", value="dpp")
+    refused("mnist-cnn", "--strategies", ",", code="nothing-named", kind="strategy")
+    for wrong in ("32,0", "many"):
+        refused("mnist-cnn", "--batch-sizes", wrong, code="not-whole-numbers", setting="batch_sizes", value=wrong)
+    refused("mnist-cnn", "--warmup", 1, code="warmup-too-short", value=1, least=3)
+    refused("mnist-cnn", "--rounds", 0, code="below-one", setting="rounds", value=0)
+    refused("mnist-cnn", "--nproc", 0, code="below-one", setting="nproc", value=0)
+    refused("mnist-cnn", "--out", tmp_path / "none" / "found.json", code="out-folder-missing", folder=tmp_path / "none")
+    refused("mnist", code="unknown-name", kind="task", value="mnist")
+    two = ("mnist-cnn", "--nproc", 2)
+    refused(*two, "--meshes", "tensor=3", code="mesh-size", value="tensor=3", size=3, processes=2)
+    refused(*two, "--meshes", "tensors=2", code="unknown-name", kind="dimension of the mesh", value="tensors")
+    refused("mnist-cnn", "--nproc", 4, "--meshes", "context=2,tensor=2", code="context-with-tensor")
+    refused(*two, "--sequence-parallel", code="sequence-parallel-without-meshes")
+    refused("mnist-cnn", "--nproc", 1, "--meshes", "auto", code="meshes-of-one-process")
+    refused("mnist-cnn", "--config", tmp_path / "none.toml", code="config-unreadable", path=tmp_path / "none.toml")

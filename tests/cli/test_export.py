@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoint.checkpoint_harness import saved
 from tests.cli.tasks_to_export import Odd, Wrapped
+from tests.errors import raises
 from tests.sessions.test_resume import start
 
 from paceline.cli import export
@@ -70,8 +72,8 @@ def test_a_damaged_one_is_passed_over_and_told_and_refused_where_it_is_named(
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert export.main([str(run), "-o", str(tmp_path / "w.pt")]) == 0
     shown = capsys.readouterr()
-    assert "step 2 of run" in shown.out and "step-00000003 cannot be used: shard-0-of-2" in shown.err
-    with pytest.raises(UsageError, match="the checkpoint of step 3 is damaged: shard-0-of-2"):
+    assert "step 2 of run" in shown.out and re.search("step-00000003 .*: shard-0-of-2", shown.err)
+    with raises("step-not-exported", which="the checkpoint of step 3 is damaged: "):
         export.main([str(run), "--step", "3", "-o", str(tmp_path / "other.pt")])
     assert names(tmp_path) == ["run", "w.pt"]
 
@@ -90,7 +92,7 @@ def test_the_final_weights_have_every_name_and_the_digest_of_the_summary(
 
 def test_weights_that_are_not_those_of_the_summary_are_refused(whole: Path, tmp_path: Path) -> None:
     save(Odd().state_dict(), whole / "model.safetensors")
-    with pytest.raises(UsageError, match=r"model.safetensors is damaged: its digest is not that in summary.json"):
+    with raises("weights-damaged", name="model.safetensors"):
         export.main([str(whole), "-o", str(tmp_path / "w.pt")])
     (whole / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(UsageError, match=r"model.safetensors is damaged"):
@@ -98,44 +100,44 @@ def test_weights_that_are_not_those_of_the_summary_are_refused(whole: Path, tmp_
 
 
 def test_the_best_weights_of_a_run_are_exported_by_their_name(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'model-best.safetensors'.*Choose from: model.safetensors"):
+    with raises("unknown-name", value="model-best.safetensors", allowed=["model.safetensors"]):
         export.main([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")])
     shutil.copy(whole / "model.safetensors", whole / "model-best.safetensors")
     assert export.main([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")]) == 0
     assert torch.load(tmp_path / "w.pt").keys() == Odd().state_dict().keys()
 
 
-def hugging(words: str, told: str) -> Any:
-    return pytest.param(f"run -o hf --format huggingface{words}", told, marks=pytest.mark.needs("transformers"))
+def hugging(words: str, code: str) -> Any:
+    return pytest.param(f"run -o hf --format huggingface{words}", code, {}, marks=pytest.mark.needs("transformers"))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "code", "fields"),
     [
-        ("nowhere -o w.pt", "unknown run 'nowhere'"),
-        ("run -o w.pt --step 7", "unknown checkpoint of step '7'.*Choose from: 1, 2, 3"),
-        ("run -o w.pt --model 2", "unknown model '2'.*Choose from: 1"),
-        ("run -o w.pt --model 0", "--model must be at least 1"),
-        ("run -o run", "--out .*run is a folder"),
-        ("run -o nowhere/w.pt", "does not exist"),
-        ("run -o there.pt", "there.pt already exists. Pass --overwrite"),
-        ("run -o w.pt --config run", "--config is for --format huggingface"),
-        ("run -o there.pt --format huggingface", "must be a folder"),
-        ("run -o run --format huggingface", "run already exists"),
-        hugging("", "session of loop.py, which does not say what its model is: name the folder"),
-        hugging(" --config run", "there is no config.json in it"),
+        ("nowhere -o w.pt", "unknown-name", {"kind": "run", "value": "nowhere"}),
+        ("run -o w.pt --step 7", "unknown-name", {"value": "7", "allowed": ["1", "2", "3"]}),
+        ("run -o w.pt --model 2", "unknown-name", {"kind": "model", "value": "2", "allowed": ["1"]}),
+        ("run -o w.pt --model 0", "below-one", {"setting": "model", "value": 0}),
+        ("run -o run", "out-is-a-folder", {"setting": "out"}),
+        ("run -o nowhere/w.pt", "out-folder-missing", {"setting": "out"}),
+        ("run -o there.pt", "out-exists", {"out": Path("there.pt")}),
+        ("run -o w.pt --config run", "config-without-huggingface", {}),
+        ("run -o there.pt --format huggingface", "out-not-a-folder", {"value": Path("there.pt")}),
+        ("run -o run --format huggingface", "out-exists", {"out": Path("run")}),
+        hugging("", "session-without-model"),
+        hugging(" --config run", "no-hf-config"),
     ],
 )
 def test_what_cannot_be_is_told_and_nothing_is_written(
-    run: Path, tmp_path: Path, words: str, told: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, words: str, code: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.pt").write_text("precious")
     before = names(tmp_path)
-    with pytest.raises(UsageError, match=told):
+    with raises(code, **fields):
         export.main(words.split())
     assert names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
 

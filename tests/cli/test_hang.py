@@ -194,7 +194,7 @@ def test_what_is_no_run_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[st
 def test_a_run_without_a_start_is_wrong_use(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "attempt-1").rmdir()
     (run / "config.toml").write_text("")
-    assert "has not been started yet" in told(capsys, "demo", code=2)
+    assert "[not-started]" in told(capsys, "demo", code=2)
 
 
 @pytest.mark.root

@@ -10,6 +10,7 @@ from typing import NoReturn
 import msgspec
 import pytest
 from tests.bench.typed import typed
+from tests.errors import raises
 
 from paceline.bench.compare import compared_rows
 from paceline.bench.rounds import MeasuredRounds
@@ -17,7 +18,6 @@ from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
 from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
 from paceline.config import TrainConfig, dump
-from paceline.errors import UsageError
 
 TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
 
@@ -44,9 +44,9 @@ def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: p
     assert "--how" not in said
 
 
-@pytest.mark.parametrize(("out", "words"), [("none/x.json", "does not exist"), (".", "is a folder")])
-def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+@pytest.mark.parametrize(("out", "code"), [("none/x.json", "out-folder-missing"), (".", "out-is-a-folder")])
+def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, code: str) -> None:
+    with raises(code, setting="out"):
         check_measuring(Measuring(out=tmp_path / out))
     check_measuring(Measuring(out=tmp_path / "x.json"))
 
@@ -110,12 +110,12 @@ def test_several_processes_share_a_gpu_over_gloo_only(
     monkeypatch.setattr(command, "measured", begin)
     with pytest.raises(Begun):
         command.main(["mnist-cnn", ranks, "--backend", "gloo"])
-    with pytest.raises(UsageError, match=r"needs 2 GPUs, this machine has 1\. .*--backend gloo"):
+    with raises("too-few-gpus", nproc=2, gpus=1):
         command.main(["mnist-cnn", ranks])
 
 
 def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:
-    with pytest.raises(UsageError, match=r"--network '': '' is no rate above 0.*Examples: 100Gbit,5us"):
+    with raises("network-not-understood", value=""):
         scale.main(["mnist-cnn", "--network", ""])
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.errors import raises
 
 from paceline.cli import runs
 from paceline.cli.run_state import run_state
-from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
@@ -99,9 +99,9 @@ def test_the_last_start_counts_and_scores_of_the_one_before_are_shown(folder: Pa
 def test_no_runs_are_told(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs.main([str(folder / "no-run")]) == 0
     assert "no runs in" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere"):
+    with raises("no-folder-of-runs"):
         runs.main([str(tmp_path / "nowhere")])
-    with pytest.raises(UsageError, match="is a run, not a folder of runs: `paceline status"):
+    with raises("run-not-folder-of-runs"):
         runs.main([str(folder / "whole")])
 
 

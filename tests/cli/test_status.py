@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.errors import raises
 
 from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.finding import Means, find_run
 from paceline.cli.run_state import run_state
 from paceline.contract.failure import Failure
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
@@ -54,7 +55,7 @@ def test_without_a_name_it_is_the_newest_run_and_only_to_look_at(run: Path, caps
     assert status.main(["--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["run_dir"] == str(run)
     for arguments in ([], [""]):
-        with pytest.raises(UsageError):
+        with raises("unknown-name" if arguments else "missing-argument"):
             cancel.main(arguments)
 
 
@@ -102,11 +103,11 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_name(run: Path) ->
     assert find_run("mnist") == find_run("runs/mnist-cnn-1") == find_run(str(run)) == run
     (run.parent / "mnist-cnn-12").mkdir()
     assert find_run("mnist-cnn-1") == run  # a whole name is not only a beginning
-    with pytest.raises(UsageError, match="beginning of 2 runs: mnist-cnn-1, mnist-cnn-12"):
+    with raises("run-ambiguous", value="mnist", count=2, allowed=["mnist-cnn-1", "mnist-cnn-12"]):
         find_run("mnist")
-    with pytest.raises(UsageError, match="Did you mean 'mnist-cnn-1'"):
+    with raises("unknown-name", kind="run", meant=" Did you mean 'mnist-cnn-1'?"):
         find_run("mnst-cnn-1")
-    with pytest.raises(UsageError, match="is not a run folder"):
+    with raises("not-a-run-folder"):
         find_run("mnist-cnn-12")
 
 
@@ -129,7 +130,7 @@ def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_
     (run / "attempt-1" / "agent-0.json").unlink()
     (run / ".lock").write_text("pid 4711 on n1")
     assert run_state(run).state == "running"
-    with pytest.raises(TrainingError, match="it has no agent, pid 4711 on n1 has it"):
+    with raises("cannot-stop-from-here", raised=TrainingError, who="it has no agent, pid 4711 on n1 has it"):
         cancel.main([str(run)])
     agent.kill()
     agent.wait()
@@ -215,7 +216,7 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     assert run_state(run, means).state == "running"
     found = run_state(run, Means(("/no/ssh",)))  # what stands written down is told, and not run
     assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
-    with pytest.raises(UsageError, match=r"does not hold .*lock: it is another process, and left alone"):
+    with raises("agent-of-another-run"):
         write_roster(run, os.getpid(), host="n2")
         cancel.main([str(run), *flag])
     write_roster(run, agent.pid, host="n2")
@@ -232,10 +233,10 @@ def test_a_process_that_does_not_hold_the_run_is_left_alone(
     bystander = subprocess.Popen(["sleep", "60"])
     try:
         write_roster(run, bystander.pid)  # and the run is locked: somebody works on it
-        with pytest.raises(TrainingError, match="cannot be told to stop from here"):
+        with raises("cannot-stop-from-here", raised=TrainingError):
             cancel.main([str(run)])
         monkeypatch.setattr(cancel, "agent_runs", lambda *_: True)  # it ended just now, and its number was given away
-        with pytest.raises(UsageError, match=rf"pid {bystander.pid} on .* does not hold .*lock: it is another process"):
+        with raises("agent-of-another-run", agent_pid=bystander.pid):
             cancel.main([str(run)])
         assert bystander.poll() is None
     finally:
@@ -273,9 +274,9 @@ def test_logs_shows_the_rank_the_start_and_the_lines_that_are_asked_for(
     for words, shown in (([], "a\nb\nc\n"), (["--lines", "2"], "b\nc\n"), (["--attempt", "1"], "old\n")):
         assert logs.main([str(run), "--rank", "1", *words]) == 0
         assert capsys.readouterr().out == shown
-    with pytest.raises(UsageError, match=r"no output of rank 2 in .*attempt-2. Choose from: 1"):
+    with raises("no-output", value="rank 2", allowed="1"):
         logs.main([str(run), "--rank", "2"])
-    with pytest.raises(UsageError, match=r"no start 3. Choose from: 1, 2"):
+    with raises("no-such-attempt", value=3, allowed=["1", "2"]):
         logs.main([str(run), "--attempt", "3"])
 
 

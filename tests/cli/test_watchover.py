@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.agent.attach import ForeignProcess, exit_code
 from paceline.cli.watchover import WatchoverConfig, agent_plan, main, split_script
 from paceline.contract.attach import agent_address, peer_pid
 from paceline.contract.windows import AUTO
-from paceline.errors import UsageError
 
 ENV = {
     "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
@@ -39,24 +39,25 @@ def test_words_before_the_script_are_ours_and_all_others_its_own(words: str, own
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        ("", "which script"),
-        ("no-such-script.py", "there is no script no-such-script.py"),
-        ("--stall-after soon x.py", "--stall-after must be"),
-        ("sleep 5", "does not see into sleep"),
+        ("", "watchover-no-script", ""),
+        ("no-such-script.py", "", "no-such-script.py"),  # of worker.called, whose errors have no codes yet
+        ("--stall-after soon x.py", "", "--stall-after "),
+        ("sleep 5", "watchover-not-python", "sleep"),
     ],
 )
-def test_bad_words_are_refused_before_anything_is_started(words: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_bad_words_are_refused_before_anything_is_started(words: str, code: str, said: str) -> None:
+    with raises(code) as caught:
         main(words.split())
+    assert said in str(caught.value)
 
 
 def test_the_plan_of_the_agent_is_what_the_launcher_has_said() -> None:
     plan = agent_plan(WatchoverConfig(), AUTO, ENV)
     assert (plan.first_rank, plan.nproc, plan.world_size, plan.node) == (2, 2, 4, 1) and plan.nodes > 1
     assert agent_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
-    with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
+    with raises("launcher-variables-missing", missing=["LOCAL_WORLD_SIZE"]):
         agent_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})
 
 

@@ -15,8 +15,6 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.datasets.mnist import PACKAGED
-
 DOCTOR = (sys.executable, "-m", "paceline", "doctor")
 Doctor = Callable[..., "Report"]
 
@@ -67,17 +65,18 @@ def doctor(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> Doctor:
 
 def test_a_healthy_set_of_hosts_has_no_finding_and_takes_seconds(doctor: Doctor) -> None:
     report = doctor("--nproc", "1")
-    assert report.findings == []
+    assert report.findings == [], report.words
     assert report.code == 0
-    assert "GLOO_SOCKET_IFNAME=eth0" in report.summary("interfaces")
-    assert report.content["rehearsal"]["bytes_per_second"] > 1e6
-    assert report.seconds < 20  # 5 to 8 on a machine that does nothing else
+    assert "n2 10.77.0.2 (eth0)" in report.summary("ports")
+    assert report.content["bandwidth"]["bytes_per_second"] > 1e6
+    assert 0 < report.content["bandwidth"]["round_trip_seconds"] < 1
+    assert report.seconds < 20  # 1 on a machine that does nothing else
 
 
 def test_the_quick_part_takes_two_seconds_on_four_hosts(doctor: Doctor) -> None:
     report = doctor("--quick", hosts="n1,n2,n3,n4")
-    assert report.findings == []
-    assert len(report.content["reach"]) == 12
+    assert report.findings == [], report.words
+    assert len(report.content["ports"]) == 12
     assert report.seconds < 6
 
 
@@ -88,9 +87,9 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction(doctor: Doctor,
         report = doctor("--quick", hosts="n1,n2,n3")
     finally:
         lab.clear("n3")
-    assert report.findings == [("network", "error", "n3")]
+    assert report.findings == [("ports", "error", "n3")]
     assert "cannot be reached from n1 at 10.77.0.3" in report.words
-    assert "let in all TCP ports from 10.77.0.1" in report.words
+    assert "connections from n1 on all TCP ports" in report.words
     assert report.code == 1
 
 
@@ -98,16 +97,7 @@ def test_a_firewall_in_one_direction_is_named_with_the_direction(doctor: Doctor,
 def test_a_pair_that_a_firewall_keeps_apart_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.deny("n3", from_="n2", ports="1024-65535")  # and so the answers to n3's own connections
     report = doctor("--quick", hosts="n1,n2,n3")
-    assert report.findings == [("network", "error", "n2, n3")]
-    assert "cannot reach each other" in report.words
-
-
-@pytest.mark.slow
-def test_the_one_host_that_no_other_reaches_is_named(doctor: Doctor, lab: Lab) -> None:
-    lab.deny("n3", from_="n2", ports="1024-65535")
-    lab.run("n3", "nft", "add rule ip lab in ip saddr 10.77.0.1 tcp dport 1024-65535 drop")
-    report = doctor("--quick", hosts="n1,n2,n3")
-    assert report.findings == [("network", "error", "n3")]
+    assert report.findings == [("ports", "error", "n2"), ("ports", "error", "n3")]
 
 
 def test_a_host_name_that_means_loopback_is_named(doctor: Doctor, lab: Lab) -> None:
@@ -118,37 +108,12 @@ def test_a_host_name_that_means_loopback_is_named(doctor: Doctor, lab: Lab) -> N
     assert "write 10.77.0.2 n2" in report.words
 
 
-def test_a_wrong_address_in_a_hosts_file_is_named(doctor: Doctor, lab: Lab) -> None:
-    lab.names("n2", "10.77.0.3 n1")
-    report = doctor("--quick")
-    assert report.findings == [("names", "warning", "n2")]
-    assert "takes n1 for 10.77.0.3" in report.words
-
-
-@pytest.mark.slow
-def test_one_machine_under_two_names_is_named(doctor: Doctor, lab: Lab) -> None:
-    lab.names("n1", "10.77.0.3 n2")
-    report = doctor("--quick", hosts="n1,n3,n2")
-    assert ("hosts", "warning", "n2") in report.findings
-    assert "the same machine as n3" in report.words
-
-
 @pytest.mark.slow
 def test_a_slow_link_is_named(doctor: Doctor, lab: Lab) -> None:
     lab.rate("n3", "100mbit")
     report = doctor(hosts="n1,n2,n3")
-    assert report.findings == [("links", "warning", "n3")]
-    assert "Mbit/s" in report.words
-
-
-def test_a_dead_second_interface_is_named_and_the_good_one_chosen(doctor: Doctor, lab: Lab) -> None:
-    for host, address in (("n1", "10.88.0.1"), ("n2", "10.88.0.2")):
-        lab.add_nic(host, "eth1", address)
-    lab.cut("n2", "eth1")
-    report = doctor("--quick")
-    assert {host for _, _, host in report.findings} >= {"n2"}
-    assert {check for check, _, _ in report.findings} == {"interfaces"}
-    assert "GLOO_SOCKET_IFNAME=eth0" in report.words
+    assert report.findings == [("bandwidth", "warning", "n2"), ("bandwidth", "warning", "n3")]
+    assert "Mbit/s to n3" in report.words and "Mbit/s to n1" in report.words
 
 
 def test_two_good_interfaces_are_no_finding(doctor: Doctor, lab: Lab) -> None:
@@ -168,7 +133,7 @@ def test_a_bridge_that_each_host_has_for_itself_is_no_finding(doctor: Doctor, la
     finally:
         for host in ("n1", "n2"):
             lab.run(host, "ip", "link", "del", "docker0")
-    assert report.findings == []
+    assert report.findings == [], report.words
 
 
 def test_an_unshared_run_folder_is_named(doctor: Doctor, lab: Lab, tmp_path: Path) -> None:
@@ -185,7 +150,7 @@ def test_a_full_disk_is_named(doctor: Doctor, lab: Lab, tmp_path: Path) -> None:
     lab.small("n2", tmp_path / "full", "8m")
     report = doctor("--quick", "--run-dir", str(tmp_path / "full" / "run"))
     assert ("disk", "error", "n2") in report.findings
-    assert "8.39 MB" in report.words
+    assert f"{tmp_path}/full" in report.words
 
 
 def test_a_small_shared_memory_is_named(doctor: Doctor, lab: Lab) -> None:
@@ -226,21 +191,6 @@ def test_of_two_hosts_that_differ_both_are_named(doctor: Doctor, tmp_path: Path)
     assert report.findings == [("software", "warning", "n1, n2")]
 
 
-def test_other_data_on_one_host_is_named(doctor: Doctor, lab: Lab, tmp_path: Path) -> None:
-    data, other = tmp_path / "data", tmp_path / "other"
-    shutil.copytree(PACKAGED, data)
-    shutil.copytree(PACKAGED, other)
-    with (other / "train-labels-idx1-ubyte.gz").open("ab") as file:
-        file.write(b"\0")
-    assert lab.run("n3", "mount", "--bind", other, data).returncode == 0
-    try:
-        report = doctor("--data-dir", str(data), hosts="n1,n2,n3")
-    finally:
-        lab.run("n3", "umount", "--lazy", data)
-    assert report.findings == [("data", "error", "n3")]
-    assert "train-labels-idx1-ubyte.gz" in report.words
-
-
 @pytest.mark.needs("faketime")
 def test_a_clock_that_is_wrong_is_named(doctor: Doctor) -> None:
     report = doctor("--quick", on_host={"n2": "run='faketime -f +20s'"})
@@ -267,14 +217,6 @@ def test_hosts_that_do_not_answer_are_all_named_at_once(doctor: Doctor, lab: Lab
     assert [f for f in report.findings if f[0] == "hosts"] == [("hosts", "error", "n4"), ("hosts", "error", "n9")]
     assert report.code == 1
     assert "Is it spelt right" in report.words
-
-
-def test_the_task_is_measured_over_the_hosts(doctor: Doctor) -> None:
-    report = doctor("mnist-cnn", "--batch-size", "16")
-    assert report.code == 0
-    told = report.summary("all-reduce") or report.words
-    assert "of a step" in told
-    assert report.content["rehearsal"]["gradient_bytes"] == 4 * report.content["rehearsal"]["parameters"] > 0
 
 
 def test_on_slurm_it_checks_the_nodes_of_an_allocation_of_its_own(slurm: Slurm, tmp_path: Path) -> None:

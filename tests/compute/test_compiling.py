@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from tests.errors import raises
 from torch import nn
 
 from paceline.compute.compiling import compile_model, lacks_compiler
-from paceline.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -18,8 +18,9 @@ CPU = torch.device("cpu")
 def test_a_missing_compiler_is_refused_with_what_to_install(monkeypatch, hidden):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(hidden, "/nowhere")
-    with pytest.raises(UsageError, match=r"--compile: torch compiles with a C\+\+ compiler.*apt install g\+\+"):
+    with raises("compile-not-possible", setting="compile") as caught:
         compile_model(nn.Linear(2, 2), CPU)
+    assert "C++" in caught.value.fields["why"] and "apt install g++" in caught.value.fields["why"]
 
 
 def test_a_compiler_that_is_named_is_looked_for(monkeypatch):

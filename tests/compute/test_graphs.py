@@ -3,16 +3,17 @@
 import pytest
 import torch
 from tests.compute.models import Convolutions
+from tests.errors import raises
 from torch import nn
 
 from paceline.compute import graphs
 from paceline.compute.graphs import MAX_GRAPHS, graph_model
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.strategies.buffers import uncounted
 
 
 def test_they_are_refused_on_the_cpu():
-    with pytest.raises(UsageError, match="--cuda-graphs records the work of a GPU, and this run computes on the CPU"):
+    with raises("cuda-graphs-on-cpu"):
         graph_model(nn.Linear(2, 2), torch.device("cpu"))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.errors import raises
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.contract.box import Box, make_box
@@ -23,7 +24,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.seeded import SeededSamples
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -93,7 +94,7 @@ def test_a_rank_without_a_share_gets_a_stand_in():
 
 @pytest.mark.parametrize("items", [[(torch.zeros(1), 1, 2)] * 23, [torch.zeros(3)] * 23, ["ab"] * 23])
 def test_items_that_are_no_pairs_are_refused(items):
-    with pytest.raises(UsageError, match="pairs"):
+    with raises("not-pairs"):
         batches(items)
 
 
@@ -212,7 +213,7 @@ def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):
         raise ConnectionResetError("of something else")
     monkeypatch.setattr(torch._C, "_error_if_any_worker_fails", lost)
     with (
-        pytest.raises(TrainingError, match=r"rank 3 lost a process.*pid 5"),
+        raises("loader-process-lost", raised=TrainingError, rank=3, pid=5),
         naming_lost_processes(Box(make_box(0)), 3),
     ):
         raise ConnectionResetError("104")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.errors import raises
 
 from paceline.data import room
 from paceline.data.room import Room, check_room
-from paceline.errors import UsageError
 
 BATCH = ({"a": torch.zeros(2, 1000), "b": [torch.zeros(2, 1000)]}, torch.zeros(2, dtype=torch.int64))
 SAMPLE_BYTES = 2 * 4000 + 8
@@ -33,7 +33,7 @@ def test_room_is_counted_in_bytes_of_all_ranks_batches_ahead_and_in_use(monkeypa
     has_free(monkeypatch, needed_bytes)
     check_room(BATCH, 2, Room(largest_batch=64, num_workers=3, local_ranks=4))
     has_free(monkeypatch, needed_bytes - 1)
-    with pytest.raises(UsageError, match=r"/dev/shm has 13\.7 MiB free, and 3 loader processes for each of 4 ranks"):
+    with raises("shared-memory-too-small", free="13.7 MiB", num_workers=3, local_ranks=4):
         check_room(BATCH, 2, Room(largest_batch=64, num_workers=3, local_ranks=4))
 
 
@@ -50,14 +50,14 @@ def test_where_nobody_can_say_what_is_free_nothing_is_refused(monkeypatch) -> No
 def test_where_there_is_none_at_all_loader_processes_are_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(room, "SHARED_MEMORY", str(tmp_path / "none"))
     check_room(BATCH, 2, Room(largest_batch=64, num_workers=0, local_ranks=4))
-    with pytest.raises(UsageError, match=r"there is no .*none, by which .* or take --num-workers 0"):
+    with raises("no-shared-memory", setting="num_workers"):
         check_room(BATCH, 2, Room(largest_batch=64, num_workers=1, local_ranks=1))
 
 
 def test_too_few_open_files_are_refused(few_files, monkeypatch) -> None:
     has_free(monkeypatch, 1 << 40)
     check_room(BATCH, 2, Room(largest_batch=1, num_workers=1, local_ranks=1))  # 3 tensors x 3 batches + 64 others
-    with pytest.raises(UsageError, match=r"may open 75 files here \(ulimit -n\), and 2 loader processes .* up to 79"):
+    with raises("too-few-open-files", files=75, num_workers=2, needed_files=79):
         check_room(BATCH, 2, Room(largest_batch=1, num_workers=2, local_ranks=1))
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.errors import raises
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.seeded import asks_for_batches
-from paceline.errors import UsageError
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -79,7 +79,7 @@ def test_a_whole_batch_is_not_collated_and_samples_are():
 
 
 def test_another_number_of_samples_is_refused():
-    with pytest.raises(UsageError, match=r"Batched.__getitems__ was asked for 2 samples and gave 1"):
+    with raises("wrong-number-of-items", dataset="Batched", asked=2, size=1):
         batches(Batched("short"))
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.disk.owners import NotOurs, Unreadable, check_ours, opened, other_writers
 from paceline.errors import UsageError
@@ -57,7 +58,7 @@ def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(pl
     run = run_in(place, 0o755, 0o755)
     os.chown(run, OTHER, OTHER)
     assert f"{run} belongs to user {OTHER}, and we are root" in other_writers(run)
-    with pytest.raises(UsageError, match="another user could change this run"):
+    with raises("run-of-others"):
         check_ours(run)
     os.chown(run, 0, 0)
     os.chown(run.parent, OTHER, OTHER)

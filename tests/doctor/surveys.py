@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.doctor.messages import Disk, Done, File, Files, LinkSpeed, Rehearsed
+from paceline.doctor.messages import Done, Examined, Link
 from paceline.doctor.survey import Survey, Wanted
 from paceline.host.facts import Address, Facts, Limit
 from paceline.host.gpus import Gpu
@@ -52,24 +52,23 @@ def gpu(index: int, **changes: Any) -> Gpu:
 
 
 def survey(**changes: Any) -> Survey:
-    """Three hosts that are well, but for `changes`; `facts` may be changed host by host: {"n2": {...}}."""
+    """Three healthy hosts, except for `changes`; facts and disks change by host: facts={"n2": {...}}."""
     spoiled: dict[str, dict[str, Any]] = changes.pop("facts", {})
-    wanted: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run", "task": "mnist-cnn"}
-    of_hosts = {host: facts(host, **spoiled.get(host, {})) for host in HOSTS}
+    disks: dict[str, int] = changes.pop("free", {})
+    wanted: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run"}
+    hosts = {
+        host: Examined(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
+        for host in HOSTS
+    }
     pairs = list(permutations(HOSTS, 2))
     content: dict[str, Any] = {
         "wanted": Wanted(**wanted | changes.pop("wanted", {})),
         "lost": {},
-        "facts": of_hosts,
+        "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},
-        "resolved": {host: {name: (f"10.77.0.{name[1:]}",) for name in HOSTS} for host in HOSTS},
-        "reach": {(a, b): {one.address: "ok" for one in of_hosts[b].addresses} for a, b in pairs},
-        "links": {pair: LinkSpeed("ok", 1e-4, 1.2e9) for pair in pairs},
-        "written": Done(True),
-        "seen": {host: Done(True) for host in HOSTS},
-        "disks": {host: Disk("/shared", 1 << 40, 1 << 41) for host in HOSTS},
-        "files": {host: Files((File("train-images-idx3-ubyte.gz", 9, "ab" * 32),)) for host in HOSTS},
-        "rehearsed": Rehearsed(1_200_000, 4_800_000, 0.1, 0.01, 4.8e8),
+        "reach": {(a, b): {one.address: Link("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs},
+        "folder": {host: Done() for host in HOSTS},
+        "links": {pair: Link("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))},
         "seconds": 1.0,
     }
     return Survey(**content | changes)

@@ -7,13 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.doctor import surveys
 
-from paceline.cli import doctor
 from paceline.cli.doctor import main
-from paceline.datasets.mnist import PACKAGED
-from paceline.doctor.session import PROGRAM, in_slurm
-from paceline.doctor.survey import Survey, Wanted
+from paceline.doctor.session import PROGRAM
 from paceline.errors import UsageError
 from paceline.launch.job import Host
 from paceline.launch.ssh.plan import sessions
@@ -44,36 +40,6 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: 
     assert "/proc cannot be written to" in capsys.readouterr().out
 
 
-def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--mesh tensor=4 has 4 places, and there are 2 processes"):
-        main(["--quick", "--nproc", "2", "--mesh", "tensor=4", "--run-dir", str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "the same on all hosts: the packaged MNIST"),
-        (("mnist-cnn",), "the same on all hosts: the packaged MNIST"),
-        (("mnist-cnn", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
-        (("own.py:task", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
-        (("own.py:task",), "not compared: only the task knows where they are"),
-    ],
-)
-def test_data_are_called_packaged_only_where_they_are(
-    arguments: tuple[object, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def surveyed(wanted: Wanted, programs: object) -> Survey:
-        return surveys.survey(wanted={"task": wanted.task, "data_dir": wanted.data_dir})
-
-    monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text("def task(data_dir=None): ...\n")
-    monkeypatch.setattr(doctor, "survey", surveyed)
-    main([*map(str, arguments), "--json"])
-    [check] = [one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "data"]
-    assert (said in check["summary"], check["done"]) == (True, not said.startswith("not compared"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -85,8 +51,7 @@ def test_data_are_called_packaged_only_where_they_are(
         (["--on", "ssh", "--hosts", "n1", "--ssh", "/no/ssh -F x"], "no such program"),
         (["--on", "ssh", "--hosts", "n1", "--ssh", "ssh 'x"], "is no command"),
         (["--on", "ssh", "--hosts", "n1,-oProxyCommand=id"], "-oProxyCommand"),
-        (["no-such-task"], "unknown task"),
-        (["mnist-cnn", "--stem", "small"], "has no --stem"),
+        (["mnist-cnn"], "mnist-cnn"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_started(arguments: list[str], words: str) -> None:
@@ -108,6 +73,3 @@ def test_nothing_of_the_users_but_python_is_on_a_command_line() -> None:
     assert command.argv[:3] == ("ssh", "-F", "c")
     assert command.argv[-4:-1] == ("2222", "--", "me@n1")
     assert shlex.split(command.argv[-1]) == ["exec", python, "-P", "-m", "paceline.doctor.host"]
-    (step,) = in_slurm("7", ["n1"], 4, python)
-    assert "--cpus-per-task=4" in step.argv
-    assert step.argv[-4] == python

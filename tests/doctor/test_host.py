@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from paceline.datasets.mnist import PACKAGED, SHA256
 
 HOST = [sys.executable, "-P", "-m", "paceline.doctor.host"]
 TOKEN = "ab" * 16
@@ -33,7 +30,7 @@ def ask(*requests: dict[str, Any] | bytes) -> list[Any]:
         b"not json\n",
         b'{"type": "Run", "argv": ["id"]}\n',
         b'{"type": "AskTime", "extra": 1}\n',
-        b'{"type": "Listen", "token": 7}\n',
+        b'{"type": "Examine", "token": 7, "folder": "/tmp"}\n',
         b'{"type": "AskTime"}',  # cut off
         b"\xff\xfe\n",
     ],
@@ -62,29 +59,13 @@ def test_a_probe_is_written_seen_and_removed(tmp_path: Path) -> None:
     where = {"folder": str(tmp_path / "not" / "there" / "yet"), "token": TOKEN}
     acts = ("read", "write", "read", "write", "remove", "read")
     answers = ask(*({"type": "Probe", "act": act, **where} for act in acts))
-    assert [answer["ok"] for answer in answers] == [False, True, True, False, True, False]  # never written over
+    assert [not answer["error"] for answer in answers] == [False, True, True, False, True, False]  # never written over
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"abc")
-    (tmp_path / "notes.txt").write_bytes(b"no data")
-    own, packaged, missing = ask(
-        *({"type": "HashData", "folder": folder} for folder in (str(tmp_path), "", str(tmp_path / "none")))
-    )
-    expected = {"name": "train-images-idx3-ubyte", "size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
-    assert own["files"] == [expected]
-    assert {file["name"]: file["sha256"] for file in packaged["files"]} == SHA256, PACKAGED
-    assert "No such file" in missing["why"]
-
-
 def test_room_is_that_of_the_parent_that_is_there(tmp_path: Path) -> None:
-    (answer,) = ask({"type": "AskDisk", "folder": str(tmp_path / "a" / "b")})
+    (answer,) = ask({"type": "Examine", "folder": str(tmp_path / "a" / "b"), "token": TOKEN})
     status = os.statvfs(tmp_path)
-    assert answer["path"] == str(tmp_path)
-    assert answer["total"] == status.f_blocks * status.f_frsize
-
-
-def test_facts_are_answered_without_torch() -> None:
-    (answer,) = ask({"type": "AskFacts"})
-    assert answer["host"] == os.uname().nodename
+    assert answer["disk_path"] == str(tmp_path)
+    assert answer["disk_size"] == status.f_blocks * status.f_frsize
+    assert answer["facts"]["host"] == os.uname().nodename

@@ -1,6 +1,6 @@
 """Counts what makes the host wait for the device, without a device: reads of values, and copies that block.
 
-    with HostReads() as reads: ...               # reads.lines: {"sums/totals.py:43": 1}
+    with HostReads() as reads: ...               # reads.lines: {"collectives/control.py:43": 1}
 
 The meta device has shapes and no values: whoever wants one value asks here, and gets a one; of several 1, 1, 0, 0, ...
 (a loss, a weight, and nobody says anything). A copy from the CPU waits for
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.sums import pending
+from paceline.collectives import control as pending
 
 BACKEND, NAME = "does_nothing", "default_pg"
 ROOT = Path(paceline.__file__).parent

@@ -11,12 +11,12 @@ from tests.doubles.syncs import on_the_cpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.collectives import shards as shares
+from paceline.collectives.buckets import divide, divide_each
+from paceline.collectives.norm import SharedNorm, even_shares
+from paceline.collectives.shards import Shards
+from paceline.collectives.tree import added, added_each
 from paceline.strategies.base import scale_gradients
-from paceline.sums import shares
-from paceline.sums.buckets import divide, divide_each
-from paceline.sums.norm import SharedNorm, even_shares
-from paceline.sums.shards import Shards
-from paceline.sums.tree import added, added_each
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
@@ -137,6 +137,6 @@ def test_a_norm_has_the_same_bits_with_all_of_a_type_at_once(
     for types in (TYPES, TYPES[:1]):
         alone = norm_of(gradients(40, types), missing)
         for elements in (128, 1024, 1 << 20):  # shares beyond a chunk, several chunks, one
-            monkeypatch.setattr("paceline.sums.norm.CHUNK_OF_GPU", elements)
+            monkeypatch.setattr("paceline.collectives.norm.CHUNK_OF_GPU", elements)
             with on_the_cpu():
                 assert norm_of(gradients(40, types), missing) == alone

@@ -15,10 +15,10 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from torch import Tensor
 
 from paceline import Replica, World, joined
+from paceline.collectives.control import are_finite
 from paceline.data.ahead import Prefetch
 from paceline.errors import PacelineError, StallError
 from paceline.stepping import summing
-from paceline.sums.finite import are_finite
 from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
 

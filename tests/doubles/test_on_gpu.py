@@ -73,12 +73,6 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
     assert digest(tmp_path / "three") == digest(tmp_path / "two") is not None
 
 
-@pytest.mark.soak  # it says "slow" where other programs take the cores
-def test_doctor_tries_a_step_and_the_sum_on_the_device_of_the_run(tmp_path: Path) -> None:
-    found = paceline(tmp_path, "doctor", "mine.py:task", "--nproc", "2", "--backend", "gloo", "--batch-size", "4")
-    assert "over 2 ranks" in found.stdout and f"on {gpu.NAME}" in found.stdout
-
-
 @pytest.mark.soak
 def test_scale_measures_it_there_where_ranks_share_a_gpu(tmp_path: Path) -> None:
     how = (

@@ -8,11 +8,11 @@ from typing import Any
 
 import pynvml
 import pytest
+from tests.errors import raises
 from tests.host.test_gpu_trouble import Driver, running
 
 from paceline.cli import train
 from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
-from paceline.errors import UsageError
 from paceline.host import gpus
 from paceline.host.gpus import cores_near, count_gpus, gpus_here, show_own_mig
 
@@ -75,7 +75,7 @@ def test_a_lost_gpu_and_one_that_does_not_say_its_memory_hide_no_other(monkeypat
 
 def test_amds_gpus_are_counted_by_the_kernel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(monkeypatch)
-    with pytest.raises(UsageError, match="no NVIDIA GPU, and none of AMD's"):
+    with raises("no-cuda"):
         usable_gpus("cuda")
     amd(bare, 0, 51234, 51235)  # a CPU and two GPUs
     assert count_gpus() == usable_gpus("cuda") == 2
@@ -88,13 +88,13 @@ def test_what_only_the_workers_can_count_is_not_refused(bare: Path, monkeypatch:
     amd(bare)  # a container that shows no nodes
     assert usable_gpus("cuda") is usable_gpus("auto") is usable_gpus("xpu") is None
     check_gpus("--nproc 8", 8, usable_gpus("cuda"))
-    with pytest.raises(UsageError, match="give their number"):
+    with raises("gpus-uncountable"):
         nproc_auto("cuda")
 
 
 def test_ranks_may_share_a_gpu_over_gloo_only() -> None:
     check_gpus("--nproc 2", 2, 1, "gloo")
-    with pytest.raises(UsageError, match=r"needs 2 GPUs, this machine has 1\. Use 1 process, .*--backend gloo"):
+    with raises("too-few-gpus", nproc=2, gpus=1, processes="1 process"):
         check_gpus("--nproc 2", 2, 1, "auto")
 
 

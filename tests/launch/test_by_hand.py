@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
+from tests.errors import raises
 
 from paceline.contract.node_plan import NodePlan
-from paceline.errors import UsageError
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.job import Host, Job, describe
@@ -73,9 +72,9 @@ def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
 
 
 def test_what_torchrun_cannot_do_is_refused_or_said() -> None:
-    with pytest.raises(UsageError, match=r"--nodes 1:2.*--agent paceline"):
+    with raises("torchrun-nodes-fixed", least=1, nodes=2):
         by_hand(job(min_nodes=1))
-    with pytest.raises(UsageError, match="--nodes 2 with 3 hosts"):
+    with raises("nodes-and-hosts-differ", value=2, count=3):
         by_hand(job(hosts=parse_hosts("n1,n2,n3")))
     assert "--max-restarts needs --agent paceline" in typed(by_hand(job(max_restarts=1)))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
@@ -71,10 +72,10 @@ def test_ports_are_eight_for_every_run(run_id: str) -> None:
 
 
 def test_hosts_and_nodes_that_contradict_are_refused() -> None:
-    with pytest.raises(UsageError, match="--nodes 3 with 2 hosts"):
+    with raises("nodes-and-hosts-differ", value=3, count=2):
         ssh(job_on("n1,n2", nodes=3, min_nodes=3))
     assert len(ssh(job_on("n1,n2", nodes=3, min_nodes=1)).agents) == 2  # a third one may join
-    with pytest.raises(UsageError, match="--hosts"):
+    with raises("ssh-without-hosts"):
         ssh(job_on("n1", hosts=()))
 
 
@@ -144,9 +145,9 @@ def test_every_host_that_cannot_be_copied_to_is_named() -> None:
     with pytest.raises(UsageError) as caught:
         sync(wrong)
     assert "n1: no space on n1" in str(caught.value) and "n2: no space on n2" in str(caught.value)
-    with pytest.raises(UsageError, match="needs rsync"):
+    with raises("no-rsync"):
         sync([type(commands[0])("n1", ("/no/such/rsync",))])
-    with pytest.raises(UsageError, match="full path"):
+    with raises("sync-relative-folder"):
         rsync_commands(job_on("n1", cwd=""))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests import warm
+from tests.errors import codes, ended_with
 from tests.launch.terminals import on_terminal, read_until
 
 from paceline.host.procfs import reads_input
@@ -56,12 +57,12 @@ def test_who_writes_into_the_pipe_learns_that_nobody_reads_any_more(tmp_path: Pa
 @pytest.mark.parametrize("value", ["2", "-1", "rank0", ""])
 def test_a_rank_that_there_is_not(tmp_path: Path, value: str) -> None:
     run = launched(tmp_path, "", f"--stdin={value}")
-    assert run.returncode == 2 and f"--stdin must be all or a rank, 0..1, got {value!r}" in run.stderr
+    assert (run.returncode, codes(run.stderr)) == (2, ["stdin-not-a-rank"]) and repr(value) in run.stderr
 
 
 def test_other_machines_have_no_input(tmp_path: Path) -> None:
     run = launched(tmp_path, "", "--stdin=0", "--on=ssh", "--hosts=n1,n2")
-    assert run.returncode == 2 and "standard input goes to ranks of this machine alone" in run.stderr
+    ended_with(run, "stdin-elsewhere")
 
 
 def test_closed_it_is_empty(tmp_path: Path) -> None:

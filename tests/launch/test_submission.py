@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.launch.submission import (
     SUBMITTED,
     Submission,
@@ -30,7 +31,7 @@ def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with raises("run-dir-not-writable"):
         next_submit_dir(tmp_path / "file" / "run")
 
 
@@ -48,7 +49,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     write_files(tmp_path, {"plan.json": "secret"})
     assert not (tmp_path / "victim").exists() and not (tmp_path / "plan.json").is_symlink()
     (tmp_path / "closed").touch()
-    with pytest.raises(TrainingError, match="cannot be written"):
+    with raises("settings-not-written", raised=TrainingError):
         write_files(tmp_path / "closed", {"plan.json": "secret"})
 
 

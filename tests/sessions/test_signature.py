@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 import pytest
+from tests.errors import raises
 
 import paceline
 from paceline.config import TrainConfig
@@ -82,5 +83,5 @@ def test_an_unknown_argument_is_an_error_that_names_the_nearest(wrong: str, mean
 
 
 def test_an_option_of_another_strategy_is_an_error_that_names_it() -> None:
-    with pytest.raises(UsageError, match="'fsdp'"):
+    with raises("argument-of-another-strategy", owner="fsdp"):
         paceline.session(strategy="ddp", fsdp_wrap="Block")

@@ -1,6 +1,6 @@
 """What users write into a loop, and a session refuses: as it would be typed, on one rank with two virtual ones.
 
-python wrong.py FILE       writes what each case was told, as JSON
+python wrong.py FILE       writes the code and the text of each error, as JSON
 """
 
 from __future__ import annotations
@@ -565,15 +565,15 @@ def main() -> None:
     Path("used").mkdir()
     Path("used", "notes.txt").write_text("of somebody")
     warnings.simplefilter("ignore")
-    told: dict[str, str] = {}
+    told: dict[str, tuple[str, str]] = {}
     for name, (loop, settings) in CASES.items():
         try:
             with paceline.session(**settings) as s:
                 s.print = lambda *_: None
                 loop(s)
-            told[name] = "nothing"
+            told[name] = ("", "nothing")
         except PacelineError as error:
-            told[name] = str(error)
+            told[name] = (error.code, str(error))
     Path(sys.argv[1]).write_text(json.dumps(told, indent=1))
 
 

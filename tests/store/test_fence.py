@@ -18,6 +18,7 @@ from tests.checkpoint.checkpoint_harness import (
     steps_in,
     write_shards,
 )
+from tests.errors import raises
 
 from paceline.errors import TrainingError
 from paceline.store import fence
@@ -52,8 +53,9 @@ def test_nobody_goes_back_to_an_older_generation(tmp_path):
     Checkpoints(tmp_path).claim(2, 3)
     Checkpoints(tmp_path).claim(2, 3)
     for older in ((2, 2), (1, 9)):
-        with pytest.raises(TrainingError, match="attempt 2, generation 3 of this run has taken over"):
+        with raises("fence-taken-over", raised=TrainingError) as caught:
             Checkpoints(tmp_path).claim(*older)
+        assert str(caught.value.fields["newest"]) == "attempt 2, generation 3"
     Checkpoints(tmp_path).claim(10, 0)
 
 
@@ -87,7 +89,7 @@ def test_a_fence_that_names_no_claim_is_never_guessed_at(tmp_path, text, allowed
     if allowed:  # nobody has claimed yet, or the power failed before the first claim was on the disk
         Checkpoints(tmp_path).claim(1, 0)
     else:
-        with pytest.raises(TrainingError, match="If no run is active, remove it"):
+        with raises("fence-damaged", raised=TrainingError):
             Checkpoints(tmp_path).claim(1, 0)
 
 
@@ -97,7 +99,7 @@ def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tm
     monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
     with (tmp_path / ".fence").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(TrainingError, match=r"another process holds .*fuser"):
+        with raises("fence-locked", raised=TrainingError):
             save(checkpoints, 2)
     save(checkpoints, 2)
     assert newest(tmp_path) == (2, [])
@@ -118,7 +120,7 @@ def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_told_in_words(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="checkpoints cannot be written to"):
+    with raises("checkpoints-not-written", raised=TrainingError):
         Checkpoints(tmp_path / "file" / "checkpoints").claim(1, 0)
 
 

@@ -19,8 +19,8 @@ from tests.checkpoint.checkpoint_harness import (
     steps_in,
     write_shards,
 )
+from tests.errors import raises
 
-from paceline.errors import UsageError
 from paceline.store.store import Checkpoints, Damaged, Entry
 
 
@@ -153,7 +153,7 @@ def test_the_newest_ones_are_kept_and_older_ones_deleted(tmp_path):
 @pytest.mark.parametrize("keep", [1, 0, -1])
 def test_fewer_than_two_are_refused(tmp_path, keep):
     checkpoints = saved(tmp_path)
-    with pytest.raises(UsageError, match="at least 2 checkpoints must be kept"):
+    with raises("keep-too-few-checkpoints", least=2):
         save(checkpoints, 1, keep=keep)
 
 

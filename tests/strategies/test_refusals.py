@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
@@ -122,7 +123,7 @@ def test_weights_that_a_forward_shrinks_are_refused_with_several_virtual_ranks(
     world: World, name: str, kind: Any
 ) -> None:
     model = nn.Sequential(kind(3, 2, max_norm=0.5))
-    with pytest.raises(UsageError, match=r"^0 \(Embedding.*max_norm=0.5"):
+    with raises("embedding-max-norm", max_norm=0.5):
         STRATEGIES[name](model, partial(SGD, lr=0.1), world, virtual_ranks=2)
 
 
@@ -133,7 +134,7 @@ def test_weights_that_a_forward_shrinks_are_refused_with_several_virtual_ranks(
 @pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), nn.LazyBatchNorm1d])
 def test_a_module_without_a_shape_is_refused_by_name(world: World, name: str, make: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), make())
-    with pytest.raises(UsageError, match=r"^1\.weight of Lazy.* Run one batch through the model before s\.prepare"):
+    with raises("lazy-parameter", name="1.weight"):
         STRATEGIES[name](model, partial(SGD, lr=0.1), world)
     model = nn.Sequential(nn.Linear(3, 3), make())
     model(torch.ones(2, 3))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.ranks import choose
 from paceline.compute.precision import in_bf16
+from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
 from paceline.train.weights import rescue_alone
@@ -296,6 +298,32 @@ def rounded_on_the_way(rank: int, size: int) -> None:
     assert {"0.weight", "3.bias", "inner.in_proj_weight", "inner.out_proj.weight"} <= {*types} - norms
 
 
+def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
+    """The states of fsdp after steps of several micro-batches, and whether memory that ranks share was in use."""
+    found: dict[int, Any] = {}
+    for size in worlds(rank, (2, 3), folder):
+        digests: list[str] = []
+        for prepare in (lambda m: m, partial(in_bf16, device=CPU), lambda m: m.bfloat16()):
+            prepare(model := Mixed())
+            replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
+            train(replica, 3, accumulation=2)
+            digests.append(sha256_of(whole(replica.state(), replica.world)))
+        memory = choose().memory
+        found[size] = (memory is not None and memory.bulk.tick > 100, digests)
+    return found
+
+
+@pytest.mark.ranks
+def test_fsdp_has_the_bits_of_gloo_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "a"), timeout=150)
+    monkeypatch.setenv(SHARED_MEMORY, "off")
+    over_gloo = run_ranks(fsdps_bits, 3, tmp_path, str(tmp_path / "b"), timeout=150)
+    for found, wanted in zip(in_memory, over_gloo, strict=True):
+        for size, (used, digests) in found.items():
+            assert used and wanted[size] == (False, digests), size
+    assert len({digest for _, digests in in_memory[0].values() for digest in digests}) == 6
+
+
 def bits_in_bf16(rank: int, size: int) -> dict[str, str]:
     """The state of exact and zero, for a run of six virtual ranks."""
     digests: dict[str, str] = {}
@@ -400,12 +428,12 @@ def world() -> Generator[World]:
 
 @pytest.mark.parametrize("name", ["zero", "fsdp"])
 def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World, name: str) -> None:
-    with pytest.raises(UsageError, match=f"strategy '{name}' cuts parameters into pieces, and LBFGS may look"):
+    with raises("optimizer-not-element-wise", kind="LBFGS", strategy=name):
         STRATEGIES[name](nn.Linear(2, 2), LBFGS, world)
 
 
 def test_a_rule_that_matches_nothing_is_refused_with_what_there_is(world: World) -> None:
-    with pytest.raises(UsageError, match=r"--fsdp-wrap layer\*: no module matches 'layer\*'\. There are: first \(Lin"):
+    with raises("no-such-module", rule="layer*", pattern="layer*"):
         fsdp(Blocks(), partial(SGD, lr=0.1), world, wrap="layer*")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn, optim
@@ -220,13 +221,13 @@ def test_a_parameter_that_was_never_updated_has_no_state_afterwards(tmp_path: Pa
 @pytest.mark.parametrize("value", ["text", [1.0], {"a": 1}, (torch.ones(1),), 1j], ids=repr)
 def test_what_only_a_pickle_could_save_is_refused_by_name(value: object) -> None:
     model = nn.Linear(2, 3)
-    with pytest.raises(UsageError, match=rf"keeps a {type(value).__name__} \(odd\) for weight"):
+    with raises("optimizer-keeps-object", kind=type(value).__name__, key="odd", name="weight"):
         hold_optimizer(model, Keeping([model.weight], {"odd": value}))
 
 
 def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
     foreign = nn.Parameter(torch.ones(4, 2))
-    with pytest.raises(UsageError, match=r"a parameter of shape \(4, 2\) that is not in the model"):
+    with raises("foreign-parameter-state", shape=(4, 2)):
         hold_optimizer(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
 
 

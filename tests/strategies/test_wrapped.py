@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, joined, load_steps, train_step
 from paceline.data.plan import ranks_share
-from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
 
 CPU = torch.device("cpu")
@@ -251,5 +251,5 @@ def calls_around(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("make", [ReadsWeights, lambda: Wrapped(ReadsWeights()), lambda: calls_around(Flat())])
 def test_a_parameter_used_outside_of_its_block_is_a_usage_error(world: World, make: Callable[[], nn.Module]) -> None:
     replica = STRATEGIES["fsdp"](make(), partial(SGD, lr=0.1), world)
-    with pytest.raises(UsageError, match="--fsdp-wrap"):
+    with raises("block-parameter-outside", setting="fsdp_wrap"):
         replica.model(tokens().inputs[:2])

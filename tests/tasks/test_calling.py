@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.errors import raises
 from tests.run_script import run_script
 from torch import Tensor, nn
 
 from paceline.compute.precision import in_bf16, lacks_bf16
 from paceline.compute.rules import around_forward
 from paceline.data.loader import Loading, fetch
-from paceline.errors import UsageError
 from paceline.observe.summary import read_summary
 from paceline.tasks.task import call
 
@@ -85,7 +85,7 @@ def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:
     samples: Any = [{"x": torch.full((3,), float(i)), "label": i} for i in range(4)]
     ((inputs, targets),) = fetch(samples, [(0, torch.tensor([1, 3]))], 0, Loading(torch.device("cpu")))
     assert inputs is targets and inputs["label"].tolist() == [1, 3] and inputs["x"].shape == (2, 3)
-    with pytest.raises(UsageError, match="pairs, or dicts; a batch of it is a list of length 3"):
+    with raises("not-pairs", kind="list of length 3"):
         next(fetch([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, Loading(torch.device("cpu"))))  # pyright: ignore
 
 

@@ -16,24 +16,24 @@ from reduce import OverlappingReducer, all_reduce_gradients
 from replicate import copy_from_rank
 from sampler import dealt
 from scatter import sum_of_share
+from tests.collectives.odd_model import over_torch
+from tests.collectives.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
+from tests.collectives.test_tree import bits, cuts
 from tests.run_ranks import run_ranks
-from tests.sums.odd_model import over_torch
-from tests.sums.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
-from tests.sums.test_tree import bits, cuts
 from tests.worlds import worlds
 from torch import nn
 from zero import ShardedOptimizer
 
 import pipeline as pipelining
+from paceline.collectives import buckets
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.norm import SharedNorm
+from paceline.collectives.ranks import choose
+from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shards import Shards
+from paceline.collectives.tree import Forest, subtrees
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.sums import buckets
-from paceline.sums.batchnorm import SyncBatchNorm
-from paceline.sums.norm import SharedNorm
-from paceline.sums.reducer import sum_to_shares
-from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Shards
-from paceline.sums.sharing import memory_or_hosts
-from paceline.sums.tree import Forest, subtrees
 from tensor import SharedMLP
 
 SIZES = (2, 3)
@@ -243,7 +243,7 @@ def fill(layer: nn.Linear) -> None:
 
 def everything(rank: int, _: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
-        memory_or_hosts("torch" if size == 3 else "auto")
+        choose("torch" if size == 3 else "auto")
         for page in (replicate, five_lines, reduce, batchnorm, by_leaf, scatter, zero, tensor, pipeline):
             page(rank, size)
 

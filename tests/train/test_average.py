@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import warm
+from tests.errors import ended_with
 from tests.run_script import run_script
 
 from paceline.checkpoint.whole import sha256_of
@@ -87,4 +88,4 @@ def test_one_average_at_every_world_size_and_under_every_strategy_also_after_a_r
 
 def test_what_is_no_part_is_refused(tmp_path: Path) -> None:
     done = train(tmp_path, "a", 1, "--ema", 1.5)
-    assert done.returncode == 2 and "--ema must be a decay between 0 and 1" in done.stderr
+    ended_with(done, "ema-out-of-range")

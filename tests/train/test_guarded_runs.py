@@ -1,13 +1,16 @@
 """Whole runs in which something is not finite, or a rank stands still: none ends with other weights than it should."""
 
+import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import warm
+from tests.starts import start_steps
 
-from paceline.observe.events import RolledBack, Skipped, Step, read_events
+from paceline.observe.events import Notice, RolledBack, Skipped, Step, read_events
 from paceline.observe.summary import read_summary
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
@@ -72,8 +75,8 @@ def test_skip_and_rollback_give_the_same_weights_at_every_world_size(train, tmp_
     for name, policy in runs.items():
         ended = train("train", "mine.py:bad", *COMMON, "--run-dir", name, "--not-finite", *policy)
         assert ended.returncode == 0, ended.stderr
-        assert "step 3 is left out: the gradient of all 2 parameters is not finite at epoch 1, step 3" in ended.stdout
-        assert "samples 7 (their loss is finite)" in ended.stdout
+        notes = [e.text for e in read_events(tmp_path / name / "events-0.jsonl") if isinstance(e, Notice)]
+        assert any(note.startswith("step 3 ") and "samples 7 " in note for note in notes)
     assert len({digest(tmp_path / name) for name in runs}) == 1
     for name in ("two", "back"):
         for rank in range(2):
@@ -82,19 +85,17 @@ def test_skip_and_rollback_give_the_same_weights_at_every_world_size(train, tmp_
             assert {e.step for e in told if isinstance(e, Step) and e.skipped} == {3, 9}
             gone_back = [(e.step, e.to) for e in told if isinstance(e, RolledBack)]
             assert gone_back == ([(3, 2), (9, 8)] if name == "back" else [])
-        ledger = train("ledger", name)
+        ledger = train("ledger", name, "--json", "used.json")
         assert ledger.returncode == 0, ledger.stdout
-        assert "2 steps were left out (3, 9)" in " ".join(ledger.stdout.split())
+        assert json.loads((tmp_path / "used.json").read_text())["left_out"] == [3, 9]
 
 
 def test_stop_is_the_default_and_rollback_leaves_out_what_there_is_nothing_to_go_back_from(train, tmp_path):
     ended = train("train", "mine.py:bad", "--nproc", 2, *COMMON)
-    assert ended.returncode == 5
-    assert "samples 7 (their loss is finite). The parameters are still those before this step" in ended.stderr
+    assert ended.returncode == 5 and "[not-finite]" in ended.stderr and "samples 7 " in ended.stderr
     ended = train("train", "mine.py:bad", *COMMON, "--not-finite", "rollback")
     assert ended.returncode == 0
-    assert "WARNING: --not-finite rollback has nothing to go back to" in ended.stdout
-    assert "step 3 is left out: nothing is kept yet to go back to" in ended.stdout
+    assert "WARNING: --not-finite rollback" in ended.stdout and "step 3 " in ended.stdout
 
 
 @pytest.mark.slow
@@ -106,12 +107,10 @@ def test_what_a_freed_rank_saves_goes_on_to_the_very_same_weights(train, tmp_pat
     assert stalled.returncode == 3, stalled.stderr
     saver = 1 - int(stalled.stderr.partition("GUILTY: rank ")[2][0])
     (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    assert (
-        f"rank {saver}: the state after step {int(path.name[5:])} is saved: {path}" in stalled.stdout + stalled.stderr
-    )
+    assert re.search(f"rank {saver}: .* {int(path.name[5:])} .*{path}", stalled.stdout + stalled.stderr)
     (tmp_path / "hang").unlink()
     resumed = train("train", "--resume", "auto", "--run-dir", "run")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"goes on after step {int(path.name[5:])}" in resumed.stdout
+    assert start_steps(tmp_path / "run")[-1] == int(path.name[5:])
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
     assert train("ledger", "run").returncode == 0

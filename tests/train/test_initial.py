@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.cli.test_bad_input import WITHOUT_TORCH
+from tests.errors import ended_with, raises
 from tests.run_ranks import run_ranks
 from torch import nn
 from torch.optim import SGD
@@ -72,7 +74,8 @@ def test_a_file_is_taken_by_name(tmp_path, kind):
         torch.save({"state_dict": other()} if kind == "nested" else other(), path)
     found, lines = begun(model(), path)
     assert all(torch.equal(found[name], value) for name, value in other().items())
-    assert lines == [f"begins with 10 of the model's 10 tensors from {path}"]
+    [line] = lines
+    assert " 10 " in line and str(path) in line
 
 
 def test_what_does_not_fit_is_told_and_left_as_initialised(tmp_path):
@@ -84,13 +87,10 @@ def test_what_does_not_fit_is_told_and_left_as_initialised(tmp_path):
     found, lines = begun(net, path)
     assert found["0.weight"].dtype == torch.float32 and torch.equal(found["0.weight"], other()["0.weight"])
     assert all(torch.equal(found[name], before[name]) for name in ("2.weight", "2.bias", "scale"))
-    assert lines == [
-        f"begins with 7 of the model's 10 tensors from {path}",
-        "--init-from: shapes differ, left as initialised: 2.bias (3,) here, (1,) there, 2.weight (3, 4) here, "
-        "(1, 4) there",
-        "--init-from: not in it, left as initialised: scale",
-        "--init-from: taken by nobody: lm_head",
-    ]
+    first, shapes, missing, unused = lines
+    assert " 7 " in first and " 10 " in first and str(path) in first
+    assert "2.bias (3,) here, (1,) there" in shapes and "2.weight (3, 4) here, (1, 4) there" in shapes
+    assert missing.endswith(": scale") and unused.endswith(": lm_head")
 
 
 def test_a_tied_weight_is_found_by_either_name(tmp_path):
@@ -125,13 +125,13 @@ def test_what_is_no_state_of_this_model_is_refused(tmp_path, weights, told):
 def test_a_folder_without_a_run_and_a_file_that_is_not_there_are_told(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     run = paceline("train", "mine.py:task", "--init-from", "nowhere", "--nproc", 2, command=("-c", WITHOUT_TORCH))
-    assert run.returncode == 2 and "--init-from nowhere: there is no such file" in run.stderr
+    ended_with(run, "init-from-not-found")
     (tmp_path / "some").mkdir()
-    with pytest.raises(UsageError, match="nor a checkpoint that is whole"):
+    with raises("init-from-no-weights"):
         read_weights(tmp_path / "some", trust=False, report=print)
     (tmp_path / "some/x").touch()
     run = paceline("train", "mine.py:task", "--init-from", "some", "--nproc", 2, command=("-c", WITHOUT_TORCH))
-    assert run.returncode == 2 and "is not a run folder" in run.stderr
+    ended_with(run, "not-a-run")
 
 
 def on_strategy(rank: int, world_size: int, strategy: str, path: str) -> bool:
@@ -164,7 +164,7 @@ def test_from_a_run_resumed_without_loading_again(paceline, tmp_path):
     (tmp_path / "final").rename(tmp_path / "first/model.safetensors")
     again = paceline(*words, "--run-dir", "tuned", "--init-from", "first", "--lr", 1e-30, "--checkpoint-every", 2)
     assert again.returncode == 0, again.stderr
-    assert "begins with 9 of the model's 9 tensors" in again.stdout
+    assert re.search("begins with 9 .* 9 ", again.stdout)
     tuned = load_file(tmp_path / "tuned/model.safetensors")
     assert torch.equal(tuned["0.weight"], final["0.weight"])
     shutil.rmtree(tmp_path / "first")
@@ -175,4 +175,4 @@ def test_from_a_run_resumed_without_loading_again(paceline, tmp_path):
     definition = newest["manifest"]["definition"]
     assert definition["init_from"] == str(tmp_path / "first") and len(definition["init_sha256"]) == 64
     refused = paceline("train", "--resume", "auto", "--run-dir", "tuned", "--init-from", "tuned")
-    assert refused.returncode == 2 and "init_from can never change on the way" in " ".join(refused.stderr.split())
+    ended_with(refused, "another-run-for-good")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cli.test_bad_input import WITHOUT_TORCH
+from tests.starts import start_steps
 from torch import Tensor
 
 from paceline.config import OptimizerConfig
@@ -236,7 +237,7 @@ def test_one_result_on_any_number_of_ranks_also_resumed(train, tmp_path, task, m
     (broken / "model.safetensors").unlink()
     run = train("--resume auto --run-dir exact3", ranks=2)
     assert run.returncode == 0, run.stderr
-    assert "goes on after step" in run.stdout
+    assert start_steps(broken)[-1] > 0
     assert digest(broken) in found
     run = train(f"{words} --strategy fsdp --run-dir fsdp", ranks=2)
     assert run.returncode == 0, run.stderr

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_model
+from tests.errors import raises
 from torch import nn
 
 from paceline import ArrayDataset, Task
@@ -51,11 +52,11 @@ def test_throughput_leaves_out_the_warm_up_and_pauses():
 
 def test_losses_must_be_one_per_sample():
     outputs, targets = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
-    with pytest.raises(UsageError, match="reduction='none'"):
+    with raises("loss-of-batch", shape=()):
         weighted_losses(nn.functional.cross_entropy, outputs, targets)
-    with pytest.raises(UsageError, match=r"shape \(12,\) for 4 samples"):
+    with raises("loss-of-batch", shape=(12,), samples=4):
         weighted_losses(lambda o, t: o.flatten(), outputs, targets)
-    with pytest.raises(UsageError, match="their weights"):
+    with raises("loss-weights-shape", weights=(4,)):
         weighted_losses(lambda o, t: (o, torch.ones(4)), outputs, targets)
     losses, weights = weighted_losses(lambda o, t: (o, torch.ones(4, 3)), outputs, targets)
     assert losses.shape == weights.shape == (4, 3)
@@ -162,7 +163,7 @@ def test_what_is_tried_before_step_1_leaves_no_trace_in_buffers() -> None:
         lambda: MadeLate(late=True), lambda _: data, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")
     )
     loading = Loading(torch.device("cpu"), 0, None)
-    with pytest.raises(UsageError, match="buffer mean is made in the first forward"):
+    with raises("buffer-made-in-forward", name="mean"):
         check_loss(task, MadeLate(late=True), data, loading)
     model = MadeLate(late=False)
     check_loss(task, model, data, loading)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.errors import codes
+from tests.starts import start_steps
 
 from paceline.observe.events import Checkpointed, Started, Step, read_events
 from paceline.observe.summary import read_summary
@@ -239,8 +241,7 @@ def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
     first, second = (tmp_path.joinpath("run", "attempt-1", f"rank-{rank}.log").read_text() for rank in (0, 1))
     assert "killed" not in first and second == ""  # nobody was reported killed
     step = saved_step(tmp_path)
-    assert f"asked to stop: saved after step {step} of 40000" in out
-    assert f"Go on with: paceline train --resume auto --run-dir {tmp_path}/run" in out
+    assert f" {step} of 40000" in out and f"paceline train --resume auto --run-dir {tmp_path}/run" in out
     summary = read_summary(tmp_path / "run")
     assert summary is not None
     assert (summary.exit, summary.steps) == (75, step)
@@ -284,7 +285,7 @@ def test_ctrl_c_in_a_world_of_one_saves_too(endless, tmp_path):
         os.kill(pid, signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, err
-    assert f"asked to stop: saved after step {saved_step(tmp_path, 1)} of" in out
+    assert f"saved after step {saved_step(tmp_path, 1)} of" in out
 
 
 @pytest.mark.slow
@@ -305,7 +306,7 @@ def test_a_rehearsal_after_the_end_is_refused(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
     run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 3, "--rehearse-preemption", 3)
     assert run.returncode == 2, run.stdout
-    assert "--rehearse-preemption must be less than the number of steps (3), got 3" in run.stderr
+    assert codes(run.stderr) == ["rehearsal-too-late"]
 
 
 @pytest.mark.slow
@@ -313,10 +314,8 @@ def test_a_rehearsal_stops_and_resumes_by_itself(paceline, tmp_path):
     (tmp_path / "mine.py").write_text(TASK.replace("0.02", "0"))
     run = paceline("train", "mine.py:endless", "--batch-size", 64, "--steps", 8, "--rehearse-preemption", 3)
     assert run.returncode == 0, run.stderr
-    assert "rehearsal: stopped in good order; now it is resumed" in run.stderr
-    assert "asked to stop: saved after step 4 of 8" in run.stdout
-    assert "goes on after step 4 of 8" in run.stdout
     (made,) = (tmp_path / "runs").iterdir()  # no --run-dir: it goes on where it has begun
+    assert "rehearsal: " in run.stderr and start_steps(made) == [0, 4]
     made.rename(tmp_path / "run")
     assert steps(tmp_path, 0) == list(range(1, 9))
     saved = [e for e in read_events(tmp_path / "run/events-0.jsonl") if isinstance(e, Checkpointed)]

@@ -166,13 +166,10 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_whole(found):
     assert told.pop("healthy") == ((9, 9.0), [])
     outcome, reports = told.pop("damaged")
     assert outcome == (6, 6.0)
-    assert [report.split(":")[0] for report in reports] == [
-        "step-00000012 cannot be used",
-        "step-00000009 cannot be used",
-    ]
+    assert [report.split()[0] for report in reports] == ["step-00000012", "step-00000009"]
     assert "manifest.json" in reports[0] and "shard-1-of-2.safetensors" in reports[1] and "sha256" in reports[1]
     outcome, reports = told.pop("hopeless")
-    assert outcome.startswith(f"UsageError 2: none of the 2 checkpoints in {root / 'hopeless'} is whole")
+    assert outcome.startswith("UsageError 2: ") and f" 2 checkpoints in {root / 'hopeless'} " in outcome
     assert "--fresh" in outcome and len(reports) == 2
     assert told.pop("empty") == told.pop("missing") == (None, [])
     assert told.pop("healthy after 6") == ((9, 9.0), [])

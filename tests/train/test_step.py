@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import pytest
 import torch
+from tests.errors import raises
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -13,7 +14,6 @@ from paceline import BatchPlan, Loading, Replica, World, joined, load_steps, tra
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
-from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -103,5 +103,5 @@ def test_batches_are_let_go_with_their_step(world: World) -> None:
 
 def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
     step = next(load_steps(DATA, BatchPlan(12, 12, 3), range(3), Loading(CPU), start=0, stop=1))
-    with pytest.raises(UsageError, match="a micro-batch of virtual rank 2 for a replica of 2"):
+    with raises("wrong-virtual-ranks", virtual_rank=2, rows=2):
         train_step(made(world), step, loss)

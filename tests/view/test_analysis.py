@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -18,8 +17,7 @@ from paceline.observe.events import Ended, Evaluated, Skipped, Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.log_times import TimesWriter
 from paceline.observe.writers import EventWriter
-from paceline.view.analysis import Analysis
-from paceline.view.logged import logged
+from paceline.view.analysis import Analysis, logged
 from paceline.view.run import whole_run
 
 LOSSES = [2.3 * 0.97**number for number in range(100)]
@@ -40,14 +38,6 @@ def test_the_loss_of_a_log_is_read_line_by_line(tmp_path: Path) -> None:
     assert found.formats == {"classic": 100}
 
 
-def test_times_give_the_throughput_where_the_lines_have_none(tmp_path: Path) -> None:
-    lines = [f"2026-01-31 12:0{number // 60}:{number % 60:02}.5 {classic(1, number, 1.0)}" for number in range(100)]
-    rates = analyzed(tmp_path, lines).values["samples/s (counted)"]
-    assert rates == pytest.approx([64] * 19)
-    lines += [f"2026-01-31 12:05:0{number} {classic(2, number, 1.0)}" for number in range(9)]  # an epoch begins anew
-    assert analyzed(tmp_path, lines).values["samples/s (counted)"] == pytest.approx([64] * 20)
-
-
 def test_the_loss_is_that_of_one_rank_and_the_throughput_of_all(tmp_path: Path) -> None:
     lines = [f"{rank}: loss: {loss * rank}, {rank} samples/s" for loss in LOSSES for rank in (1, 2)]
     lines.insert(0, "10: 7 samples/s")
@@ -60,7 +50,7 @@ def test_losses_that_are_not_finite_are_counted(tmp_path: Path, capsys: pytest.C
     (tmp_path / "train.log").write_text("0: loss: 2\n1: loss: nan\n0: loss: inf\n1: loss: inf\n0: loss: 1\n")
     assert analyze.main([str(tmp_path / "train.log")]) == 0
     said = capsys.readouterr().out
-    assert "1 loss not finite on rank 0" in said and "2 losses not finite on rank 1" in said
+    assert "rank 0: 1 loss not finite" in said and "rank 1: 2 losses not finite" in said
     assert "lowest 1, highest 2; 3 values" in said
 
 
@@ -85,7 +75,7 @@ def test_an_unknown_format_is_refused_with_its_first_line(tmp_path: Path, capsys
     log.write_text("")
     with pytest.raises(UsageError, match="has no line of a known kind"):
         analyze.main([str(log)])
-    with pytest.raises(UsageError, match=r"there is no log file .*nix.*unknown run"):
+    with pytest.raises(UsageError, match="unknown run"):
         analyze.main([str(tmp_path / "nix")])
     with pytest.raises(UsageError, match="is not a run folder"):
         analyze.main([str(tmp_path)])
@@ -112,9 +102,9 @@ def test_a_run_gives_the_same_answers_by_its_events(tmp_path: Path, capsys: pyte
     assert losses.pop(49) is None  # skipped: not finite
     assert losses == pytest.approx(LOSSES[:49] + LOSSES[50:])
     assert found["values"]["samples/s"] == pytest.approx([640] * 200)
-    assert found["values"]["test accuracy"] == [0.9]
+    assert found["values"]["test loss"] == [0.2]
     assert analyze.main([str(run)]) == 0
-    assert "test accuracy first 0.9" in capsys.readouterr().out
+    assert "test loss     first 0.2" in capsys.readouterr().out
 
 
 def test_a_script_under_launch_has_the_times_that_its_agent_noted(
@@ -132,9 +122,16 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
             file.flush()
             writer.look(last=True)
             now += 2.0
+        now += 60.0
+        for number in range(9):  # another epoch: no samples are counted in between
+            file.write(classic(2, number, 1.0) + "\n")
+            file.flush()
+            writer.look(last=True)
+            now += 2.0
     writer.close()
     rates = analyze.analyzed(str(run)).values["samples/s (counted)"]
-    assert median(rates) == pytest.approx(32)
+    assert len(rates) == 33 + 2
+    assert rates == pytest.approx([32] * len(rates))
     figures, sentence = logged(whole_run(run))
     assert [figure.y for figure in figures] == ["loss"] and "32 samples/s (counted)" in sentence
 
@@ -157,4 +154,4 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path, small_mnist:
     assert len(found.values["samples/s"]) >= (4 if tee else 2)
     losses = found.values["loss"]
     assert losses[-1] < losses[0] < 2.5
-    assert found.values["test accuracy"][-1] > 0.3
+    assert found.values["test loss"]

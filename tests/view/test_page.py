@@ -14,6 +14,8 @@ from tests.view.folders import make_run
 
 from paceline.cli import report
 from paceline.errors import UsageError
+from paceline.observe.events import Samples
+from paceline.observe.writers import EventWriter
 from paceline.view.explain import drawings
 from paceline.view.page import report_page
 from paceline.view.run import whole_run
@@ -153,33 +155,54 @@ def test_the_command_writes_into_the_run_and_over_nothing_else(
 
 
 def test_the_drawings_show_this_run(tmp_path: Path) -> None:
-    found = {one.title: one for one in drawings(whole_run(make_run(tmp_path / "run", ranks=3)))}
-    assert [*found] == [
-        "The four stages of a step", found and next(t for t in found if t.startswith("Step ")), "Who sees which sample",
-        "The tree in which gradients are added up", "Who keeps what",
-    ]  # fmt: skip
-    assert "1 tensor, 30 numbers; the same on every rank" in found["The four stages of a step"].svg
-    tree = found["The tree in which gradients are added up"].svg
-    assert tree.count("<circle") == 5 and "leaves 0 to 1: over ranks" in tree
-    keeps = {s: drawings(whole_run(make_run(tmp_path / s, strategy=s)))[-1].svg for s in ("bucketed", "zero", "fsdp")}
-    assert [keeps[s].count("a share each") for s in ("bucketed", "zero", "fsdp")] == [0, 2, 3]
+    found = drawings(whole_run(make_run(tmp_path / "run", ranks=3)))
+    stages, step, samples = (Elements(one.svg).found for one in found)
+    assert [tag for tag, _ in stages].count("path") == 4 * 3
+    assert "1 tensor, 30 numbers; a copy on each rank" in found[0].svg
+    assert "its loss, 10 ms" in found[0].svg and "rank 2: 21 samples" in found[0].svg
+    phases = [a for tag, a in step if tag == "rect" and a["height"] == "30"]
+    assert len(phases) == 3 * 5
+    widths = {a["class"]: float(a["width"] or 0) for a in phases}
+    assert widths["f-blue edge-on"] / widths["f-sky edge-on"] == pytest.approx(2, abs=0.01)
+    assert len([a for tag, a in samples if tag == "rect"]) == 3
+    assert all(f"v{rank}: rank {rank}" in found[2].svg for rank in range(3))
 
 
-def test_what_travels_ends_where_it_was_needed_and_hides_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "words"), [("zero", "updates its shard, sends it"), ("fsdp", "a shard on each")])
+def test_the_stages_are_those_of_the_strategy(strategy: str, words: str, tmp_path: Path) -> None:
+    assert words in drawings(whole_run(make_run(tmp_path / "run", strategy=strategy)))[0].svg
+
+
+def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
+    found = drawings(whole_run(make_run(tmp_path / "run", ranks=1, strategy="single")))
+    assert "exchanges nothing" in found[0].svg and "MB per rank" not in found[0].svg
+    assert not [a for _, a in Elements(found[1].svg).found if a.get("height") == "7"]
+
+
+def test_a_collective_ends_where_it_was_needed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ranks=2)
     for path in folder.glob("events-*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for one in records:
             if one["kind"] == "traced":
                 begins = one["phases"][2][1]
-                late = [[f"bucket {n}", begins + n / 1000, -1.0, 5000] for n in range(2)]  # nobody saw their ends
+                late = [[f"bucket {n}", begins + n / 1000, -1.0, 5000] for n in range(2)]  # their ends were not seen
                 one["calls"] = [*late, ["totals of the step", begins, 0.001, 72]]
         path.write_text("".join(json.dumps(one) + "\n" for one in records))
     svg = next(one.svg for one in drawings(whole_run(folder)) if one.title.startswith("Step "))
-    places = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="7.0" [^>]*f-(red|yellow)', svg)
-    sync = re.findall(r'<rect x="([\d.]+)" y="8.0" width="([\d.]+)"[^>]*f-grey"><title>rank 0', svg)[0]
-    ends = [float(x) + float(width) for x, _, width, _ in places]
-    assert [colour for *_, colour in places] == ["red", "red", "yellow"] * 2
-    assert ends[:2] == pytest.approx([sum(map(float, sync))] * 2, abs=0.2)
-    assert len({y for _, y, _, _ in places[:3]}) == 3
-    assert "seen to be over later" in svg
+    rects = [a for tag, a in Elements(svg).found if tag == "rect"]
+    calls = [a for a in rects if a["height"] == "7"]
+    assert [a["class"] for a in calls] == ["f-red edge-on", "f-red edge-on", "f-yellow edge-on"] * 2
+    assert len({a["y"] for a in calls[:3]}) == 2
+    sync = next(a for a in rects if a["class"] == "f-grey edge-on")
+    ends = [float(a["x"] or 0) + float(a["width"] or 0) for a in (*calls[:2], sync)]
+    assert ends == pytest.approx([ends[2]] * 3, abs=0.2)
+
+
+def test_samples_of_virtual_ranks_are_listed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", ranks=2)
+    for rank in range(2):
+        with EventWriter(folder / f"events-{rank}.jsonl") as writer:
+            writer.write(Samples(1, 0, rank, 0, [10 * rank + n for n in range(9)]))
+    svg = drawings(whole_run(folder))[2].svg
+    assert "v1: rank 1; 10, 11, 12, 13, 14, 15</title>" in svg

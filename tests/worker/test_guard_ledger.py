@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.odd_model import over_torch
 from tests.run_ranks import run_ranks
-from tests.sums.odd_model import over_torch
 from tests.worker.guard_ranks import calls
 from torch import nn
 
-from paceline.sums.tree import Forest
+from paceline.collectives.tree import Forest
 from paceline.worker.calls import Group
 from paceline.worker.guard import Guard
 

@@ -117,7 +117,7 @@ def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
 def test_files_have_owners_and_the_same_names_everywhere() -> None:
     ours = str(Path(boxes.__file__).parents[1] / "train" / "step.py")
     torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
-    helper = ours.replace("train/step", "sums/words")
+    helper = ours.replace("train/step", "collectives/control")
     assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3
     assert (owner(ours), owner("/home/u/my/train.py")) == (Owner.OURS, Owner.USER)
     assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"

@@ -389,15 +389,9 @@ class Workers:
             self._drained.add(worker.rank)
             words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
         return Sample(
-            rank=worker.rank,
-            host=os.uname().nodename,
-            pid=worker.process.pid,
-            node=self.plan.node,
-            code=code,
-            ended_seconds=ended_seconds,
-            failure=failure,
-            words=words,
-        )
+            rank=worker.rank, host=os.uname().nodename, pid=worker.process.pid, node=self.plan.node, code=code,
+            ended_seconds=ended_seconds, failure=failure, words=words,
+        )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Collection:
         """Begin to ask all workers what exactly they do; see `Collection`."""

@@ -183,4 +183,4 @@ def parse_network(text: str) -> Network:
 
 
 def _refused(text: str, why: str) -> UsageError:
-    return UsageError(f"--network {text!r}: {why}. Examples: {EXAMPLES}")
+    return UsageError(code="network-not-understood", value=text, reason=why, examples=EXAMPLES)

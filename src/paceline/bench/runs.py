@@ -83,13 +83,13 @@ def read_run(folder: Path, *, skip: int) -> Run:
     missing = sorted({*range(size)} - {*started})
     if not started or missing:
         what = f"the events of rank {missing[0]} of {size} are missing" if missing else "there are no events of a run"
-        raise UsageError(f"{folder}: {what}. Name the folder of a run (runs/...)")
+        raise UsageError(code="no-run-to-compare", folder=folder, what=what)
     ranks = range(size)
     common = sorted(set[int].intersection(*({*steps[rank]} for rank in ranks)))[skip:]
     if len(common) < 2:
-        raise UsageError(f"{folder}: fewer than {skip + 2} steps; the first {skip} are warm-up. Train longer")
+        raise UsageError(code="run-too-short", folder=folder, least=skip + 2, skip=skip)
     if not all(steps[rank][number].forward for rank in ranks for number in common):
-        raise UsageError(f"{folder} was written by an older paceline, whose steps have no phases. Train again")
+        raise UsageError(code="run-without-phases", folder=folder)
     return Run(
         steps=[{rank: steps[rank][number] for rank in ranks} for number in common],
         samples=sum(samples[number] for number in common) / len(common),
@@ -130,8 +130,7 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     sizes = sorted({at.ranks for at in found})
     if len(sizes) < 2 or sizes[0] != 1:
         raise UsageError(
-            f"--runs has runs of {', '.join(map(str, sizes))} rank{'s' if sizes[-1] > 1 else ''}: scaling needs one of "
-            "1 rank, and others of more, on the same task"
+            code="runs-without-one-rank", sizes=", ".join(map(str, sizes)), plural="s" if sizes[-1] > 1 else ""
         )
     rounds = min(len(runs) for runs in found.values())
     return {at: runs[:rounds] for at, runs in found.items()}
@@ -144,10 +143,7 @@ def comparable(runs: Runs) -> tuple[int | None, int | None]:
     strong = [batch for batch in alone if any(at.ranks * at.batch == batch for at in others)]
     if not weak and not strong:
         told = ", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs))
-        raise UsageError(
-            f"--runs: no run matches the 1-rank run (ranks x batch per rank: {told}). Use the same batch per rank "
-            "(weak scaling) or the same global batch (strong scaling)"
-        )
+        raise UsageError(code="runs-do-not-match", told=told)
     return max(weak, default=None), max(strong, default=None)
 
 

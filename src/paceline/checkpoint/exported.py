@@ -91,8 +91,5 @@ def _inferred(name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: 
         ranks.append(observed(value, initial, None, known, changed=changed))
     found = inferred(next(iter(of_ranks.values())), ranks)
     if not found:
-        raise UsageError(
-            f"buffer {name} has another value in each of {len(of_ranks)} virtual ranks, and its module does not "
-            "declare how they combine. Declare it in `buffer_reductions`, resume the run, and export its end."
-        )
+        raise UsageError(code="export-undeclared-buffer", name=name, count=len(of_ranks))
     return "first" if found == UNCHANGED else found

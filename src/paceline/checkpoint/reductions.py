@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.sums.tree import Forest, added
+from paceline.collectives.tree import Forest, added
 
 OPEN = "open"
 """neither declared nor known: inferred at each merge"""

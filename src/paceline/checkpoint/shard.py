@@ -65,7 +65,7 @@ def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held],
     for one in part:
         if one.tensor.dtype not in WORDS:
             raise UsageError(
-                f"{one.name} is {one.tensor.dtype}: a checkpoint can hold {', '.join(WORDS.values())} only"
+                code="type-not-saved", name=one.name, dtype=one.tensor.dtype, allowed=", ".join(WORDS.values())
             )
     ordered = sorted(part, key=lambda h: (-h.tensor.element_size(), h.name))
     pieces = tuple(_piece(one) for one in ordered)
@@ -119,7 +119,7 @@ def fill(buffer: Tensor, part: Sequence[Held], places: ShardLayout, meta: Mappin
     text = _describe(places.pieces, part, places.offsets, words)
     length = places.header_bytes - LENGTH_BYTES
     if len(text) > length:
-        raise UsageError(f"the description of a state needs {len(text):,} bytes, and {length:,} were kept free")
+        raise UsageError(code="description-too-long", needed=len(text), length=length)
     header = bytearray(text.ljust(length))  # spaces are part of JSON
     buffer[LENGTH_BYTES : places.header_bytes] = torch.frombuffer(header, dtype=torch.uint8)
     buffer[:LENGTH_BYTES] = torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)

@@ -101,10 +101,7 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
         found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise UsageError(
-            f"the saved state does not fit this model: {name} is {tuple(like.shape)} {like.dtype} here, the "
-            f"checkpoint has {found}. Resume with the model it was saved from."
-        )
+        raise UsageError(code="state-does-not-fit", name=name, shape=tuple(like.shape), dtype=like.dtype, found=found)
     return tensor
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
-from paceline.sums import gather_words
+from paceline.collectives.control import gather_words
 from paceline.worker.world import World
 
 

@@ -1,4 +1,4 @@
-"""`paceline analyze LOG|RUN`: throughput and loss, by the log of any training or by a run."""
+"""`paceline analyze LOG|RUN`: throughput and loss, from the log of any training or from a run."""
 
 import math
 import os
@@ -13,25 +13,17 @@ from paceline.cli.flags import print_json
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.sentences import in_runs
 from paceline.observe.terminal import clean
-from paceline.view.analysis import Analysis, Analyzer
-from paceline.view.log_lines import EXAMPLES
+from paceline.view.analysis import EXAMPLES, Analysis, Analyzer
 from paceline.view.words import last_bars
-
-BARS = 60
 
 
 @dataclass(frozen=True)
 class AnalyzeConfig:
-    """Print throughput and loss from the log of any training, or from a run.
-
-    Known formats: the lines of torch's examples, progress bars, Hugging Face's Trainer, `loss=0.1` and `loss: 0.1`;
-    also of several ranks in one file (srun --label, torchrun --tee).
-    """
+    """Print throughput and loss from the log of any training, or from a run."""
 
     logs: tuple[str, ...]
-    """log files, or runs: folders, or beginnings of their names under runs/"""
+    """log files (torch's examples, progress bars, Hugging Face's Trainer, `loss=0.1`), or runs"""
     json: bool = False
     """print a JSON list with an entry per log"""
 
@@ -40,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline analyze ARGUMENTS`."""
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
-        raise UsageError("name a log or a run: paceline analyze train.log")
+        raise UsageError(code="no-log-named")
     found = [analyzed(asked) for asked in config.logs]
     if config.json:
         print_json(found)
@@ -50,56 +42,34 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def analyzed(asked: str) -> Analysis:
-    """What a log or a run says.
-
-    Raises:
-        UsageError: there is none, it cannot be read, or none of its lines is known.
-    """
+    """The values of a log or a run; UsageError if there are none."""
     analyzer = Analyzer(asked)
     try:
         if os.path.lexists(asked) and not is_folder(Path(asked)):
             analyzer.add_log(real_path(Path(asked)))
         else:
-            run_dir = _run(asked)
+            run_dir = find_run(asked)
             note_strangers(run_dir)
             analyzer.add_run(run_dir)
     except OSError as error:
-        raise UsageError(f"{asked} cannot be read: {error.strerror}") from None
-    found = analyzer.result()
-    if not found.values:
-        expected = "\n".join(f"  {example}" for example in EXAMPLES.values())
-        seen = f": {plural(found.lines, 'line')}, the first {analyzer.first!r}" if found.lines else ""
-        raise UsageError(f"{asked} has no line of a known kind{seen}. Expected are lines like\n{expected}")
+        raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None
+    if not (found := analyzer.result).values:
+        expected = "\n  ".join(EXAMPLES.values())
+        seen = f": {plural(found.lines, 'line')}, the first {found.first_line!r}" if found.lines else ""
+        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
     return found
-
-
-def _run(asked: str) -> Path:
-    try:
-        return find_run(asked)
-    except UsageError as error:
-        if os.path.lexists(asked):
-            raise
-        raise UsageError(f"there is no log file {asked!r}; and as a run: {error}") from None
 
 
 def _page(found: Analysis) -> str:
     kinds = ", ".join(f"{name} {count:,}" for name, count in found.formats.items())
-    ranks = f"; ranks {in_runs(found.ranks)}" if found.ranks else ""
-    lines = [f"{found.name}: {plural(found.lines, 'line')} ({kinds}){ranks}"]
+    lines = [f"{found.name}: {plural(found.lines, 'line')} ({kinds}); {plural(len(found.ranks), 'rank')}"]
     if not any(name.endswith(("/s", "(counted)")) for name in found.values):
-        lines.append("throughput is unknown: no line has samples/s, or a time to count with. Run the script with "
-                     "`paceline launch`, which notes the times")  # fmt: skip
-    lines += [f"{plural(count, 'loss', 'losses')} not finite{rank and f' on rank {rank}'}"
+        lines.append("no throughput: no line has samples/s. `paceline launch` records the times of lines to count with")
+    lines += [f"{rank and f'rank {rank}: '}{plural(count, 'loss', 'losses')} not finite"
               for rank, count in found.not_finite.items()]  # fmt: skip
-    return "\n".join(lines + [words for item in found.values.items() for words in _curve(*item)])
-
-
-def _curve(name: str, values: list[float]) -> list[str]:
-    """A line of numbers, and the curve in a line of text."""
-    finite = [value for value in values if math.isfinite(value)] or [math.nan]
-    words = (
-        f"{name:13} first {values[0]:.4g}, last {values[-1]:.4g}, median {median(finite):.4g}, "
-        f"lowest {min(finite):.4g}, highest {max(finite):.4g}; {plural(len(values), 'value')}"
-    )
-    bars = last_bars(values[:: max(1, len(values) // BARS)], BARS)
-    return [words, *([f"{'':13} {bars}"] if len(values) > 2 else [])]
+    for name, values in found.values.items():
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        told = f"median {median(finite):.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
+        lines.append(f"{name:13} first {values[0]:.4g}, last {values[-1]:.4g}, {told}; {plural(len(values), 'value')}")
+        lines.append(f"{'':13} {last_bars(values[:: max(1, len(values) // 60)], 60)}")
+    return "\n".join(lines)

@@ -64,10 +64,7 @@ def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
         if not queue.writes_to(slurm_job, folder):
-            raise UsageError(
-                f"Slurm job {slurm_job} is recorded as this run's, but its output goes elsewhere than {folder}: it is "
-                "another job, and left alone"
-            )
+            raise UsageError(code="slurm-job-of-another-run", slurm_job=slurm_job, folder=folder)
         queue.cancel(slurm_job, now=now)
     else:
         _stop_agent(run_dir, submission, means, now=now)
@@ -83,13 +80,13 @@ def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, n
         who = (
             f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
         )
-        raise TrainingError(f"the run cannot be told to stop from here: {who}. End it where it was started")
+        raise TrainingError(code="cannot-stop-from-here", who=who)
     told = signal_agent(run_dir, roster, submission, means.ssh)
     if now:  # a second signal ends the time to save
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
         told = signal_agent(run_dir, roster, submission, means.ssh)
     if not told:
-        raise TrainingError(f"{roster.host}, where the run's agent is, cannot be reached. Try again")
+        raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
 def _wait(run_dir: Path, means: Means) -> int:

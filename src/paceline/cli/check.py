@@ -35,11 +35,11 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
         "--max-restarts": job.max_restarts > 0,
     }
     if said := [flag for flag, is_asked in asked.items() if is_asked]:
-        raise UsageError(f"--check runs a script here, once, and tells what it saw: leave out {' and '.join(said)}")
+        raise UsageError(code="check-option", options=" and ".join(said))
     if BOOTSTRAP not in job.argv:
-        raise UsageError(f"--check sees into Python scripts only, not into {words[0]}: name the .py file, or -m MODULE")
+        raise UsageError(code="check-not-python", value=words[0])
     if job.nproc < 2:
-        raise UsageError("--check needs at least 2 ranks: use --nproc 2 or more")
+        raise UsageError(code="check-of-one-rank")
     say(
         f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each) "
         "and changes nothing else. The script's usual output files will be overwritten"

@@ -47,19 +47,19 @@ def main(arguments: Sequence[str]) -> int:
 def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
     """The checkpoints of a run, the newest last, and whether it is the caller's."""
     if not is_folder(run):
-        raise UsageError(f"there is no folder {run}")
+        raise UsageError(code="no-such-folder", folder=run)
     root = run / "checkpoints" if is_folder(run / "checkpoints") else run
     shown = note_strangers(root)
     checkpoints = Checkpoints(root, trust=shown)
     try:
         entries = checkpoints.entries()[::-1]
     except OSError as error:
-        raise UsageError(f"{checkpoints.root} cannot be read: {error.strerror}") from None
+        raise UsageError(code="checkpoints-unreadable", root=checkpoints.root, strerror=error.strerror) from None
     if len(entries) > MOST:
         print(f"of {len(entries):,} checkpoints only the newest {MOST} are checked", file=sys.stderr)
         entries = entries[-MOST:]
     if not entries:
-        raise UsageError(f"no checkpoints in {run}: was it run with --checkpoint-every?")
+        raise UsageError(code="no-checkpoints", run=run)
     return checkpoints, entries, not shown
 
 

@@ -27,10 +27,7 @@ TABLE: dict[str, tuple[str, str, tuple[str, str], dict[str, Any]]] = {
     ),
     "join": ("JoinConfig", "run", ("runs/first", "runs/first --nproc 4"), {}),
     "cancel": ("CancelConfig", "run", ("runs/first", "runs/first --now"), {}),
-    "doctor": (
-        "DoctorConfig", "task", ("mnist-cnn --nproc 2", "--on ssh --hosts n1,n2 --nproc 8"),
-        {"common": "on hosts nodes nproc device backend mesh batch-size run-dir data-dir set quick json"},
-    ),
+    "doctor": ("DoctorConfig", "", ("--nproc 2", "--on ssh --hosts n1,n2 --nproc 8"), {}),
     "status": ("StatusConfig", "run", ("runs/first", "runs/first --json"), {}),
     "runs": ("RunsConfig", "folder", ("", "/shared/runs --json"), {}),
     "watch": ("WatchConfig", "run", ("runs/first", "first"), {}),

@@ -94,7 +94,7 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
         UsageError: a mesh that has not as many places as there are processes, or that no training could have.
     """
     if AUTO in config.meshes and nproc == 1:
-        raise UsageError("--meshes auto requires --nproc 2 or more")
+        raise UsageError(code="meshes-of-one-process")
     asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
     found = [mesh for one in asked for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])]
     for mesh in found:
@@ -105,7 +105,7 @@ def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Me
             launch = replace(launch, sequence_parallel=False)
         check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in found):
-        raise UsageError("--sequence-parallel requires a tensor mesh, e.g. --meshes tensor=2")
+        raise UsageError(code="sequence-parallel-without-meshes")
     return list({str(mesh): mesh for mesh in found}.values())
 
 

@@ -6,22 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from rich.console import Console
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_positive, command_words
-from paceline.config import absolute_task, settings_given
 from paceline.doctor.report import as_json, print_checks, run_checks
-from paceline.doctor.session import PROGRAM, host_programs, in_slurm
+from paceline.doctor.session import PROGRAM, host_programs
 from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Command, labels, plain_name
+from paceline.launch.job import Command
 from paceline.launch.ssh.plan import sessions
-from paceline.mesh import mesh_of
-from paceline.tasks import check_task
 from paceline.worker.nodelist import expand_nodes
 
 
@@ -29,8 +26,6 @@ from paceline.worker.nodelist import expand_nodes
 class DoctorConfig:
     """Check that machines are fit to train on, and list the fixes. Exit code 1 if a check fails."""
 
-    task: str | None = None
-    """task to train: the report then estimates the cost of the network per step"""
     on: Literal["local", "ssh", "slurm"] = "local"
     """local: this machine. ssh: hosts over ssh. slurm: an allocation of Slurm"""
     hosts: str | None = None
@@ -41,24 +36,10 @@ class DoctorConfig:
     """Slurm: number of nodes (default: all of the allocation; 1 outside of one)"""
     nproc: int = 1
     """worker processes on each node"""
-    mesh: str | None = None
-    """device mesh, as for train: the report then lists the layers that are sharded over nodes, and the cost"""
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    """device on which steps and reductions are tried, on the GPU of each worker"""
-    backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto"
-    """backend of torch.distributed"""
     threads_per_rank: int | None = None
     """CPU threads of each worker (default: cores / workers)"""
-    batch_size: int = 64
-    """samples of a worker in each step"""
     run_dir: Path | None = None
     """folder in which runs are written (default: runs)"""
-    data_dir: Path | None = None
-    """folder of IDX files (default: the packaged MNIST)"""
-    stem: Literal["imagenet", "small"] | None = None
-    """first layers of ResNet18"""
-    set: tuple[str, ...] = ()
-    """NAME=VALUE, an argument of the task function. Repeatable"""
     python: str | None = None
     """Python on the nodes (default: the path of this Python)"""
     partition: str | None = None
@@ -70,7 +51,7 @@ class DoctorConfig:
     cpus_per_rank: int = 1
     """Slurm: CPU cores of each worker process"""
     quick: bool = False
-    """skip checks that take longer than two seconds: data, network speed, the task"""
+    """do not measure the bandwidth"""
     json: bool = False
     """print JSON"""
 
@@ -81,26 +62,17 @@ def main(arguments: Sequence[str]) -> int:
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
-    commands, workers, names = _ways(config)
+    commands, workers = _ways(config)
     wanted = Wanted(
         hosts=tuple(command.name for command in commands),
         workers=workers,
-        names=names,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
-        data_dir=str(config.data_dir.absolute()) if config.data_dir else None if ":" in (config.task or "") else "",
-        task=absolute_task(config.task or ""),
-        options={name: str(value) for name, value in _task_options(config).items()},
-        batch_size=config.batch_size,
         threads=config.threads_per_rank or 0,
-        cwd=str(Path.cwd()),
         quick=config.quick,
-        device=config.device,
-        backend=config.backend,
-        mesh=mesh_of(config.mesh, sum(workers)) if config.mesh else None,
     )
     with host_programs(commands) as opened:
         found = survey(wanted, opened)
-    checks = [*run_checks(found)]
+    checks = run_checks(found)
     if config.json:
         print(as_json(found, checks).decode())
     else:
@@ -109,35 +81,34 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(config: DoctorConfig) -> None:
-    check_positive(config, "nodes", "nproc", "threads_per_rank", "batch_size", "time", "cpus_per_rank")
+    check_positive(config, "nodes", "nproc", "threads_per_rank", "time", "cpus_per_rank")
     if config.on == "ssh" and not config.hosts:
         raise UsageError("--on ssh needs --hosts, e.g. --hosts n1,n2 or --hosts hosts.txt")
     if config.on != "ssh" and config.hosts:
         raise UsageError(f"--hosts is for --on ssh; this is --on {config.on}")
     if config.on != "slurm" and config.nodes:
         raise UsageError(f"--nodes is for --on slurm; this is --on {config.on}")
-    if config.task is not None:
-        check_task(config.task, _task_options(config))
 
 
-def _ways(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...], dict[str, str]]:
-    """How each host's program is started, how many workers each host gets, and what the others call it."""
-    python = config.python or sys.executable
+def _ways(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int, ...]]:
+    """How each host's program is started, and how many workers each host gets."""
+    program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
-        names = dict(zip(labels(hosts), map(plain_name, hosts), strict=True))
-        commands = sessions(_ssh(config), hosts, python, *PROGRAM)
-        return commands, tuple(host.slots or config.nproc for host in hosts), names
+        return sessions(_ssh(config), hosts, *program), tuple(host.slots or config.nproc for host in hosts)
     if config.on == "slurm":
-        nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
+        job, nodes = os.environ["SLURM_JOB_ID"], expand_nodes(os.environ["SLURM_JOB_NODELIST"])
         if config.nodes and config.nodes != len(nodes):
             raise UsageError(
-                f"--nodes {config.nodes} within Slurm job {os.environ['SLURM_JOB_ID']}, which has {len(nodes)} nodes: "
+                f"--nodes {config.nodes} within Slurm job {job}, which has {len(nodes)} nodes: "
                 "leave out --nodes, or start it outside of the job"
             )
-        commands = in_slurm(os.environ["SLURM_JOB_ID"], nodes, config.nproc * config.cpus_per_rank, python)
-        return commands, (config.nproc,) * len(nodes), {}
-    return (Command(os.uname().nodename, (python, *PROGRAM)),), (config.nproc,), {}
+        cores = config.nproc * config.cpus_per_rank
+        step = ("srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}",
+                "--unbuffered", "--quiet")  # fmt: skip
+        commands = tuple(Command(node, (*step, f"--nodelist={node}", *program)) for node in nodes)
+        return commands, (config.nproc,) * len(nodes)
+    return (Command(os.uname().nodename, program),), (config.nproc,)
 
 
 def _ssh(config: DoctorConfig) -> tuple[str, ...]:
@@ -163,10 +134,3 @@ def _in_allocation(config: DoctorConfig, arguments: Sequence[str]) -> NoReturn:
         os.execvp(command[0], command)  # not a child: signals are salloc's, and nothing is left when it is killed
     except OSError as error:
         raise UsageError(f"salloc cannot be started: {error.strerror}") from None
-
-
-def _task_options(config: DoctorConfig) -> dict[str, Any]:
-    if config.task is None:
-        return {}
-    options = {"data_dir": config.data_dir and config.data_dir.absolute(), "stem": config.stem}
-    return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)

@@ -44,13 +44,12 @@ def check_cluster(cluster: ClusterConfig) -> None:
     for field in dataclasses.fields(cluster):
         meant = launchers_of(field.name)
         if cluster.on not in meant and getattr(cluster, field.name) != field.default:
-            flag = "--" + field.name.replace("_", "-")
-            raise UsageError(f"{flag} requires --on {' or '.join(meant)}, this is --on {cluster.on}")
+            raise UsageError(code="option-of-another-launcher", setting=field.name, allowed=[*meant], value=cluster.on)
     if cluster.join_timeout <= 0:
-        raise UsageError(f"--join-timeout must be greater than 0 (seconds), got {cluster.join_timeout:g}")
+        raise UsageError(code="join-timeout-not-positive", value=cluster.join_timeout)
     check_positive(cluster, "cpus_per_rank")
     if cluster.cancel_on_interrupt and not cluster.follow:
-        raise UsageError("--cancel-on-interrupt requires --follow")
+        raise UsageError(code="cancel-without-follow")
 
 
 def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
@@ -62,10 +61,10 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
     check_cluster(cluster)
     hosts = parse_hosts(cluster.hosts) if cluster.hosts is not None else ()
     if cluster.on == "ssh" and not hosts:
-        raise UsageError("--on ssh needs --hosts: name[:port],name,... or a file with one `name[:port]` on each line")
+        raise UsageError(code="ssh-without-hosts")
     least, most = _nodes(cluster.nodes, hosts)
     if cluster.on == "local" and most > 1:
-        raise UsageError(f"--nodes {cluster.nodes}: this machine is one node. For several use --on ssh, slurm or print")
+        raise UsageError(code="several-nodes-here", value=cluster.nodes)
     return Job(
         argv=(),
         nproc=nproc or cluster.gpus_per_node or 1,
@@ -100,12 +99,12 @@ def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
         return max(1, len(hosts)), max(1, len(hosts))
     least, colon, most = asked.partition(":")
     if not least.isdecimal() or not (most if colon else least).isdecimal():
-        raise UsageError(f"--nodes must be a number, or MIN:MAX, got {asked!r}")
+        raise UsageError(code="nodes-not-a-number", value=asked)
     numbers = int(least), int(most if colon else least)
     if not 1 <= numbers[0] <= numbers[1]:
-        raise UsageError(f"--nodes {asked}: at least 1, and MIN no more than MAX")
+        raise UsageError(code="nodes-out-of-range", value=asked)
     if hosts and not (numbers[0] if colon else numbers[1]) <= len(hosts) <= numbers[1]:
-        raise UsageError(f"--nodes {asked} with {len(hosts)} hosts: leave out --nodes, or give as many hosts")
+        raise UsageError(code="nodes-and-hosts-differ", value=asked, count=len(hosts))
     return numbers
 
 

@@ -92,11 +92,11 @@ def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
     if kind != "huggingface":
         check_out_file("--out", out)
         if config.config is not None:
-            raise UsageError("--config is for --format huggingface")
+            raise UsageError(code="config-without-huggingface")
     elif is_file(out) or not is_folder(out.parent):
-        raise UsageError(f"--out {config.out} must be a folder, or a new one in a folder that is there")
+        raise UsageError(code="out-not-a-folder", value=config.out)
     if not config.overwrite and (is_file(out) or names(out)):
-        raise UsageError(f"{config.out} already exists. Pass --overwrite to replace it")
+        raise UsageError(code="out-exists", out=config.out)
 
 
 def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
@@ -122,13 +122,13 @@ def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         else:
             found = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if found is None:
-            raise UsageError(f"{run_dir} is not complete, and has no checkpoint that is whole: nothing to export")
+            raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.exported import of_checkpoint
 
         return of_checkpoint(*found, config.model), f"step {found[1].step} of {run_dir.name}"
     except Damaged as error:
         which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
-        raise UsageError(f"{which}{error}. `paceline checkpoint verify {run_dir}` looks at all of them") from None
+        raise UsageError(code="step-not-exported", which=which, reason=str(error), run_dir=run_dir) from None
 
 
 def _complete(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
@@ -141,5 +141,5 @@ def _complete(config: ExportConfig, run_dir: Path, name: str, sha256: str | None
         raise unknown("weights of the run", name, there or ["(it has saved none)"])
     weights = load(run_dir / name, ours=not config.trust)
     if sha256 is not None and sha256_of(weights) != sha256:
-        raise UsageError(f"{name} is damaged: its digest is not that in summary.json. --step exports a checkpoint")
+        raise UsageError(code="weights-damaged", name=name)
     return weights

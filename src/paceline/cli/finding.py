@@ -71,11 +71,11 @@ def find_run(asked: str) -> Path:
         if not asked or not found:
             raise unknown("run", asked, runs[-20:] or ["(no folder runs/ here: name the run's folder)"])
         if len(found) > 1:
-            raise UsageError(f"{asked!r} is the beginning of {len(found)} runs: {', '.join(found[-20:])}")
+            raise UsageError(code="run-ambiguous", value=asked, count=len(found), allowed=[*found[-20:]])
         path = RUNS / found[0]
     path = real_path(path)
     if not holds_run(path):
-        raise UsageError(f"{asked} is not a run folder (no {CONFIG}, no attempt-N)")
+        raise UsageError(code="not-a-run-folder", asked=asked, config=CONFIG)
     return path
 
 
@@ -87,7 +87,7 @@ def newest_run() -> Path:
     """
     found = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
     if not found:
-        raise UsageError("there is no run in runs/: name the folder of a run")
+        raise UsageError(code="no-run-here")
     newest = max(found, key=lambda path: path.stat().st_mtime_ns)
     say(f"the newest run is {newest}")
     return newest
@@ -188,10 +188,7 @@ def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, s
 
 
 def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
-    return UsageError(
-        f"pid {roster.agent_pid} on {roster.host} is recorded as the run's agent, but does not hold "
-        f"{run_dir / LOCK}: it is another process, and left alone"
-    )
+    return UsageError(code="agent-of-another-run", agent_pid=roster.agent_pid, host=roster.host, lock=run_dir / LOCK)
 
 
 def _holds(pid: int, run_dir: Path) -> bool:

@@ -27,7 +27,7 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, int) and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            raise UsageError(code="below-one", setting=name, value=value)
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
@@ -41,7 +41,7 @@ def whole_numbers(flag: str, text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if numbers[0] < 1:
-        raise UsageError(f"{flag} must be whole numbers from 1 on, separated by commas, like 1,2,4; got {text!r}")
+        raise UsageError(code="not-whole-numbers", setting=flag, value=text)
     return numbers
 
 
@@ -56,7 +56,7 @@ def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
         if name not in choices:
             raise unknown(kind, name, choices)
     if not names:
-        raise UsageError(f"name at least one {kind}: {', '.join(choices)}")
+        raise UsageError(code="nothing-named", kind=kind, allowed=[*choices])
     return names
 
 
@@ -69,9 +69,9 @@ def command_words(flag: str, text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"{flag} {text!r} is no command: {error}") from None
+        raise UsageError(code="not-a-command", setting=flag, value=text, reason=str(error)) from None
     if not words:
-        raise UsageError(f"{flag} must be a command, e.g. {flag} ssh")
+        raise UsageError(code="empty-command", setting=flag)
     return words
 
 
@@ -95,7 +95,7 @@ def usable_gpus(device: str) -> int | None:
     """
     gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
     if device == "cuda" and gpus == 0:
-        raise UsageError("--device cuda: this machine has no NVIDIA GPU, and none of AMD's. Use --device cpu")
+        raise UsageError(code="no-cuda")
     return gpus
 
 
@@ -107,7 +107,7 @@ def nproc_auto(device: str) -> int:
     """
     gpus = usable_gpus(device)
     if gpus is None:
-        raise UsageError("--nproc auto: the GPUs of this machine cannot be counted without torch: give their number")
+        raise UsageError(code="gpus-uncountable")
     return gpus or usable_cores()
 
 
@@ -120,8 +120,7 @@ def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") 
     """
     if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
-            f"{asked} needs {nproc} GPUs, this machine has {gpus}. Use {plural(gpus, 'process', 'processes')}, let "
-            "several share a GPU (--backend gloo), or use --device cpu"
+            code="too-few-gpus", asked=asked, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
         )
 
 
@@ -132,9 +131,9 @@ def check_out_file(flag: str, path: Path | None) -> None:
         UsageError: says what is in the way.
     """
     if path and path.is_dir():
-        raise UsageError(f"{flag} {path} is a folder: name a file in it")
+        raise UsageError(code="out-is-a-folder", setting=flag, value=path)
     if path and not path.absolute().parent.is_dir():
-        raise UsageError(f"{flag} {path}: the folder {path.absolute().parent} does not exist")
+        raise UsageError(code="out-folder-missing", setting=flag, value=path, folder=path.absolute().parent)
 
 
 def out_path(flag: str, path: Path) -> Path:
@@ -145,7 +144,7 @@ def out_path(flag: str, path: Path) -> Path:
     """
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # /dev/null would be a file from then on
-        raise UsageError(f"{flag} {path} is no plain file: name one")
+        raise UsageError(code="out-not-a-file", setting=flag, value=path)
     return real_path(path.parent) / path.name
 
 

@@ -69,7 +69,7 @@ def _report(run_dir: Path, means: Means) -> HangReport:
     """
     state = standing(run_dir, means).state
     if not attempts(run_dir):
-        raise UsageError(f"{run_dir} has not been started yet: see paceline status {run_dir}")
+        raise UsageError(code="not-started", run_dir=run_dir)
     may_ask = means != NOTHING  # a question is a file, and we write into no run of others
     told = ask_agent(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
@@ -110,7 +110,7 @@ def ask_agent(attempt: Path) -> VerdictRecord | None:
     try:
         os.close(writing.create(question))
     except OSError as error:
-        raise UsageError(f"the run cannot be asked: {question}: {error.strerror}") from error
+        raise UsageError(code="run-cannot-be-asked", question=question, strerror=error.strerror) from error
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
         while not (answer / VERDICT).is_file():

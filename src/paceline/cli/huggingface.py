@@ -17,7 +17,7 @@ from paceline.tasks import TASKS, check_task, load_task
 try:
     import transformers
 except ImportError:
-    raise UsageError("--format huggingface needs transformers: pip install transformers") from None
+    raise UsageError(code="no-transformers") from None
 
 
 def model_of(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
@@ -28,16 +28,16 @@ def model_of(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
     """
     if folder is not None:
         if not is_file(folder / "config.json"):
-            raise UsageError(f"--config {folder}: there is no config.json in it")
+            raise UsageError(code="no-hf-config", folder=folder)
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         kind: Any = getattr(transformers, next(iter(config.architectures or []), ""), None)
         if kind is None:
-            raise UsageError(f"--config {folder}: its config.json names no class of transformers under architectures")
+            raise UsageError(code="no-hf-class", folder=folder)
         return kind(config)
     settings, advice = load(run_dir / CONFIG, ours=not trust), "name the folder of its config.json: --config FOLDER"
     task, options = str(settings.task), task_options(settings)
     if task not in TASKS and ":" not in task:
-        raise UsageError(f"{run_dir} is a session of {task}, which does not say what its model is: {advice}")
+        raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)
     check_task(task, options)
     found: dict[str, Any] = {}
     for name, module in load_task(task, options).make_model().named_modules():
@@ -45,7 +45,7 @@ def model_of(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
         if isinstance(module, transformers.PreTrainedModel) and not inner:
             found[name] = module
     if len(found) != 1:
-        raise UsageError(f"the model of {task} holds {len(found)} Hugging Face models, not one; {advice}")
+        raise UsageError(code="several-hf-models", task=task, count=len(found), advice=advice)
     return next(iter(found.values()))
 
 
@@ -62,13 +62,13 @@ def save_pretrained(model: Any, out: Path, weights: Mapping[str, Tensor]) -> dic
     if len(starts) != 1:
         kind = type(model).__name__
         if starts:
-            raise UsageError(f"The weights contain {len(starts)} copies of a {kind} ({one}, ...), not one")
-        raise UsageError(f"The weights do not contain a {kind}: {one}, ... not found")
+            raise UsageError(code="several-hf-copies", count=len(starts), kind=kind, one=one)
+        raise UsageError(code="no-hf-model-in-weights", kind=kind, one=one)
     own = {name.removeprefix(starts[0]): tensor for name, tensor in weights.items() if name.startswith(starts[0])}
     try:
         model.load_state_dict(own, assign=True)
     except RuntimeError as error:
-        raise UsageError(f"the weights do not fit: {error}") from None
+        raise UsageError(code="hf-weights-do-not-fit", reason=str(error)) from None
     model.tie_weights()
     transformers.utils.logging.disable_progress_bar()
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
             why = "was not started with --nodes MIN:MAX, or is only just starting"
         else:
             why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
-        raise UsageError(f"{run} takes no hosts: it {why}") from None
+        raise UsageError(code="run-takes-no-hosts", run=run, why=why) from None
     except Unreadable as error:
-        raise UsageError(f"{error}. Was the run started by another version of paceline?") from None
+        raise UsageError(code="invitation-unreadable", reason=str(error)) from None
     words = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
     os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.agent", *words])

@@ -135,13 +135,12 @@ def _hand_over(typed: Typed, *, dry_run: bool) -> int:
 
 def _check_script(script: ScriptConfig) -> None:
     check_positive(script, "nproc", "threads_per_rank")
-    wrong = {
-        "--port must be 0..65535": not 0 <= script.port <= 65535,
-        "--max-restarts must be 0 or more": script.max_restarts < 0,
-        "--stop-grace must be greater than 0": not script.stop_grace > 0,
-    }
-    if said := [words for words, is_wrong in wrong.items() if is_wrong]:
-        raise UsageError("; ".join(said))
+    if not 0 <= script.port <= 65535:
+        raise UsageError(code="port-out-of-range", value=script.port)
+    if script.max_restarts < 0:
+        raise UsageError(code="negative", setting="max_restarts", value=script.max_restarts)
+    if not script.stop_grace > 0:
+        raise UsageError(code="not-positive", setting="stop_grace", value=script.stop_grace)
 
 
 def _check_collectives(options: LaunchScript, job: Job) -> None:
@@ -152,7 +151,7 @@ def _check_collectives(options: LaunchScript, job: Job) -> None:
         f"{job.argv[0]} runs as it is; name the .py file itself": BOOTSTRAP not in job.argv,
     }
     if options.script.collectives == "shared" and (why := [words for words, true in impossible.items() if true]):
-        raise UsageError(f"--collectives shared: {'; '.join(why)}. Choose from: torch, shared")
+        raise UsageError(code="collectives-not-shared", why="; ".join(why))
 
 
 def _stdin_rank(text: str, job: Job) -> int:
@@ -164,20 +163,16 @@ def _stdin_rank(text: str, job: Job) -> int:
     if text == "all":
         return -1
     if not text.isdecimal() or int(text) >= job.nproc * job.nodes:
-        raise UsageError(f"--stdin must be all or a rank, 0..{job.nproc * job.nodes - 1}, got {text!r}")
+        raise UsageError(code="stdin-not-a-rank", last=job.nproc * job.nodes - 1, value=text)
     if job.nodes > 1 or job.hosts or job.detached:
-        raise UsageError(f"--stdin {text}: standard input goes to ranks of this machine alone, as long as we wait here")
+        raise UsageError(code="stdin-elsewhere", value=text)
     return int(text)
 
 
 def _check_no_rank(env: Mapping[str, str]) -> None:
     """Refuse to start a run from each rank of another one."""
     if launched(env):
-        raise UsageError(
-            f"this process is rank {env.get('RANK')} of {env.get('WORLD_SIZE')} already (RANK and WORLD_SIZE, or "
-            "Slurm's or mpirun's words for it, are set): each rank would start a run of its own. Type this outside, or "
-            "start the script itself there"
-        )
+        raise UsageError(code="launch-within-launcher", rank=env.get("RANK"), world_size=env.get("WORLD_SIZE"))
 
 
 def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
@@ -185,9 +180,9 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
     nproc = script.nproc
     if isinstance(nproc, str):
         if cluster.on != "local":
-            raise UsageError(f"--nproc {nproc} counts this machine, not those of --on {cluster.on}: give a number")
+            raise UsageError(code="nproc-of-this-machine", value=nproc, launcher=cluster.on)
         if nproc == "gpu" and usable_gpus("auto") == 0:
-            raise UsageError("--nproc gpu: this machine has no GPU. Use --nproc cpu, or give a number")
+            raise UsageError(code="no-gpu-to-count")
         nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
     where = placed_job(cluster, nproc)
     return replace(

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
         what = "holds no config.toml" if is_folder(run_dir) else "is no folder"
-        raise UsageError(f"{config.run} {what}: name a run folder, as `paceline train` makes and names at its end")
+        raise UsageError(code="ledger-no-run", run=config.run, what=what)
     trained = load(settings, ours=False)  # only its numbers are used, for a plan; nothing that it names is run
     check_values(trained)
 

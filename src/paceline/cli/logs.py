@@ -72,13 +72,10 @@ def main(arguments: Sequence[str]) -> int:
     run_dir, means = existing_run(config)
     logs = _logs(run_dir, asked)
     if not logs and not config.follow:
-        raise UsageError(_nothing(run_dir, config, asked))
+        raise _nothing(run_dir, config, asked)
     found = RankLogs(logs)
     if found.without_times and asked.wanted.since is not None:
-        raise UsageError(
-            f"--since: when the lines of {named(found.without_times)} were written is not known: an older paceline ran "
-            "it, or Slurm wrote the file. Leave out --since; --lines shows the last ones"
-        )
+        raise UsageError(code="since-unknown-times", ranks=named(found.without_times))
     try:
         _print_all(found, asked)
         if config.follow:
@@ -92,17 +89,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _understood(config: LogsConfig) -> _Asked:
     if config.follow and config.attempt is not None:
-        raise UsageError("--follow shows the last start as it goes on: leave out --attempt")
+        raise UsageError(code="follow-with-attempt")
     if config.lines is not None and config.lines < 0:
-        raise UsageError(f"--lines must be 0 or more, got {config.lines}")
+        raise UsageError(code="lines-negative", value=config.lines)
     pattern = None
     if config.grep is not None:
         try:
             pattern = re.compile(config.grep)
         except (re.error, OverflowError, RecursionError) as error:
-            raise UsageError(
-                f"--grep {config.grep!r}: invalid regular expression: {error}. Escape special characters with \\"
-            ) from None
+            raise UsageError(code="grep-invalid", value=config.grep, reason=str(error)) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
     wanted = LinesWanted(last if config.lines is None else config.lines, since, pattern)
@@ -116,7 +111,7 @@ def _ranks(text: str) -> tuple[range, ...]:
     for word in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", word)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise UsageError(f"--rank must be all, a rank, or several like 0,2,5-7; got {text!r}")
+            raise UsageError(code="logs-rank", value=text)
         found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(found)
 
@@ -130,10 +125,7 @@ def _since(text: str, now: float) -> float:
             today = datetime.combine(datetime.fromtimestamp(now).date(), clock)
             return (today if today.timestamp() <= now else today - timedelta(days=1)).timestamp()
         return datetime.fromisoformat(text).timestamp()
-    raise UsageError(
-        f"--since {text!r} is no time. Write how long ago (90s, 10m, 2h, 1d), a time of day (13:05) or a date "
-        "(2026-01-31, 2026-01-31T13:05)"
-    )
+    raise UsageError(code="since-not-a-time", value=text)
 
 
 def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
@@ -149,16 +141,16 @@ def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
     return {rank: path for rank, path in found.items() if asked.has(rank) and is_file(path)}
 
 
-def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> str:
+def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> UsageError:
     numbers = [path.name.removeprefix("attempt-") for path in attempts(run_dir)]
     if asked.attempt is not None and str(asked.attempt) not in numbers:
-        return f"the run has no start {asked.attempt}. Choose from: {', '.join(numbers) or '(none yet)'}"
+        return UsageError(code="no-such-attempt", value=asked.attempt, allowed=numbers or ["(none yet)"])
     if not numbers:
-        return f"{run_dir} has not been started yet: see paceline status {run_dir}"
+        return UsageError(code="not-started", run_dir=run_dir)
     folder = run_dir / f"attempt-{asked.attempt or numbers[-1]}"
     there = in_runs(map(str, rank_logs(folder))) or "(none)"
     whose = "any rank" if config.rank == "all" else f"rank {config.rank}"
-    return f"there is no output of {whose} in {folder}. Choose from: {there}"
+    return UsageError(code="no-output", value=whose, folder=folder, allowed=there)
 
 
 def _print_all(found: RankLogs, asked: _Asked) -> None:

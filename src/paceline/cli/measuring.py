@@ -61,10 +61,7 @@ def check_measuring(how: Measuring) -> None:
     """
     check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < LOOKED_AT:
-        raise UsageError(
-            f"--warmup must be at least {LOOKED_AT}, got {how.warmup}: these steps differ from those after them, and "
-            "memory is measured in them"
-        )
+        raise UsageError(code="warmup-too-short", least=LOOKED_AT, value=how.warmup)
     check_out_file("--out", how.out)
 
 

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     ssh = command_words("--ssh", config.ssh)
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
     if (config.hosts and not hosts) or any(host.startswith("-") for host in hosts):
-        raise UsageError(f"--hosts must be names separated by commas, like n1,n2; got {config.hosts!r}")
+        raise UsageError(code="hosts-not-names", value=config.hosts)
     monitor = None if hosts else Monitor()
 
     def look() -> list[MachineNow]:

@@ -161,7 +161,7 @@ class _Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file, flush=True)  # `main` handles a closed pipe
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}. See {self.prog} --help")
+        raise UsageError(code="wrong-command-line", prog=self.prog, message=message)
 
 
 @dataclass(frozen=True)
@@ -252,11 +252,11 @@ class CommandLine:
             names = [name for one in options for name in one.names]
             raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
         if left:
-            raise UsageError(f"{self.prog}: unexpected argument {left[0]!r}. See {self.prog} --help")
+            raise UsageError(code="unexpected-argument", prog=self.prog, value=left[0])
         given = {dest: value for dest, value in vars(found).items() if value is not None}
         for one in options:  # argparse's `required` would report this before an unknown option
             if one.default is MISSING and one.dest not in given:
-                raise UsageError(f"{self.prog} needs {one.shown}: {one.text}. See {self.prog} --help")
+                raise UsageError(code="missing-argument", prog=self.prog, value=one.shown, about=one.text)
         return given
 
 
@@ -265,7 +265,7 @@ def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
     ours = [one for one, others in FAMILIAR.items() if name[2:].lower() in others.split() and one.split()[0] in names]
     near = ours or difflib.get_close_matches(name, names, n=1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    return UsageError(f"{prog} has no {name}.{meant} See {prog} --help-all")
+    return UsageError(code="unknown-option", prog=prog, value=name, meant=meant)
 
 
 def paragraphs(kind: type) -> list[str]:

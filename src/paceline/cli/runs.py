@@ -55,9 +55,9 @@ def runs_in(folder: Path) -> list[RunState]:
         UsageError: if there is no such folder, or it is itself a run's.
     """
     if not is_folder(folder):
-        raise UsageError(f"there is no folder {folder}: name the one that your runs are in, `paceline runs FOLDER`")
+        raise UsageError(code="no-folder-of-runs", folder=folder)
     if holds_run(folder):
-        raise UsageError(f"{folder} is a run, not a folder of runs: `paceline status {folder}` shows it")
+        raise UsageError(code="run-not-folder-of-runs", folder=folder)
     found = [run for name in folders(folder) if (run := _found(folder / name)) is not None]
     return sorted(found, key=lambda run: (-run.unix_time, run.run_dir))
 

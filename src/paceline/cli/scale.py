@@ -149,10 +149,7 @@ def _copy(config: ScaleConfig) -> Mesh:
     """
     mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
     if named := [name for name in OF_BATCH if name in mesh.sizes]:
-        raise UsageError(
-            f"--mesh {config.mesh}: how a copy of the model is shared, not how many there are. Leave out {named[0]}; "
-            "--ranks says how many processes are measured"
-        )
+        raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
     return mesh
 
 
@@ -161,9 +158,9 @@ def _copies(config: ScaleConfig, copy: Mesh) -> list[int]:
     asked = [ranks for ranks in whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1]
     if odd := [ranks for ranks in asked if ranks % copy.size]:
         raise UsageError(
-            f"--ranks {config.ranks}: {odd[0]} processes are no whole number of copies of a model that {copy.size} "
-            f"share (--mesh {config.mesh}). Use --ranks {copy.size},{2 * copy.size}"
-        )
+            code="ranks-no-whole-copies", value=config.ranks, processes=odd[0], size=copy.size, mesh=config.mesh,
+            twice=2 * copy.size,
+        )  # fmt: skip
     return sorted({1, *(ranks // copy.size for ranks in asked)})
 
 
@@ -185,25 +182,24 @@ def points_to_measure(ranks: Sequence[int], weak: int | None, strong: int | None
 
 def _check(config: ScaleConfig) -> None:
     if (config.task is None) == (config.runs is None):
-        raise UsageError("give either a task to measure, or with --runs the folders of runs that have ended")
+        raise UsageError(code="scale-task-or-runs")
     copy, how = _copy(config), config.how
     if config.mesh and config.runs:
-        raise UsageError("--mesh is for a task that is measured; of --runs each has its own")
+        raise UsageError(code="mesh-with-runs")
     ranks = _copies(config, copy)
     check_positive(config, "batch_size")
     check_measuring(how)
     if how.steps < FEWEST_STEPS:
-        raise UsageError(f"--steps must be at least {FEWEST_STEPS}, got {how.steps}: fewer say nothing")
+        raise UsageError(code="too-few-steps", least=FEWEST_STEPS, value=how.steps)
     if ranks[-1] == 1:
         more = f"one copy of the model with: name a larger number, like {2 * copy.size}"
         more = more if copy.size > 1 else "one rank with: name a larger number, like 1,2"
-        raise UsageError(f"--ranks {config.ranks} has nothing to compare {more}")
+        raise UsageError(code="nothing-to-compare", value=config.ranks, more=more)
     if LADDER[config.strategy].one_process:
         raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*ranks) > LARGEST_SHARE * ranks[-1]:
         raise UsageError(
-            f"--ranks {config.ranks}: strong scaling needs a batch that all of them divide, and that would be "
-            f"{math.lcm(*ranks)} x {config.batch_size} samples. Use --mode weak, or numbers such as 1,2,4"
+            code="ranks-do-not-divide", value=config.ranks, common=math.lcm(*ranks), batch_size=config.batch_size
         )
 
 

@@ -79,19 +79,19 @@ class Typed:
         """
         if self.elsewhere:
             if mine := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
-                raise UsageError(f"--on {self.given['--on']} starts all nodes: leave out {' and '.join(mine)}")
+                raise UsageError(code="nodes-started-twice", launcher=self.given["--on"], options=" and ".join(mine))
             return False
         text = self.value("--nnodes") or "1"
         if not re.fullmatch(r"\d+(:\d+)?", text) or not 1 <= int(text.split(":")[0]) <= int(text.split(":")[-1]):
-            raise UsageError(f"{self.said('--nnodes')} must be a number from 1 on, or MIN:MAX, got {text!r}")
+            raise UsageError(code="nnodes-not-a-number", setting=self.said("--nnodes"), value=text)
         several = int(text.split(":")[-1]) > 1
         if several and self.value("--standalone") is not None:
             if "--nnodes" in self.torchrun and "--standalone" in self.torchrun:
-                raise UsageError(f"--standalone is this machine alone, --nnodes {text} is not: leave one of them out")
+                raise UsageError(code="standalone-with-nodes", value=text)
             several = "--nnodes" in self.torchrun
         if not several and self.value("--node-rank") not in (None, "0"):
             where = f"{self.said('--node-rank')} {self.value('--node-rank')}"
-            raise UsageError(f"{where}, but there is one node, number 0. Give --nnodes, or leave it out")
+            raise UsageError(code="node-rank-alone", where=where)
         return several or self.value("--virtual-local-rank") is not None
 
 
@@ -119,11 +119,11 @@ def read_words(arguments: Sequence[str], environ: Mapping[str, str], ours: Mappi
             raise unknown_option("paceline launch", name, [*ours, *TORCHRUN])
         takes = ours[name] if mine else name not in FLAGS
         if has_value and not takes:
-            raise UsageError(f"{name} takes no value, got {word!r}")
+            raise UsageError(code="option-takes-no-value", setting=name, value=word)
         after = [words.pop(0)] if takes and not has_value and words else []
         (given if mine else theirs)[name] = value or (after[0] if after else "")
         if takes and not (has_value or after) and not mine:
-            raise UsageError(f"{name} needs a value")
+            raise UsageError(code="option-needs-a-value", setting=name)
         own += [word, *after] if mine else []
     script = words[1:] if words[:1] == ["--"] else words
     return Typed(tuple(own), given, theirs, _variables(environ), tuple(script))
@@ -147,7 +147,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     for name in TORCHRUN:
         value = "" if name in NO_VARIABLE else environ.get(_variable(name), "")
         if name in FLAGS and value and not value.isdecimal():
-            raise UsageError(f"{_variable(name)} must be 0 or 1, got {value!r}")
+            raise UsageError(code="variable-not-0-or-1", option=_variable(name), value=value)
         if value and (name not in FLAGS or int(value)):
             found[name] = "" if name in FLAGS else value
     return found
@@ -161,15 +161,13 @@ def script_words(typed: Typed) -> tuple[str, ...]:
     """
     module = typed.value("--module") is not None
     if not typed.script:
-        raise UsageError("what is to be launched? paceline launch [OPTIONS] SCRIPT [ARGUMENTS]")
+        raise UsageError(code="no-script")
     if not module:
         return typed.script
     if typed.value("--no-python") is not None:
-        raise UsageError("-m and --no-python cannot be combined")
+        raise UsageError(code="module-with-no-python")
     if not re.fullmatch(r"[\w.]+", typed.script[0]):
-        raise UsageError(
-            f"-m needs a module's name, got {typed.script[0]!r}. To load an environment module: --module=NAME"
-        )
+        raise UsageError(code="not-a-module", value=typed.script[0])
     return ("-m", *typed.script)
 
 
@@ -185,8 +183,9 @@ def our_words(typed: Typed) -> list[str]:
             found.append(f"{ours}={value}")
         elif name in typed.torchrun and value != typed.given[ours]:
             raise UsageError(
-                f"Conflicting options: {ours} {typed.given[ours]} and {name} {typed.torchrun[name]}. Keep one"
-            )
+                code="conflicting-options", ours=ours, our_value=typed.given[ours], name=name,
+                value=typed.torchrun[name],
+            )  # fmt: skip
     return found
 
 
@@ -200,7 +199,7 @@ def _translated(typed: Typed) -> Iterator[tuple[str, str, str]]:
         words = {"--nproc-per-node": ("auto", "cpu", "gpu"), "--local-ranks-filter": ("0",)}.get(name, ())
         if name != "--nnodes" and not value.isdecimal() and value not in words:
             choices = ", ".join(("a number", *words))
-            raise UsageError(f"{typed.said(name)} must be {choices}, got {value!r}")
+            raise UsageError(code="torchrun-choice", setting=typed.said(name), choices=choices, value=value)
         yield name, "rank 0" if name == "--local-ranks-filter" else value, ours
 
 
@@ -242,10 +241,7 @@ def torchrun_command(typed: Typed, python: str) -> tuple[tuple[str, ...], dict[s
         elif ours in OF_WATCHOVER:
             guard.append(f"{ours}={value}")
         elif ours != "--dry-run":
-            raise UsageError(
-                f"{ours} has no effect where torchrun starts the nodes. Leave it out; or have paceline start them: "
-                "--on ssh --hosts n1,n2, --on slurm"
-            )
+            raise UsageError(code="no-effect-under-torchrun", setting=ours)
     options = [f"{name}={value}" if value else name for name, value in theirs.items()]
     # --end: as ours does, it ends a run that hangs
     through = () if typed.value("--no-python") is not None else ("-m", "paceline", "watchover", "--end", *guard)

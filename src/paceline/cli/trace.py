@@ -41,15 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     folder, out = find_run(config.run), out_path("--out", config.out)
     note_strangers(folder)
     if os.path.lexists(out) and not config.overwrite:
-        raise UsageError(f"{config.out} already exists. Pass --overwrite to replace it, or another -o FILE")
+        raise UsageError(code="trace-exists", out=config.out)
     run = whole_run(folder)
     found = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: of a large run they are millions
     if not any(one.startswith(b'{"ph":"X"') for one in found):
-        raise UsageError(f"{config.run} has no steps yet: there is nothing to trace")
+        raise UsageError(code="nothing-to-trace", run=config.run)
     try:
         writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(found) + b"]}\n")
     except OSError as error:
-        raise UsageError(f"{config.out} cannot be written: {error.strerror}") from None
+        raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
     for words in run.missing:
         print(f"left out: {words}")
     print(clean(f"{len(found):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))

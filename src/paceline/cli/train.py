@@ -23,7 +23,7 @@ from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import real_path
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
@@ -37,7 +37,6 @@ from paceline.worker.imports import TRAINING, import_all
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    check_values(config)
     if os.environ.get("RANK", "0") == "0":
         for line in untested_torch():
             say(line)
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config = replace(config, launch=replace(config.launch, nproc=nproc))
     if nproc is None and config.cluster != ClusterConfig():
-        raise UsageError("--detach, --env, --module, --activate and --python require --nproc N")
+        raise UsageError(code="option-needs-nproc")
     if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
         say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
@@ -74,21 +73,18 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     """On other machines, or later: those check what only they know."""
     on, size = config.cluster.on, workers(job)
     if config.launch.nproc == "auto":
-        raise UsageError(f"--nproc auto counts this machine, not those of --on {on}: give a number for each of them")
+        raise UsageError(code="train-nproc-of-this-machine", launcher=on)
     if config.checkpoint.rehearse_preemption is not None:
-        raise UsageError("--rehearse-preemption requires --on local and cannot be combined with --detach")
+        raise UsageError(code="rehearsal-elsewhere")
     if config.launch.min_nproc is not None and on != "local":
-        raise UsageError("--min-nproc requires --on local. For whole machines use --nodes MIN:MAX")
+        raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
         cores = config.cluster.cpus_per_rank or GPU_CORES
         job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc, cpus_per_rank=cores))
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
-        raise UsageError(
-            f"--nodes {config.cluster.nodes} goes on from the newest checkpoint when a machine is lost: say how often "
-            "one is written, --checkpoint-every STEPS"
-        )
+        raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
     return show_plan(config, job) if config.cluster.dry_run else launch_elsewhere(config, job, size)
 
 
@@ -96,7 +92,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     """The configuration that flags give, over that of `--config FILE`, over the defaults.
 
     Raises:
-        UsageError: if the file is wrong. A wrong flag ends the process with exit code 2, as every parser does.
+        UsageError: if the file or a value is wrong.
     """
     line = command_line("train")
     try:
@@ -111,7 +107,15 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
-    return built(TrainConfig, given, default)
+    config = built(TrainConfig, given, default)
+    try:
+        check_values(config)
+    except UsageError as error:
+        typed = {dest.rpartition(".")[2] for dest in given}
+        error.write = lambda name, value: (flag if not path or name in typed else configuration.key)(name, value)
+        error.before = f"{path}: " if path and error.setting not in typed else ""
+        raise
+    return config
 
 
 def _resumed_config(given: Mapping[str, Any]) -> Path | None:
@@ -130,18 +134,14 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
     if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
-                f"--on {config.cluster.on} within a launcher: this process is rank {env.get('RANK')} of "
-                f"{env.get('WORLD_SIZE')} already (RANK and WORLD_SIZE, or Slurm's or mpirun's words for it, are set). "
-                "Leave out --on and --dry-run, or type the command outside"
-            )
+                code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
+                world_size=env.get("WORLD_SIZE"),
+            )  # fmt: skip
         if config.cluster.nodes and isinstance(asked, int):
             check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), asked)
         local_size = env.get("LOCAL_WORLD_SIZE", "1")
         if str(asked) not in ("None", "auto", local_size):
-            raise UsageError(
-                f"--nproc {asked} within a launcher that started {local_size} processes on this node: "
-                "leave out --nproc, the launcher has decided"
-            )
+            raise UsageError(code="nproc-within-launcher", value=asked, local_size=local_size)
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 

@@ -32,27 +32,18 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     begins = config.checkpoint.resume == "no" or config.checkpoint.fresh
     if begins and (path := config.model.init_from) is not None:
         if not path.exists():
-            raise UsageError(f"--init-from {path}: there is no such file or folder")
+            raise UsageError(code="init-from-not-found", path=path)
         if path.is_dir():
             check_is_run(real_path(path), trust=config.run.trust)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
-        raise UsageError(
-            f"--strategy {config.strategy} gives the same bits at every world size; --batchnorm sync adds up its "
-            "statistics over processes and cannot. Use --batchnorm local (statistics of each virtual rank)"
-        )
+        raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
     if config.strategy and LADDER[config.strategy].one_process and mesh.replicas > 1:
-        raise UsageError(
-            f"strategy {config.strategy} is single-process, but --nproc is {nproc}. "
-            f"For several processes use {', '.join(FOR_SEVERAL)}."
-        )
+        raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*FOR_SEVERAL])
     if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
-        raise UsageError(f"{why}. Upgrade torch or use --strategy zero")
+        raise UsageError(code="torch-too-old", why=why)
     if mesh.replicas > shape.virtual_ranks:
         who = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
-        raise UsageError(
-            f"{who} are more than --virtual-ranks {shape.virtual_ranks}: some would have nothing to do. "
-            f"Use {shape.virtual_ranks} processes or fewer (--nproc times --nodes)"
-        )
+        raise UsageError(code="processes-without-work", who=who, virtual_ranks=shape.virtual_ranks)
 
 
 def check_guard(config: TrainConfig) -> Windows:
@@ -64,10 +55,7 @@ def check_guard(config: TrainConfig) -> Windows:
     windows = Windows.parse(config.guard.stall_after)
     agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
     if windows.seconds is not None and not agent:
-        raise UsageError(
-            f"--stall-after {config.guard.stall_after} requires --nproc (1 is enough): hangs are detected by the agent "
-            "that starts the workers. Under torchrun or srun use `paceline watchover`"
-        )
+        raise UsageError(code="stall-after-without-agent", value=config.guard.stall_after)
     return windows
 
 
@@ -75,13 +63,13 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     c, launch = config.checkpoint, config.launch
     allowed = allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:
-        raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with (or a new one, to begin)")
+        raise UsageError(code="resume-without-run-dir")
     if c.resume == "no" and (c.fresh or allowed):
-        raise UsageError(f"{'--fresh' if c.fresh else '--allow-change'} requires --resume auto")
+        raise UsageError(code="option-needs-resume", setting="--fresh" if c.fresh else "--allow-change")
     if launch.min_nproc is not None and launch.min_nproc > nproc:
-        raise UsageError(f"--min-nproc {launch.min_nproc} is more than --nproc {nproc}")
+        raise UsageError(code="min-nproc-too-large", value=launch.min_nproc, nproc=nproc)
     if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:
-        raise UsageError("--max-restarts and --min-nproc need --nproc: workers are restarted by their agent")
+        raise UsageError(code="restarts-need-nproc")
     if c.resume == "auto" and not c.fresh:
         _check_resumable(config, nproc)
 

@@ -83,9 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):
         what = "--bitwise" if config.bitwise else f"{config.task}, a loop of your own"
-        raise UsageError(f"--mesh is not for {what}: parts of a model are added up in another order than the whole")
+        raise UsageError(code="verify-mesh", what=what)
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
-        raise UsageError("--sequence-parallel is for layers that ranks share: --mesh tensor=2, say")
+        raise UsageError(code="verify-sequence-parallel")
     chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
     strategies = chosen_names("strategy", chosen, LADDER)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     if is_loop(config.task):
         return _verify_loop(config, ranks, strategies if config.strategies else [""], words)
     if words:
-        raise UsageError(f"-- {' '.join(words)}: {config.task} is a task, and only a loop of your own takes words")
+        raise UsageError(code="verify-arguments-of-task", arguments=" ".join(words), task=config.task)
     spec = Spec(
         task=config.task,
         options=options,
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     if config.bitwise:
         if {*strategies} - {*EXACT}:
-            raise UsageError(f"--bitwise is for the strategies that promise it: {', '.join(EXACT)}; got {chosen}")
+            raise UsageError(code="verify-bitwise", allowed=[*EXACT], value=chosen)
         return _verify(spec, ranks, BitsReport, print_bits, config.json)
     return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
 
@@ -127,7 +127,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
     usual = VerifyConfig(config.task)
     if given := [name for name in for_tasks if getattr(config, name) != getattr(usual, name)]:
-        raise UsageError(f"--{given[0].replace('_', '-')} is for tasks, and {config.task} is a loop of your own")
+        raise UsageError(code="verify-option-of-task", setting=given[0].replace("_", "-"), task=config.task)
     most = max(ranks)
     own = [LoopCase(most, exact=False, strategy=name) for name in strategies]
     cases = [LoopCase(1, exact=False, plain=True), *own, LoopCase(most, exact=True, strategy="exact")]

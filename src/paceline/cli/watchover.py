@@ -39,12 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     config: WatchoverConfig = command_line("watchover").parse(own)
     windows = Windows.parse(config.stall_after)
     if not words:
-        raise UsageError("which script? torchrun --nproc-per-node 4 -m paceline watchover [OPTIONS] SCRIPT [ARGUMENTS]")
+        raise UsageError(code="watchover-no-script")
     command = worker_command(words)
     if BOOTSTRAP not in command:
-        raise UsageError(f"watchover does not see into {words[0]}: name the .py file itself, or -m and its module")
+        raise UsageError(code="watchover-not-python", value=words[0])
     if WorkerBirth.here() is not None:
-        raise UsageError("this rank is `paceline launch`'s, which watches over it already: leave out watchover")
+        raise UsageError(code="watchover-of-paceline")
     if not launched(os.environ):
         say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
@@ -70,7 +70,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
         UsageError: the launcher has not said where this rank is; the folder cannot be used.
     """
     if missing := [name for name in COUNTS if not env.get(name, "").isdecimal()]:
-        raise UsageError(f"the launcher has not set {', '.join(missing)}: each rank needs {', '.join(COUNTS)}")
+        raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*COUNTS])
     rank, size, _, local_size = (int(env[name]) for name in COUNTS)  # local rank 0's: it starts the agent
     run_dir = attempt_dir = ""
     if config.run_dir is not None and rank == 0:

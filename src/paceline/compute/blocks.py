@@ -54,7 +54,7 @@ def cut_into_blocks(
     from torch.distributed.fsdp import fully_shard
 
     if why := lacks_torch("fsdp"):
-        raise UsageError(f"{why}. Upgrade torch or use --strategy zero")
+        raise UsageError(code="torch-too-old", why=why)
     blocks = blocks_of(model, rule, flag=flag)
     check_types(model, blocks)
     for parameter in model.parameters():
@@ -96,10 +96,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
             if MIXED not in str(error):
                 raise
             raise UsageError(
-                "a parameter of a block was used outside of the block's forward, where it is cut over ranks. The "
-                f"blocks are {first_few(names, MAX_NAMED)}. Either the forward of one of them was not called, or its "
-                f"parameter was used in another method or module. Name other blocks, by name or class, with {flag}; "
-                "what is in no block can be used anywhere in the model's forward. Or use strategy 'zero'."
+                code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
     subclassed(model, __call__=call)
@@ -162,15 +159,12 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
     """
     found = _by_default(model) if rule is None else matching(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in found.values()):
-        raise UsageError(f"{flag} {rule}: {', '.join(found)} have no parameters, so there is nothing to be cut")
+        raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(found))
     found = {name: block for name, block in found.items() if _has_parameters(block)}
     for name in [*found]:
         shared = _used_outside(model, name)
         if shared and rule is not None:
-            raise UsageError(
-                f"{flag} {rule}: {name} shares the parameter {shared} with a module outside it, so it cannot be "
-                "gathered by itself. Leave it out, or name a module that holds both."
-            )
+            raise UsageError(code="block-shares-parameter", setting=flag, rule=rule, name=name, shared=shared)
         if shared:
             del found[name]
     return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
@@ -188,10 +182,7 @@ def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     for owner, kinds in types.items():
         if len(kinds) > 1:
             told = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
-            raise UsageError(
-                f"the parameters of {owner or 'the model outside its blocks'} are of several types ({told}), but those "
-                "of a block travel as one. Put them into blocks of their own, or use another strategy."
-            )
+            raise UsageError(code="block-of-several-types", block=owner or "the model outside its blocks", told=told)
 
 
 def _by_default(model: nn.Module) -> dict[str, nn.Module]:

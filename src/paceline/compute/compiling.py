@@ -35,7 +35,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     """
     why = lacks_compiler(device)
     if why:
-        raise UsageError(f"--compile: {why}")
+        raise UsageError(code="compile-not-possible", why=why)
     _keep_results_private()
     # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
     around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
@@ -61,7 +61,7 @@ def _keep_results_private() -> None:
     try:
         make_folder(folder, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--compile: {folder} cannot be made: {error.strerror}. Set TORCHINDUCTOR_CACHE_DIR") from None
+        raise UsageError(code="compile-no-folder", folder=folder, strerror=error.strerror) from None
     check_ours(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
@@ -92,7 +92,4 @@ def _told() -> Generator[None]:
         dynamo = sys.modules.get("torch._dynamo.exc")
         if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
             raise
-        raise TrainingError(
-            f"torch cannot compile this model: {str(error).strip()[-MAX_WORDS_CHARS:]}\nLeave out --compile, or mark "
-            "what cannot be compiled with @torch.compiler.disable"
-        ) from error
+        raise TrainingError(code="compile-failed", reason=str(error).strip()[-MAX_WORDS_CHARS:]) from error

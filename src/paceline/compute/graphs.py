@@ -34,10 +34,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
             does not compute what the model computes, or a model that cannot be recorded.
     """
     if device.type != "cuda":
-        raise UsageError(
-            "--cuda-graphs records the work of a GPU, and this run computes on the CPU. Leave it out, or use "
-            "--device cuda"
-        )
+        raise UsageError(code="cuda-graphs-on-cpu")
     graphs: dict[Any, Call] = {}
     # torch warns of nodes of another stream that are still alive: a recording keeps those of its own, and is compared
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
@@ -47,14 +44,12 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
         if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode() or _plain.get():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
-            raise TrainingError("--cuda-graphs needs a model whose inputs are tensors: leave it out")
+            raise TrainingError(code="cuda-graphs-inputs")
         key = (tuple((a.shape, a.dtype) for a in args), tuple(b.data_ptr() for b in model.buffers()))
         if key not in graphs:
             if len(graphs) == MAX_GRAPHS:
                 raise TrainingError(
-                    f"--cuda-graphs: this model has had inputs of {MAX_GRAPHS} kinds (the newest: "
-                    f"{', '.join(str(tuple(a.shape)) for a in args)}), and each needs a recording of its own. Leave it "
-                    "out, make the shapes alike (--tail drop, padding), or start one process for each virtual rank"
+                    code="cuda-graphs-too-many", most=MAX_GRAPHS, shapes=", ".join(str(tuple(a.shape)) for a in args)
                 )
             graphs[key] = _recorded(model, forward, args)
         return graphs[key](*args)
@@ -115,14 +110,11 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
         found = gradients(replay)
         as_before()
     except RuntimeError as error:
-        raise TrainingError(
-            f"--cuda-graphs: this model cannot be recorded ({str(error).splitlines()[0]}). What waits for the GPU "
-            "(.item(), printing, shapes that depend on values) cannot be in it. Leave --cuda-graphs out"
-        ) from error
+        raise TrainingError(code="cuda-graphs-unrecordable", reason=str(error).splitlines()[0]) from error
     finally:
         recorder.capturing.clear()
     if len(found) != len(wanted) or not all(_close(a, b) for a, b in zip(found, wanted, strict=True)):
-        raise TrainingError("--cuda-graphs: the recording does not compute what the model computes. Leave it out")
+        raise TrainingError(code="cuda-graphs-differ")
     return replay
 
 

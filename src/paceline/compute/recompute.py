@@ -32,7 +32,7 @@ def recompute(model: nn.Module, rule: str) -> list[str]:
     Raises:
         UsageError: a pattern matches nothing.
     """
-    found = matching(model, rule, flag="--checkpoint-activations")
+    found = matching(model, rule, flag="checkpoint_activations")
     for module in model.modules():
         # of Hugging Face
         if hasattr(module, "get_input_embeddings") and "use_cache" in signature(module.forward).parameters:
@@ -78,10 +78,7 @@ def _watching(name: str, large: Buffers) -> Generator[None]:
     yield
     for (owner, leaf, buffer), version in zip(large, versions, strict=True):
         if getattr(owner, leaf) is not buffer or buffer._version != version:  # pyright: ignore[reportPrivateUsage]
-            raise UsageError(
-                f"{name} cannot be computed again in backward: its forward changes the buffer {leaf} of "
-                f"{buffer.nbytes >> 20} MiB, which is too large to be kept. Leave it out of --checkpoint-activations."
-            )
+            raise UsageError(code="recompute-large-buffer", name=name, leaf=leaf, mib=buffer.nbytes >> 20)
 
 
 @contextmanager

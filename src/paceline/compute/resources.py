@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.errors import plural
+from paceline.errors import Write, flag, plural
 from paceline.host.cgroup import usable_cores
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
@@ -55,17 +55,17 @@ def share(seats: Sequence[Seat], rank: int) -> int:
     return max(1, mine.limit // len(sharing))
 
 
-def complaints(seats: Sequence[Seat], *, may_idle: bool = False) -> list[str]:
+def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = flag) -> list[str]:
     """One line for each kind of host that has more threads than cores, or (a GPU's may) leaves most of them idle."""
     told: dict[str, list[str]] = {}
     for host in dict.fromkeys(seat.host for seat in seats):
-        words = _complaint([seat for seat in seats if seat.host == host], may_idle)
+        words = _complaint([seat for seat in seats if seat.host == host], may_idle, write)
         if words:
             told.setdefault(words, []).append(host)
     return [f"{_named(hosts)}: {words}" for words, hosts in told.items()]
 
 
-def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
+def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
     granted = min(
         len({core for seat in seats for core in seat.cores}),
         sum({seat.cores: seat.limit for seat in seats}.values()),
@@ -76,14 +76,14 @@ def _complaint(seats: Sequence[Seat], may_idle: bool) -> str:
     have = f"{plural(ranks, 'rank')} x {most} on {plural(granted, 'core')}"
     if threads > granted:
         if ranks > granted:
-            rest = "" if threads == ranks else " and --threads-per-rank 1"
+            rest = "" if threads == ranks else f" and {write('threads_per_rank', 1)}"
             return f"{have}: the ranks take turns. Faster: {plural(granted, 'process', 'processes')}{rest}"
         if crowded := _crowded(seats):
             ranks, cores = crowded
             return f"{have}: {ranks} of them are bound to {plural(cores, 'core')} and take turns. Bind them apart"
-        return f"{have}: more threads than cores make every rank slower. Use --threads-per-rank {each}"
+        return f"{have}: more threads than cores make every rank slower. Use {write('threads_per_rank', each)}"
     if 2 * threads < granted and not may_idle:
-        return f"{have}: {granted - threads} cores are idle. Use --threads-per-rank {each}"
+        return f"{have}: {granted - threads} cores are idle. Use {write('threads_per_rank', each)}"
     return ""
 
 

@@ -32,7 +32,7 @@ def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
         if not found:
             names = [f"{name} ({type(module).__name__})" for name, module in there.items()]
             shown = first_few(names, MAX_SHOWN) or "none but the model itself"
-            raise UsageError(f"{flag} {rule}: no module matches {pattern!r}. There are: {shown}")
+            raise UsageError(code="no-such-module", setting=flag, rule=rule, pattern=pattern, shown=shown)
         chosen |= found
     outer = [name for name in there if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)]
     return {name: there[name] for name in outer}
@@ -49,7 +49,7 @@ def around_forward(module: nn.Module, around: Around) -> None:
     """
     kind = type(module)
     if isinstance(module, ScriptModule) or "forward" in vars(module):
-        raise UsageError(f"the forward of {kind.__name__} cannot be changed: it is a script, or its instance's own")
+        raise UsageError(code="forward-cannot-change", kind=kind.__name__)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(partial(kind.forward, self), args, kwargs)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -44,6 +45,8 @@ class Failure(msgspec.Struct, frozen=True):
     traceback: str  # empty where the message says it all
     victim: bool
     monotonic_seconds: float  # when it was caught, on the host's CLOCK_MONOTONIC: comparable on one host only
+    code: str = ""  # with the fields, of an error of paceline's
+    fields: dict[str, Any] = {}
 
 
 def speaks_of_lost_peer(text: str) -> bool:

@@ -39,7 +39,7 @@ ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begi
     "torch/utils/data/": Activity.LOADS,
     "torch/autograd/": Activity.UNKNOWN,
     "torch/_tensor.py": Activity.UNKNOWN,
-    "paceline/sums/": Activity.WAITS,
+    "paceline/collectives/": Activity.WAITS,
     "paceline/worker/": Activity.GUARD,
     "paceline/worker/world.py": Activity.OTHER,
     "paceline/worker/meeting.py": Activity.MEETS,

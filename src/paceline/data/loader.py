@@ -272,7 +272,7 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
         item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}" if lost else ""
         number = f" number {lost.number % SLOTS_OF_A_LOADER}" if lost else ""
         raise TrainingError(
-            f"rank {rank} lost a process that loads data:{number} (pid {found[1]}){item}. {found[0].strip()}"
+            code="loader-process-lost", rank=rank, number=number, pid=int(found[1]), item=item, reason=found[0].strip()
         ) from error
 
 
@@ -289,8 +289,5 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
         return batch, batch
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:
         kind = type(batch).__name__ + (f" of length {len(batch)}" if isinstance(batch, Sequence) else "")
-        raise UsageError(
-            f"the dataset must give (input, target) pairs, or dicts; a batch of it is a {kind}. Either part of a pair "
-            "may be a tensor, or a tuple or dict of tensors: return ((a, b), target) rather than (a, b, target)."
-        )
+        raise UsageError(code="not-pairs", kind=kind)
     return batch[0], batch[1]

@@ -53,12 +53,9 @@ class BatchPlan:
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch", "virtual_ranks", "accumulation"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(code="less-than-one", name=name, value=getattr(self, name))
         if self.steps_per_epoch == 0:
-            raise UsageError(
-                f"tail 'drop' leaves nothing: {self.num_samples} samples make no whole global batch of "
-                f"{self.global_batch}. Use a smaller batch, or tail 'keep'."
-            )
+            raise UsageError(code="no-whole-batch", samples=self.num_samples, global_batch=self.global_batch)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -162,10 +159,7 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
         UsageError: with more ranks than virtual ranks, since some would have nothing to do.
     """
     if world_size > virtual_ranks:
-        raise UsageError(
-            f"{world_size} ranks cannot share {virtual_ranks} virtual ranks: the world size may be at most "
-            f"{virtual_ranks}. Start fewer processes, or define the run for more (--virtual-ranks {world_size})."
-        )
+        raise UsageError(code="more-ranks-than-virtual-ranks", world_size=world_size, virtual_ranks=virtual_ranks)
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 

@@ -38,27 +38,20 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
     if not num_workers:
         return
     if sys.platform == "linux" and not Path(SHARED_MEMORY).is_dir():
-        raise UsageError(
-            f"there is no {SHARED_MEMORY}, by which loader processes hand over batches. Mount a tmpfs there, or take "
-            "--num-workers 0"
-        )
+        raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY)
     found = [*tensors(batch)]
     held = AHEAD * num_workers + 1
     needed_bytes = sum(t.nbytes for t in found) * room.largest_batch // samples * held * local_ranks
     free_bytes = _free_bytes()
     if free_bytes is not None and free_bytes < needed_bytes:
         raise UsageError(
-            f"{SHARED_MEMORY} has {_mib(free_bytes)} free, and {num_workers} loader processes for each of "
-            f"{local_ranks} ranks keep up to {_mib(needed_bytes)} of batches there. Make it larger "
-            "(Docker: --shm-size=1g), delete what lies in it, or take fewer --num-workers or a smaller --batch-size"
-        )
+            code="shared-memory-too-small", folder=SHARED_MEMORY, free=_mib(free_bytes), num_workers=num_workers,
+            local_ranks=local_ranks, needed=_mib(needed_bytes),
+        )  # fmt: skip
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed_files = len(found) * held + OTHER_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
-        raise UsageError(
-            f"a process may open {files} files here (ulimit -n), and {num_workers} loader processes hand over up to "
-            f"{needed_files} at a time. Raise the limit, or take fewer --num-workers"
-        )
+        raise UsageError(code="too-few-open-files", files=files, num_workers=num_workers, needed_files=needed_files)
 
 
 def _free_bytes() -> int | None:

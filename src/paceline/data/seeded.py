@@ -67,8 +67,7 @@ class SeededBatches(SeededSamples):
         size = batch_size(batch) if whole else len(found)
         if size not in (None, len(indices)):
             raise UsageError(
-                f"{type(self._dataset).__name__}.__getitems__ was asked for {len(indices)} samples and gave {size}. It "
-                "must return a list of samples, which are collated, or a tuple (inputs, targets) of whole batches"
+                code="wrong-number-of-items", dataset=type(self._dataset).__name__, asked=len(indices), size=size
             )
         return WholeBatch(batch) if whole else batch
 

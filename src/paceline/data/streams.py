@@ -65,15 +65,9 @@ def part_of(stream: Any, number: int, parts: int) -> Any:
     """
     kind, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
-        raise UsageError(
-            f"s.loader(stream, split=True): a {kind} has no num_shards and shard(num_shards, index). Without "
-            "split=True every rank reads the whole stream and keeps its own samples"
-        )
+        raise UsageError(code="stream-without-shards", kind=kind)
     if shards < parts:
-        raise UsageError(
-            f"s.loader(stream, split=True): the {kind} has {shards} shards, and each of {parts} virtual ranks needs "
-            "one. Make more shards, take fewer virtual ranks, or leave split=True away: every rank then reads all of it"
-        )
+        raise UsageError(code="too-few-shards", kind=kind, shards=shards, parts=parts)
     return stream.shard(num_shards=parts, index=number)
 
 

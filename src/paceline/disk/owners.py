@@ -101,10 +101,7 @@ def check_ours(folder: Path) -> None:
         UsageError: says who, and what to do.
     """
     if whose := other_writers(folder) or _left_there(folder):
-        raise UsageError(
-            f"{whose}: another user could change this run and make paceline act as you. Run as its owner, use another "
-            "folder, or pass --trust"
-        )
+        raise UsageError(code="run-of-others", whose=whose)
 
 
 def note_strangers(folder: Path) -> bool:

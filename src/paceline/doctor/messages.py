@@ -7,42 +7,28 @@ from typing import Literal
 
 import msgspec
 
-MAX_LINE_BYTES = 1 << 20
+from paceline.host.facts import Facts
 
-Reason = Literal["ok", "refused", "filtered", "no route", "name unknown", "stranger", "failed"]
-"""how an attempt to connect ended; filtered: no answer in time; stranger: somebody answered, but not the one meant"""
+MAX_LINE_BYTES = 1 << 20
 
 
 class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The base of what may be asked."""
+    """The base of all requests."""
 
 
-class AskFacts(_Request, frozen=True):
-    """Answer: Facts."""
+class Examine(_Request, frozen=True):
+    """Gather the facts, and listen for peers that know `token`. Answer: Examined."""
+
+    token: str
+    folder: str
 
 
 class AskTime(_Request, frozen=True):
     """Answer: Time."""
 
 
-class Resolve(_Request, frozen=True):
-    """Look these names up. Answer: Resolved."""
-
-    names: tuple[str, ...]
-
-
-class Listen(_Request, frozen=True):
-    """Listen on a free port, at all addresses, until the end, for whoever knows `token`. Answer: Listening."""
-
-    token: str
-
-
-class FreePort(_Request, frozen=True):
-    """Find a port that is free now. Answer: Listening."""
-
-
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where another host listens: its name or address, port and token."""
+    """Address, port and token of a host that listens."""
 
     address: str
     port: int
@@ -50,142 +36,64 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connect(_Request, frozen=True):
-    """Connect to all of these at once. Answer: Connected."""
+    """Connect to all targets in parallel, each for `seconds` at most. Answer: Connected.
+
+    Then send to each for `measure_seconds`, to measure its throughput.
+    """
 
     targets: tuple[Target, ...]
     seconds: float
-
-
-class MeasureLink(_Request, frozen=True):
-    """Round trips to a target, then as many bytes as go through in `seconds`. Answer: LinkSpeed."""
-
-    target: Target
-    seconds: float
+    measure_seconds: float = 0.0
 
 
 class Probe(_Request, frozen=True):
-    """Write, look for or remove a small file named after the token, in the folder or nearest parent. Answer: Done."""
+    """Write, read or remove a small file named after the token, in the folder or its nearest parent. Answer: Done."""
 
     act: Literal["write", "read", "remove"]
     folder: str
     token: str
 
 
-class AskDisk(_Request, frozen=True):
-    """Room where the folder is, or will be. Answer: Disk."""
-
-    folder: str
+Request = Examine | AskTime | Connect | Probe
 
 
-class HashData(_Request, frozen=True):
-    """Sizes and hashes of the IDX files in a folder; empty: the packaged ones. Answer: Files."""
+class Examined(msgspec.Struct, frozen=True):
+    """The facts, the port at which the host listens, and the disk of the run folder or its nearest parent."""
 
-    folder: str
-
-
-class Rehearse(_Request, frozen=True):
-    """Start ranks that train a few steps of a task and add up its gradients. Answer: Rehearsed, from rank 0's host."""
-
-    first_rank: int
-    workers: int
-    world_size: int
-    address: str
+    facts: Facts
     port: int
-    interface: str
-    threads: int
-    task: str
-    options: dict[str, str]
-    batch_size: int
-    cwd: str
-    seconds: float
-    device: str = "cpu"
-    backend: str = "auto"
-    along_tensor: int = 1  # ranks that are to share each layer
-
-
-Request = (
-    AskFacts | AskTime | Resolve | Listen | FreePort | Connect | MeasureLink | Probe | AskDisk | HashData | Rehearse
-)  # fmt: skip
+    disk_path: str
+    disk_free: int  # bytes
+    disk_size: int  # bytes
 
 
 class Time(msgspec.Struct, frozen=True):
-    """The clock on the wall."""
+    """The wall clock."""
 
     wall_seconds: float
 
 
-class Resolved(msgspec.Struct, frozen=True):
-    """The addresses of each name; none: unknown."""
+class Link(msgspec.Struct, frozen=True):
+    """Why a connection failed, or the shortest round trip, and the throughput if it was measured."""
 
-    names: dict[str, tuple[str, ...]]
-
-
-class Listening(msgspec.Struct, frozen=True):
-    """The port."""
-
-    port: int
-
-
-class Connected(msgspec.Struct, frozen=True):
-    """How each attempt ended, in the order of the targets."""
-
-    reasons: tuple[Reason, ...]
-
-
-class LinkSpeed(msgspec.Struct, frozen=True):
-    """Shortest round trip, and what went through."""
-
-    reason: Reason
+    error: str = ""
     round_trip_seconds: float = 0.0
     bytes_per_second: float = 0.0
 
 
+class Connected(msgspec.Struct, frozen=True):
+    """A link for each target, in their order."""
+
+    links: tuple[Link, ...]
+
+
 class Done(msgspec.Struct, frozen=True):
-    """Whether it went well, else why not."""
+    """The error; empty if there was none."""
 
-    ok: bool
-    why: str = ""
-
-
-class Disk(msgspec.Struct, frozen=True):
-    """Free and total bytes at `path`, which exists; `why` there is no answer otherwise."""
-
-    path: str
-    free: int
-    total: int
-    why: str = ""
-
-
-class File(msgspec.Struct, frozen=True):
-    """One data file."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-class Files(msgspec.Struct, frozen=True):
-    """The data files of a folder; `why` they could not be read otherwise."""
-
-    files: tuple[File, ...]
-    why: str = ""
-
-
-class Rehearsed(msgspec.Struct, frozen=True):
-    """What rank 0 measured; `why` there is nothing otherwise."""
-
-    parameters: int = 0
-    gradient_bytes: int = 0
-    step_seconds: float = 0.0
-    reduce_seconds: float = 0.0
-    bytes_per_second: float = 0.0  # gradient_bytes / reduce_seconds
-    device: str = "cpu"  # of rank 0, with its name
-    step_seconds_of: tuple[float, ...] = ()  # each rank
-    tensor_bytes: int = 0  # of a step, that layers shared along tensor would hand to sums over ranks
-    why: str = ""
+    error: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """The answer to what could not be understood or done."""
+    """The answer to a request that is invalid or failed."""
 
     refused: str

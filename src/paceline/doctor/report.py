@@ -1,99 +1,109 @@
-"""Runs all checks and reports them: a line for each, with how to fix what is wrong; or the same as JSON."""
+"""The report of `paceline doctor`: a line per check, with the fix of each finding; or the same as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from paceline.doctor import checks, checks_network
-from paceline.doctor.check import Check, checked, duration, rate
-from paceline.doctor.messages import LinkSpeed
-from paceline.doctor.survey import Survey, usable_addresses
+from paceline.doctor.rules import findings, hosts_of, rate
+from paceline.doctor.survey import Survey
 from paceline.errors import plural
 from paceline.guard.sentences import printable
+from paceline.host.compare import Finding
+from paceline.host.facts import Facts
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
-def run_checks(survey: Survey) -> Iterator[Check]:
-    """All checks of the survey, in the order in which they are reported."""
+class Check(msgspec.Struct, frozen=True):
+    """One question: `summary` is the answer if all is well, `findings` what is wrong."""
+
+    verdict: str  # error, warning, ok, or - if it could not be answered
+    name: str
+    summary: str
+    findings: tuple[Finding, ...] = ()
+
+
+def run_checks(survey: Survey) -> list[Check]:
+    """All checks of the survey, in the order of the report."""
+    found = findings(survey)
     several = len(survey.wanted.hosts) > 1
-    yield checks.logins(survey)
-    if not survey.facts:
-        return
-    yield checks.software(survey)
-    yield checks.resources(survey)
-    if survey.wanted.mesh:
-        yield checks.mesh_layout(survey)
-    if any(one.gpus for one in survey.facts.values()):
-        yield checked("gpus", checks.cards(survey), checks.gpus(survey))
-    if several:
-        right = "each host's name means that host, on all of them"
-        yield checked("names", right, checks_network.host_names(survey))
-        ways = f"all {len(survey.reach)} ways between {len(survey.facts)} hosts are open"
-        yield checked("network", ways, checks_network.pairs(survey))
-        yield checks_network.interfaces(survey)
-        yield checks.clocks(survey)
-        yield Check("strangers", checks.STRANGERS)
-    writable = f"{survey.wanted.run_dir} can be written to{', and all hosts see it' if several else ''}"
-    yield checked("run folder", writable, checks.run_folder(survey))
-    yield checks.disk_room(survey)
+    checks: list[Check] = []
+    for name, (needs_several, summarise) in SUMMARIES.items():
+        summary = summarise(survey) if survey.hosts or name == "hosts" else ""
+        wrong = tuple(found.get(name, ()))
+        if (several or not needs_several) and (summary or wrong):
+            verdict = wrong[0].severity if wrong else "-" if summary.startswith("not ") else "ok"
+            checks.append(Check(verdict, name, summary, wrong))
+    return checks
+
+
+def bandwidth(survey: Survey) -> tuple[float, float]:
+    """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
+    trips = [[one.round_trip_seconds for one in links.values() if not one.error] for links in survey.reach.values()]
+    slowest = min((one.bytes_per_second for one in survey.links.values()), default=0.0)
+    return slowest, max((min(trip) for trip in trips if trip), default=0.0)
+
+
+def _versions(facts: Facts) -> str:
+    return f"Python {facts.python}, " + ", ".join(f"{name} {version}" for name, version in facts.packages.items())
+
+
+def _ports(survey: Survey) -> str:
+    met = [f"{host.name} {one.address} ({one.interface})" for host in hosts_of(survey) if (one := host.usable())]
+    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(met)}"
+
+
+def _bandwidth(survey: Survey) -> str:
     if survey.wanted.quick:
-        return
-    yield checks.data(survey)
-    if several:
-        yield checks_network.link_speeds(survey)
-    yield checks.gradients(survey)
+        return ""
+    slowest, round_trip = bandwidth(survey)
+    told = f"{rate(slowest)} on the slowest of {len(survey.links)} links, round trip {1e3 * round_trip:.2g} ms"
+    return told if survey.links else "not measured: no connection is open"
+
+
+SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
+    # check: whether it needs several hosts, and its answer if all is well
+    "hosts": (False, lambda s: f"answered: {', '.join(s.hosts) or 'none'}"),
+    "software": (False, lambda s: _versions(next(iter(s.hosts.values())).facts)),
+    "resources": (False, lambda s: "; ".join(sorted({
+        f"{plural(h.workers, 'worker')} x {plural(h.threads, 'thread')} on {plural(h.facts.cores, 'core')}"
+        for h in hosts_of(s)}))),
+    "gpus": (False, lambda s: "; ".join(f"{host.name}: {len(host.facts.gpus)} x {host.facts.gpus[0].name}"
+                                        for host in hosts_of(s) if host.facts.gpus)),
+    "names": (True, lambda _: "each host's name means that host, on all of them"),
+    "ports": (True, _ports),
+    "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
+    "run folder": (False, lambda s: f"{s.wanted.run_dir} can be written to; seen by {', '.join(s.folder)}"),
+    "disk": (False, lambda s: f"at least {min(one.disk_free for one in s.hosts.values()) / 1e9:.3g} GB free"),
+    "bandwidth": (True, _bandwidth),
+}  # fmt: skip
 
 
 def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
-    """For people."""
+    """Print a line per check, and the number of errors and warnings."""
     for check in checks:
-        verdict = check.verdict
-        line = Text.assemble(
-            (f"{verdict:8}", STYLES[verdict]), f"{check.name:12}", "" if check.findings else check.summary
-        )
+        summary = "" if check.findings else check.summary
+        line = Text.assemble((f"{check.verdict:8}", STYLES[check.verdict]), f"{check.name:12}", summary)
         for number, finding in enumerate(check.findings):
-            if number:
-                line.append(f"\n{'':20}")
+            line.append(f"\n{'':20}" if number else "")
             line.append(f"{finding.host}: {printable(finding.what)}\n{'':20}-> {printable(finding.remedy)}")
         console.print(line, soft_wrap=True)
-    if len(survey.links) > 2:
-        console.print(_table(survey), soft_wrap=True)
     counts = [sum(f.severity == kind for check in checks for f in check.findings) for kind in ("error", "warning")]
     console.print(f"{plural(counts[0], 'error')}, {plural(counts[1], 'warning')}, {survey.seconds:.1f} s")
 
 
 def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
-    """For programs: the checks with their verdicts and findings, and the measured numbers behind them."""
-    chosen = usable_addresses(survey.facts, survey.reach)
+    """The checks with their verdicts and findings, and the facts and numbers behind them."""
     found: dict[str, Any] = {
         "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
-        "checks": [{"verdict": check.verdict, **msgspec.to_builtins(check)} for check in checks],
-        "interfaces": chosen,
+        "checks": checks,
         "seconds": survey.seconds,
         "clock_offset_seconds": survey.clock_offsets,
-        "reach": [{"from": a, "to": b, "addresses": found} for (a, b), found in survey.reach.items()],
-        "links": [{"from": a, "to": b, **msgspec.to_builtins(one)} for (a, b), one in survey.links.items()],
-        "rehearsal": survey.rehearsed,
-        "facts": survey.facts,
+        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.reach.items()],
+        "bandwidth": dict(zip(("bytes_per_second", "round_trip_seconds"), bandwidth(survey), strict=True)),
+        "facts": {name: one.facts for name, one in survey.hosts.items()},
     }
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
-
-
-def _table(survey: Survey) -> str:
-    hosts = [host for host in survey.wanted.hosts if host in survey.facts]
-    rows = [["from \\ to", *hosts]]
-    for source in hosts:
-        rows.append([source, *(_cell(survey.links.get((source, target))) for target in hosts)])
-    wide = 2 + max(len(cell) for row in rows for cell in row)
-    lines = ["".join(cell.ljust(wide) for cell in row).rstrip() for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(link: LinkSpeed | None) -> str:
-    if link is None or link.reason != "ok":
-        return "-"
-    return f"{rate(link.bytes_per_second)} {duration(link.round_trip_seconds)}"

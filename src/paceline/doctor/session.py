@@ -1,7 +1,7 @@
-"""Doctor's end of the program on each host: how it is started, asked and ended, and why it cannot be reached."""
+"""Doctor's end of the program on each host: starts it, asks it, ends it, and reports why a host does not answer."""
 
 import os
-import selectors
+import select
 import subprocess
 import tempfile
 import time
@@ -11,93 +11,76 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.doctor.messages import MAX_LINE_BYTES, Refused, Request
+from paceline.doctor.messages import MAX_LINE_BYTES, Request
 from paceline.launch.job import Command
 from paceline.launch.ssh.announcements import why_no_agent
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.doctor.host")
-MAX_NOISE_LINES = 1000  # of a login shell's start-up files, before our first line
-MAX_WORDS_BYTES = 1 << 16  # of its error output, the last of them
+MAX_NOISE_LINES = 1000  # of a login shell's start-up files, before the first answer
+MAX_STDERR_BYTES = 1 << 16  # the last of them are read
 END_SECONDS = 2.0
 
 
-def in_slurm(job_id: str, nodes: Sequence[str], cores: int, python: str) -> tuple[Command, ...]:
-    """As one step on each node of an allocation, beside whatever runs there, on so many cores."""
-    options = ("--overlap", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}", "--unbuffered", "--quiet")
-    return tuple(
-        Command(node, ("srun", f"--jobid={job_id}", f"--nodelist={node}", *options, python, *PROGRAM)) for node in nodes
-    )
-
-
 class HostProgram:
-    """A host's program and the pipes to it. Once `lost` says why, it answers nothing more."""
+    """A host's program and the pipes to it. Once `lost` has the reason, it answers nothing more."""
 
     def __init__(self, command: Command) -> None:
         self.name = command.name
-        self._argv = command.argv
-        self._answered = False
         self.lost = ""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would fill; closed in `end`
-        self._buffer = b""
-        self._noise = 0
+        self._argv = command.argv
+        self._answered, self._buffer, self._noise = False, b"", 0
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that is not read would fill; closed in `end`
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                command.argv,
-                env={**os.environ, **command.env},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                start_new_session=True,  # Ctrl-C is ours alone; closing stdin ends the rest
-            )
+            self._process = subprocess.Popen(
+                command.argv, env={**os.environ, **command.env},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+                start_new_session=True,  # Ctrl-C is for this process only; closing stdin ends the others
+            )  # fmt: skip
         except OSError as error:
-            self._process, self.lost = None, f"{command.argv[0]} cannot be started: {error.strerror}"
+            self.lost = f"{command.argv[0]} cannot be started: {error.strerror}"
 
     def send(self, request: Request) -> None:
         """Ask; `read` has the answer."""
-        if self._process is None or self.lost:
+        if self.lost or self._process is None:
             return
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            self.lost = self._why(self._code())
+            self.lost = self._why(ended=True)
 
     def read(self, kind: type[T], deadline: float) -> T | None:
-        """The answer to what was sent; None if it was refused, or the host is lost.
-
-        One that has not answered by `deadline`, on time.monotonic()'s clock, is lost.
-        """
-        while (line := self._line(deadline)) is not None:
+        """The answer to what was sent; None if the host is lost, or has not answered by `deadline`."""
+        while self._await_line(deadline):
+            line, _, self._buffer = self._buffer.partition(b"\n")
             if line.startswith(b"{"):
                 self._answered = True
                 with suppress(msgspec.MsgspecError):
                     return msgspec.json.decode(line, type=kind)
-                self.lost = f"answers {_refusal(line)}"
-                return None
+                self.lost = f"answers {line[:1000].decode(errors='replace')}"
             self._noise += 1
             if self._noise > MAX_NOISE_LINES:
                 self.lost = f"writes other things than answers: {line[:80].decode(errors='replace')!r}"
         return None
 
-    def _line(self, deadline: float) -> bytes | None:
-        if self._process is None or self.lost:
-            return None
+    def _await_line(self, deadline: float) -> bool:
+        """Whether there is a line; the host is lost otherwise."""
+        if self.lost or self._process is None:
+            return False
         assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self.lost = self._why(None)
-                    return None
-                more = os.read(self._process.stdout.fileno(), 1 << 16)
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        while b"\n" not in self._buffer and not self.lost:
+            if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+                self.lost = self._why(ended=False)
+            elif not (more := os.read(self._process.stdout.fileno(), 1 << 16)) or len(self._buffer) > MAX_LINE_BYTES:
+                self.lost = self._why(ended=True)
+            else:
                 self._buffer += more
-                if not more or len(self._buffer) > MAX_LINE_BYTES:
-                    self.lost = self._why(self._code())
-                    return None
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        return not self.lost
 
     def end(self) -> None:
         """Close its stdin, which ends it there; leave nothing here."""
@@ -113,17 +96,13 @@ class HostProgram:
             self._process.stdout.close()
         self._errors.close()
 
-    def _code(self) -> int | None:
-        """Its exit code; None if it has only stopped writing."""
-        assert self._process is not None
-        try:
-            return self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _why(self, code: int | None) -> str:
-        """Why there is no answer: what ssh says where no login was possible, else the program's last words."""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MAX_WORDS_BYTES))
+    def _why(self, *, ended: bool) -> str:
+        """Why there is no answer: what ssh prints if no login was possible, else the end of the program's stderr."""
+        code = None
+        if ended and self._process is not None:
+            with suppress(subprocess.TimeoutExpired):  # it may only have stopped writing
+                code = self._process.wait(1.0)
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - MAX_STDERR_BYTES))
         words = self._errors.read()
         if "--" in self._argv and not self._answered:
             return why_no_agent(self._argv, code, words)
@@ -132,15 +111,9 @@ class HostProgram:
         return f"{how}: {last}" if last else how
 
 
-def _refusal(line: bytes) -> str:
-    with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(line, type=Refused).refused
-    return line[:200].decode(errors="replace")
-
-
 @contextmanager
 def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
-    """All started at once; inside they can be asked, and none is left after."""
+    """Start all in parallel, and end them after the block."""
     opened: list[HostProgram] = []
     try:
         opened.extend(HostProgram(command) for command in commands)
@@ -153,9 +126,9 @@ def host_programs(commands: Sequence[Command]) -> Generator[list[HostProgram]]:
 def ask_hosts(
     programs: Sequence[HostProgram], requests: Mapping[str, Request], kind: type[T], seconds: float
 ) -> dict[str, T]:
-    """Ask several hosts at the same time, for `seconds` in all: the answers, of this `kind`, by host.
+    """The answers of several hosts, by host, asked in parallel for `seconds` in total.
 
-    A host without a request is not asked; the program of one that gave no answer says why not.
+    A host without a request is not asked. The program of a host that gave no answer has the reason.
     """
     asked = [program for program in programs if program.name in requests]
     deadline = time.monotonic() + seconds

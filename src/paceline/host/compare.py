@@ -1,13 +1,16 @@
-"""Whether machines fit together, and each its share of a run: from facts to findings. Pure."""
+"""Whether machines fit together, and each its workers: tables of rules over facts, and their findings. Pure."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from paceline.host.facts import UNLIMITED, Facts
 
+T = TypeVar("T")
+Severity = Literal["error", "warning"]
 FEW_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
 TOO_FEW_FILES = 256  # not even torch and one loader
 SMALL_SHM_BYTES = 64 << 20  # Docker's default: a few batches of loader workers fill it
@@ -17,10 +20,86 @@ GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  
 class Finding(msgspec.Struct, frozen=True):
     """Something that is wrong, on which host, and how to fix it. After an error nothing may start."""
 
-    severity: Literal["error", "warning"]
+    severity: Severity
     host: str
     what: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host and its part of a run."""
+
+    name: str
+    facts: Facts
+    workers: int
+    threads: int  # of each worker
+
+
+@dataclass(frozen=True)
+class Rule(Generic[T]):
+    """One row: each of the `facts` of a node for which `wrong` holds is a finding."""
+
+    check: str
+    severity: Severity
+    facts: Callable[[Any], Iterable[T]]
+    wrong: Callable[[T], object]
+    what: Callable[[T], str]
+    remedy: Callable[[T], str] | str
+
+    def findings(self, node: Node) -> Iterator[Finding]:
+        """Those of one node."""
+        for fact in self.facts(node):
+            if self.wrong(fact):
+                remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
+                yield Finding(self.severity, node.name, self.what(fact), remedy)
+
+
+def itself(node: Node) -> tuple[Node]:
+    """The node as the only fact."""
+    return (node,)
+
+
+def open_files(node: Node) -> tuple[int]:
+    """The highest limit of open files."""
+    hard = node.facts.nofile.hard
+    return (FEW_FILES if hard == UNLIMITED else hard,)
+
+
+def _fewer(node: Node) -> str:
+    """How to use no more than the cores."""
+    cores = node.facts.cores
+    fewer = f"--threads-per-rank {cores // node.workers}" if cores >= node.workers else f"--nproc {cores}"
+    return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
+
+
+NODE_RULES: tuple[Rule[Any], ...] = (
+    Rule("resources", "warning", itself, lambda n: n.workers * n.threads > n.facts.cores,
+         lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} cores that "
+         "are granted here", _fewer),
+    Rule("resources", "error", open_files, lambda files: files < TOO_FEW_FILES,
+         "a process may open at most {} files (ulimit -Hn)".format,
+         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
+    Rule("resources", "warning", open_files, lambda files: TOO_FEW_FILES <= files < FEW_FILES,
+         "a process may open at most {} files (ulimit -Hn)".format,
+         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
+    Rule("resources", "warning", lambda n: (n.facts,),
+         lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
+         lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches by it",
+         "mount a larger one, delete what lies in it; Docker: --shm-size=1g"),
+    Rule("resources", "warning", lambda n: (n.facts,),
+         lambda f: f.gpus and f.memlock.soft != UNLIMITED and f.memlock.soft < 64 << 20,
+         lambda f: f"only {f.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs",
+         "set memlock to unlimited in /etc/security/limits.conf"),
+)  # fmt: skip
+
+DIFFERENCES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
+    ("error", "the platform", lambda f: f.platform, "use machines of one kind"),
+    ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
+     "the slowest card sets the pace: use hosts of one kind"),
+    ("warning", "the GPU driver", lambda f: f.gpus[0].driver if f.gpus else "", "install the same driver on all hosts"),
+    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest host sets the pace of all"),
+)  # fmt: skip
 
 
 def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
@@ -29,13 +108,35 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
     `hosts` are the facts of each, by name, node 0 first; `workers` the processes on each, with so many CPU `threads`;
     0: the cores are shared among them.
     """
-    found = [*differences(hosts), *shares(hosts, workers, threads)]
-    return sorted(found, key=lambda finding: finding.severity)  # stable; "error" < "warning"
+    nodes = [Node(name, one, workers[name], max(1, threads)) for name, one in hosts.items()]
+    shares = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
+    return sorted([*differences(hosts), *shares], key=lambda finding: finding.severity)  # stable; "error" < "warning"
 
 
-def differing(
-    severity: Literal["error", "warning"], what: str, values: Mapping[str, str], remedy: str
-) -> Iterator[Finding]:
+def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Where hosts differ, those in the minority."""
+    for severity, what, read, remedy in DIFFERENCES:
+        values = {name: read(one) for name, one in hosts.items()}
+        yield from _differing(severity, what, {name: value for name, value in values.items() if value}, remedy)
+    python = {name: one.python for name, one in hosts.items()}
+    minors = {version.rpartition(".")[0] for version in python.values()}
+    severity, remedy = "warning", "install the same Python on all hosts, or choose one by --python"
+    yield from _differing("error" if len(minors) > 1 else severity, "Python", python, remedy)
+    different = False
+    for package in sorted({package for one in hosts.values() for package in one.packages}):
+        values = {name: one.packages.get(package, "missing") for name, one in hosts.items()}
+        common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
+        remedy = f"install one version on all hosts: pip install {package}=={common}"
+        findings = [*_differing("error" if package in GRAVE_PACKAGES else "warning", package, values, remedy)]
+        different = different or (package == "paceline" and bool(findings))
+        yield from findings
+    if not different:  # else it is clear that the code is another
+        source = {name: one.source for name, one in hosts.items()}
+        remedy = "install the same paceline on all hosts, or use one folder that all share"
+        yield from _differing("error", "paceline's own code", source, remedy)
+
+
+def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
     """One finding for each host whose value is not the majority's; one for all where there is no majority."""
     ranked = Counter(values.values()).most_common()
     if len(ranked) < 2:
@@ -49,60 +150,6 @@ def differing(
     for host, value in values.items():
         if value != common:
             yield Finding(severity, host, f"{what} is {value}, but {common} on {others}", remedy)
-
-
-def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Where hosts differ, those in the minority."""
-
-    def each(read: str) -> dict[str, str]:
-        return {name: str(getattr(one, read)) for name, one in hosts.items()}
-
-    yield from differing("error", "the platform", each("platform"), "use machines of one kind")
-    minor = {name: ".".join(one.python.split(".")[:2]) for name, one in hosts.items()}
-    if len(set(minor.values())) > 1:
-        yield from differing("error", "Python", each("python"), "install the same Python, or choose one by --python")
-    else:
-        yield from differing("warning", "Python", each("python"), "install the same Python on all hosts")
-    different = False
-    for package in sorted({package for one in hosts.values() for package in one.packages}):
-        values = {name: one.packages.get(package, "missing") for name, one in hosts.items()}
-        severity = "error" if package in GRAVE_PACKAGES else "warning"
-        common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
-        remedy = f"install one version on all hosts: pip install {package}=={common}"
-        findings = list(differing(severity, package, values, remedy))
-        different = different or (package == "paceline" and bool(findings))
-        yield from findings
-    if not different:  # else it is clear that the code is another
-        remedy = "install the same paceline on all hosts, or use one folder that all share"
-        yield from differing("error", "paceline's own code", each("source"), remedy)
-    cards = {name: ", ".join(gpu.name for gpu in one.gpus) or "none" for name, one in hosts.items()}
-    yield from differing("warning", "the set of GPUs", cards, "the slowest card sets the pace: use hosts of one kind")
-    drivers = {name: one.gpus[0].driver for name, one in hosts.items() if one.gpus}
-    yield from differing("warning", "the GPU driver", drivers, "install the same driver on all hosts")
-    yield from differing("warning", "the number of cores", each("cores"), "the slowest host sets the pace of all")
-
-
-def shares(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> Iterator[Finding]:
-    """Whether each host can bear its `workers`, each with so many threads."""
-    for name, one in hosts.items():
-        count = workers[name]
-        wanted = count * max(1, threads)
-        if wanted > one.cores:
-            remedy = (
-                f"use --threads-per-rank {one.cores // count}" if one.cores >= count else f"use --nproc {one.cores}"
-            )
-            what = f"{count} workers x {max(1, threads)} threads = {wanted} on {one.cores} cores that are granted here"
-            yield Finding("warning", name, what, f"{remedy}, or have more cores granted (Slurm: --cpus-per-rank)")
-        if one.nofile.hard != UNLIMITED and one.nofile.hard < FEW_FILES:
-            severity = "error" if one.nofile.hard < TOO_FEW_FILES else "warning"
-            what = f"a process may open at most {one.nofile.hard} files (ulimit -Hn)"
-            yield Finding(severity, name, what, f"raise it to {FEW_FILES} or more in /etc/security/limits.conf")
-        if one.shm_size < SMALL_SHM_BYTES or one.shm_free < SMALL_SHM_BYTES // 2:
-            what = f"/dev/shm has {_mib(one.shm_free)} free of {_mib(one.shm_size)}: loader workers pass batches by it"
-            yield Finding("warning", name, what, "mount a larger one, delete what lies in it; Docker: --shm-size=1g")
-        if one.gpus and one.memlock.soft != UNLIMITED and one.memlock.soft < 64 << 20:
-            what = f"only {one.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs"
-            yield Finding("warning", name, what, "set memlock to unlimited in /etc/security/limits.conf")
 
 
 def _mib(size_bytes: int) -> str:

@@ -24,16 +24,13 @@ def by_hand(job: Job) -> Plan:
         UsageError: when torchrun cannot do what is asked, or hosts and nodes contradict each other.
     """
     if job.hosts and len(job.hosts) != job.nodes:
-        raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
+        raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     if "\n" in job.cwd:
-        raise UsageError(f"the name of the working folder, {job.cwd!r}, has a line break: nobody can type that")
+        raise UsageError(code="line-break-in-folder", cwd=job.cwd)
     if not job.torchrun:
         return _agents(job)
     if job.min_nodes < job.nodes:
-        raise UsageError(
-            f"--nodes {job.min_nodes}:{job.nodes}: the commands for torchrun start exactly {job.nodes} nodes and none "
-            "is replaced or left out. Use --agent paceline, or one number"
-        )
+        raise UsageError(code="torchrun-nodes-fixed", least=job.min_nodes, nodes=job.nodes)
     shown = {name: value for name, value in job.env.items() if not SECRET_NAME.search(name)}
     env = {RUN_ID: job.run_id, "OMP_NUM_THREADS": str(job.threads or 1), **shown}
     commands = tuple(Command(name, _torchrun(job, node, nproc), env) for node, (name, nproc) in enumerate(_nodes(job)))
@@ -52,7 +49,7 @@ def typed(plan: Plan) -> str:
 def _agents(job: Job) -> Plan:
     head, nodes = _head(job), _nodes(job)
     if len({nproc for _, nproc in nodes}) > 1:
-        raise UsageError("slots=N that differ between hosts need a file of plans each: use --on ssh, or torchrun's")
+        raise UsageError(code="slots-differ")
     plan = node_plan(job, node=-1, nproc=nodes[0][1], head=() if head == NODE0 else (head,))
     agent = (job.python, "-P", "-m", "paceline.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(

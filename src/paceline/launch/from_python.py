@@ -71,9 +71,9 @@ def run(
         Exception: whatever the first rank that failed has raised, with its traceback as a note.
     """
     if WorkerBirth.here() is not None:
-        raise UsageError("paceline.run inside a rank would start a run from each: call it outside")
+        raise UsageError(code="run-inside-rank")
     if nproc < 1:
-        raise UsageError(f"paceline.run(nproc={nproc}): there must be one rank at least")
+        raise UsageError(code="run-nproc", value=nproc)
     words = ["launch", "--nproc", str(nproc), "--show", show, *_where(on, hosts, nodes), *options]
     # a folder of mode 0700: what is unpickled out of it, here and by the ranks, is what we and they have put there
     with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=None if on == "local" else SHARED.absolute()) as name:
@@ -82,7 +82,7 @@ def run(
             call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
             (folder / CALL).write_bytes(cloudpickle.dumps((_surroundings(), call)))
         except Exception as error:
-            raise UsageError(f"paceline.run: {function!r} or its arguments cannot be sent to ranks: {error}") from error
+            raise UsageError(code="run-not-sent", function=function, reason=str(error)) from error
         words += ["--run-dir", str(folder / "run"), "--", str(CALLED), name]
         shown = _Shown([sys.executable, "-P", "-c", LAUNCHER, str(os.getpid()), *words], folder)
         code = shown.to_the_end()
@@ -94,17 +94,12 @@ def run(
 
 def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
     if on not in ("local", "ssh"):
-        raise UsageError(
-            f"paceline.run(on={on!r}): it waits for ranks that start now, on='local' or 'ssh'. On Slurm type paceline "
-            "launch --on slurm SCRIPT, with paceline.session() in the script"
-        )
+        raise UsageError(code="run-on", value=on)
     listed = hosts if isinstance(hosts, str) else ",".join(hosts)
     if (on == "ssh") != bool(listed):
-        raise UsageError("paceline.run: on='ssh' and hosts=['n1', 'n2'] go together")
+        raise UsageError(code="run-ssh-hosts")
     if nodes is not None and not listed:
-        raise UsageError(
-            f"paceline.run(nodes={nodes!r}): this machine is one node. For several say on='ssh', hosts=[...]"
-        )
+        raise UsageError(code="run-nodes", value=nodes)
     if listed:
         SHARED.mkdir(exist_ok=True)
     return [
@@ -180,6 +175,7 @@ def _failure(folder: Path, code: int, shown: _Shown) -> BaseException:
         error.add_note(f"on {words.partition(': ')[0]}\n{traceback}")
         return error
     if code == ExitCode.USAGE and ended is None:  # refused before anything was started
-        return UsageError(shown.tail.strip().removeprefix("paceline: "))
+        text, _, what = shown.tail.strip().removeprefix("paceline: ").rpartition(" [")
+        return UsageError(text, code=what.removesuffix("]")) if text else UsageError(what)
     exit_code = ExitCode(code) if code in {*ExitCode} else ExitCode.FAILED
     return TrainingError(words or f"the ranks have ended with exit code {code}", exit_code)

@@ -44,9 +44,9 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         hosts.append(host)
     if wrong:
         asked = f"the hosts file {text}" if is_file else f"--hosts {text}"
-        raise UsageError("\n  ".join([f"{asked} cannot be used:", *wrong]))
+        raise UsageError(code="hosts-wrong", value=asked, wrong="\n  ".join(wrong))
     if not hosts:
-        raise UsageError(f"--hosts {text}: no host in it. Write name[:port],name,... or a file with one on each line")
+        raise UsageError(code="no-host", value=text)
     return tuple(hosts)
 
 
@@ -55,7 +55,7 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
         lines = read(path.resolve(), limit_bytes=MAX_FILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
-        raise UsageError(f"--hosts {path} means a file, and it cannot be read: {reason}") from error
+        raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if words:

@@ -47,14 +47,14 @@ def next_submit_dir(run_dir: Path) -> Path:
         while True:
             number = 1 + max((submit_number(Path(name)) for name in names(run_dir)), default=0)
             if number > MOST_STARTS:
-                raise UsageError(f"{run_dir}: submit number {number - 1} is out of range. Remove submit-{number - 1}")
+                raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
             try:
                 writing.make_folder(run_dir / f"submit-{number}")
             except FileExistsError:  # another launcher was faster
                 continue
             return run_dir / f"submit-{number}"
     except OSError as error:
-        raise UsageError(f"the run folder {run_dir} cannot be written: {error.strerror}") from None
+        raise UsageError(code="run-dir-not-writable", folder=run_dir, strerror=error.strerror) from None
 
 
 def submit_number(folder: Path) -> int:
@@ -72,9 +72,7 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
         try:
             writing.replace(submit_dir / name, text.encode(), sync=True)
         except OSError as error:
-            raise TrainingError(
-                f"{submit_dir / name} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
-            ) from None
+            raise TrainingError(code="settings-not-written", path=submit_dir / name, strerror=error.strerror) from None
 
 
 def write_submission(submit_dir: Path, submission: Submission) -> None:

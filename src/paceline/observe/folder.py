@@ -54,7 +54,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
     if not resume:
         run_dir = create_run_dir(asked, task)
     elif asked is None:
-        raise UsageError("--resume auto needs --run-dir: the folder of the run to go on with")
+        raise UsageError(code="resume-without-run-dir")
     else:
         run_dir = real_path(asked)
         check_is_run(run_dir, trust=trust)
@@ -69,10 +69,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
         if found := symlinks(folder):
-            raise UsageError(
-                f"{folder} contains a symbolic link ({found[0]}); runs are not written through links. Remove it, or "
-                "pass the target as --run-dir"
-            )
+            raise UsageError(code="run-dir-has-links", folder=folder, link=found[0])
     if not trust and is_folder(run_dir / CHECKPOINTS):
         check_ours(run_dir / CHECKPOINTS)
 
@@ -86,10 +83,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
     if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
-        raise UsageError(
-            f"{run_dir} is not a run folder (no {CONFIG}, but other files). Pass the folder of a run, or a new one; "
-            f"a run that has lost its {CONFIG} has a copy in each of its attempt folders."
-        )
+        raise UsageError(code="not-a-run", run_dir=run_dir, config=CONFIG)
 
 
 def move_aside(run_dir: Path) -> None:
@@ -108,10 +102,7 @@ def check_not_finished(run_dir: Path) -> None:
         UsageError: says what to do.
     """
     if os.path.lexists(run_dir / WEIGHTS):
-        raise UsageError(
-            f"the run in {run_dir} has ended with its weights saved, and left no checkpoint to go on from: it would "
-            "begin again at step 0. --fresh does that, and moves the weights aside."
-        )
+        raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 
 def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
@@ -123,13 +114,11 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
     try:
         descriptor = writing.keep(run_dir / LOCK)
     except OSError as error:
-        raise UsageError(f"{run_dir / LOCK} cannot be held: {error.strerror}") from None
+        raise UsageError(code="lock-not-held", path=run_dir / LOCK, strerror=error.strerror) from None
     if not writing.lock(descriptor, wait_seconds):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
-        raise UsageError(
-            f"another run is active in {run_dir} ({holder}). Wait for its end, or name another folder: --run-dir"
-        )
+        raise UsageError(code="run-is-active", run_dir=run_dir, holder=holder)
     holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
     with suppress(OSError):  # on a full disk the lock holds all the same, without a name
         os.ftruncate(descriptor, 0)
@@ -143,10 +132,7 @@ def create_run_dir(asked: Path | None, task: str) -> Path:
         run_dir = real_path(asked)
         if is_folder(run_dir) and not _never_began(run_dir):
             there = is_file(run_dir / CONFIG)
-            raise UsageError(
-                f"--run-dir {asked} is not empty: a run is never written over. Name a new folder, or "
-                f"{'go on with the run in it: --resume auto' if there else 'remove this one'}."
-            )
+            raise UsageError(code="run-dir-holds-run" if there else "run-dir-not-empty", run_dir=asked)
         _make(run_dir, exist_ok=True)
         return run_dir
     run_dir = new_run_dir(task)
@@ -162,7 +148,7 @@ def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
         run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt + 1}")
         if not run_dir.exists():
             return run_dir
-    raise UsageError(f"there are 1000 runs named {stem} already")
+    raise UsageError(code="too-many-runs", stem=stem)
 
 
 def _never_began(run_dir: Path) -> bool:
@@ -183,7 +169,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
-        raise UsageError(f"{run_dir}: attempt number {number - 1} is out of range. Remove attempt-{number - 1}")
+        raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
     return number, attempt_dir
@@ -213,9 +199,7 @@ def write_settings(folder: Path, text: str) -> None:
     try:
         writing.replace(folder / CONFIG, text.encode())
     except OSError as error:
-        raise TrainingError(
-            f"{folder / CONFIG} cannot be written: {error.strerror}. Make room, or name another folder: --run-dir"
-        ) from None
+        raise TrainingError(code="settings-not-written", path=folder / CONFIG, strerror=error.strerror) from None
 
 
 def attempt_number(folder: Path, kind: str = "attempt") -> int:
@@ -236,6 +220,4 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         os.close(writing.create(probe))
         probe.unlink()
     except OSError as error:
-        raise UsageError(
-            f"the run folder {folder} cannot be written: {error.strerror}. Name another: --run-dir"
-        ) from None
+        raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None

@@ -106,7 +106,7 @@ def wanted(track: str | None) -> list[str]:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
         if find_spec(TRACKERS[name][0]) is None:
-            raise UsageError(f"tracker {name} needs the package {TRACKERS[name][0]}: pip install 'paceline[track]'")
+            raise UsageError(code="tracker-not-installed", value=name, package=TRACKERS[name][0])
     return names
 
 

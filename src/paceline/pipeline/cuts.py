@@ -82,7 +82,7 @@ def best_cuts(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]
     there = [cut.module for cut in found.cuts]
     shown = first_few(there, MAX_SHOWN) or "no module"
     if unknown := [name for name in names if name not in there]:
-        raise UsageError(f"no stage can begin at {unknown[0]!r}. The model can be cut before: {shown}")
+        raise UsageError(code="stage-cannot-begin", value=unknown[0], shown=shown)
     ends = sorted(there.index(name) for name in names)
     places = [0, *(end + 1 for end in ends), len(found.layers)]
     costs = [one.seconds for one in found.layers]
@@ -92,14 +92,10 @@ def best_cuts(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]
         _, places = _divided(found, stages, sizes, fastest * SLACK)
     if not places:
         most = next((n for n in range(stages - 1, 0, -1) if _divided(found, n, costs, INFINITE)[1]), 1)
-        raise UsageError(
-            f"{stages} stages, but this model makes {most} at most: a stage has something to train, and begins at a "
-            "module that is called once, and through which all goes that is computed before it and used after it. The "
-            f"model can be cut before: {shown}"
-        )
+        raise UsageError(code="too-many-stages", value=stages, most=most, shown=shown)
     for begin, end in pairwise(places):
         if not sum(one.trained for one in found.layers[begin:end]):
-            raise UsageError(f"the stage that begins at {there[begin - 1] if begin else 'the input'} trains nothing")
+            raise UsageError(code="stage-trains-nothing", begin=there[begin - 1] if begin else "the input")
     return [place - 1 for place in places[1:-1]]
 
 

@@ -141,9 +141,9 @@ class ModelStage:
         if self._end is not None or not self._inside:
             missed = self._end if self._inside else self._begin
             assert missed is not None
-            raise TrainingError(f"this forward has not called {missed.module}, before which the model is cut")
+            raise TrainingError(code="stage-module-not-called", module=missed.module)
         if any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(self._now.result)):
-            raise TrainingError(_past(self._begin))
+            raise _past(self._begin)
         return self._now
 
     def _arrive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -165,18 +165,18 @@ class ModelStage:
         if self._draws:
             put_stream_states(self._take(torch.empty_like(stream_states(self._device), device=META)), self._device)
         if any(isinstance(t, Tensor) and t.is_meta for t in leaves):
-            raise TrainingError(_past(self._begin))
+            raise _past(self._begin)
         return tree_unflatten(leaves, form)
 
     def _depart(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._end is not None
         if not self._inside:
-            raise TrainingError(f"this forward has come to {module} before the place where its stage begins")
+            raise TrainingError(code="stage-module-too-early", module=module)
         leaves = tree_leaves((args, kwargs))
         for leaf in self._end.leaves:
             tensor = leaves[leaf.position]
             if tensor.is_meta:
-                raise TrainingError(_past(self._begin))
+                raise _past(self._begin)
             self._send(tensor.detach().contiguous())
             if leaf.trained and torch.is_grad_enabled():
                 self._now.sent.append(tensor)
@@ -211,8 +211,5 @@ def _in_shapes(module: nn.Module) -> Generator[None]:
             there.update(before)
 
 
-def _past(begin: CutPoint | None) -> str:
-    return (
-        f"something computed before {begin.module if begin else 'a cut'} reaches what is behind it in another way than "
-        "as its input: the forward has not gone the way that was seen when the model was cut"
-    )
+def _past(begin: CutPoint | None) -> TrainingError:
+    return TrainingError(code="past-the-stage", module=begin.module if begin else "a cut")

@@ -2,6 +2,5 @@
 
 verify/     ranks of `paceline verify` (asked and reported in paceline.verify)
 bench/      ranks of `paceline compare` and `paceline scale` (paceline.bench)
-rehearsal   ranks of `paceline doctor TASK` (paceline.doctor)
 ledger/     `paceline ledger`: no ranks, but the events of a run and its plan
 """

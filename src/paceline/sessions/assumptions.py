@@ -19,12 +19,12 @@ class Assumption:
     """when, and how"""
     cost: str
     """of the check, or of what makes it true by construction"""
-    message: str
-    """what the error says, as a format string"""
+    code: str
+    """of the error"""
 
-    def error(self, *values: Any) -> UsageError:
-        """The error, with `values` in the message's places."""
-        return UsageError(self.message.format(*values))
+    def error(self, what: str, **fields: Any) -> UsageError:
+        """The error; `what` does not hold."""
+        return UsageError(code=self.code, what=what, **fields)
 
 
 ORDER = Assumption(
@@ -32,32 +32,27 @@ ORDER = Assumption(
     "Rank 0's random streams and sampler state are given to all ranks at the begin of an epoch. Then in each step: a "
     "hash of the samples drawn so far. In an evaluation: before its first batch, and at its end.",
     "one message per epoch; 8 bytes in a message that each step sends anyway",
-    "the ranks draw different samples: {}. Each rank must draw all samples in one order, and takes its share. The "
-    "sampler must not depend on the rank, on a rank's own losses, or on randomness that is seeded by rank",
+    "order-differs",
 )
 RESUMED_ORDER = Assumption(
     "The order of an interrupted epoch can be drawn again.",
     "At a resume: the epoch's order is drawn again from the checkpointed streams and sampler state, and its hash is "
     "compared with that of the interrupted epoch.",
     "the time to draw the epoch's order up to the batch at which it stopped",
-    "the sampler {} gives another order of samples than before the interruption, up to batch {} of this epoch: some "
-    "samples would be trained twice and others never. What it draws from must be in its attributes (generators, "
-    "numbers, lists, tensors of up to 10,000 elements) or in its state_dict()",
+    "resumed-order-differs",
 )
 DATA = Assumption(
     "All ranks have the same dataset, also after a resume.",
     "When a loader is first iterated: its length, and a checksum of all data in memory or of 8 samples. In each epoch: "
     "8 samples.",
     "once per loader: 16 samples are read, or up to 1 GiB is summed; in each epoch 8 samples, unless that is slow",
-    "the ranks have different data ({}). A split that each rank draws for itself must be seeded: "
-    "random_split(data, lengths, generator=torch.Generator().manual_seed(0))",
+    "data-differ",
 )
 PLACE = Assumption(
     "All ranks are in the same batch of the same epoch.",
     "In each step: the epoch and the batch are a part of the hash.",
     "none of its own",
-    "the ranks are in different places of the loop: {}. All ranks must leave a loop in the same step: decide by "
-    "s.any(flag), s.sum(...) or another number that is the same on all ranks",
+    "places-differ",
 )
 COUNT = Assumption(
     "The weight of a mean is the number of samples in the batch.",
@@ -70,24 +65,20 @@ BACKWARD = Assumption(
     "Every gradient comes from s.backward.",
     "In each step: no parameter may have got a gradient between s.backward and optimizer.step().",
     "a hook without Python code on each parameter, 0.3 microseconds",
-    "a gradient did not come from s.backward(loss): {}. It would stay on this rank, or be that of one micro-batch. "
-    "Call s.backward(loss), with more=True if several losses belong to one step",
+    "gradient-not-from-backward",
 )
 GRADIENTS = Assumption(
     "A gradient that the loop changes (clipping, p.grad += ...) is changed in the same way on all ranks.",
     "In the first two steps before the update, by a checksum of all. Later, one step after it, of changed gradients.",
     "a checksum of the gradients that were changed",
-    "the ranks have different gradients after the loop has changed them: {} differs. What is added to a gradient "
-    "(torch.autograd.grad(...), p.grad += ...) must be the same on all ranks. Add its loss to the one of s.backward "
-    "instead",
+    "gradients-differ",
 )
 PARAMETERS = Assumption(
     "The parameters of a model, and of its optimizer, are those that s.prepare was given.",
     "When a module or parameter is added, in each add_param_group, and at the begin of each epoch. In each step: which "
     "are frozen. After steps 2, 3, 5, 9, ...: tensors that the loss depends on, and that the loop has changed by hand.",
     "a comparison of all parameters once an epoch; a walk through the loss's graph in these steps",
-    "what is trained is not what s.prepare was given: {}. Gradients would not be summed over ranks. Add parameters "
-    "before s.prepare, or save the weights and start a new session",
+    "parameters-differ",
 )
 STATE = Assumption(
     "Models, optimizers and schedulers that were prepared, and objects given to s.register, are the whole state.",
@@ -95,9 +86,7 @@ STATE = Assumption(
     "registered; also in lists and dictionaries of tensors in the loop's variables and in attributes.",
     "a search through the objects of the process at the first step and at checkpoints, in at most 1 % of the time; "
     "through variables also after the first two steps, and after the step that follows a checkpoint",
-    "{} changes during the training, and no checkpoint has it: after a resume it would begin anew. Register it "
-    "before the loop: s.register('average', object), or s.register('average', object, saved=False) if it may be lost. "
-    "The object has a state_dict(), or is a dict or list",
+    "state-not-saved",
 )
 BUFFERS = Assumption(
     "It is known how the buffers of several virtual ranks combine to one.",

@@ -45,10 +45,7 @@ class Container:
             return {"tensor": value, "device": value.device.type, "cut": is_cut(value)}
         if isinstance(value, dict):
             if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
-                raise UsageError(
-                    f"s.register({self._name!r}, ...): a key of the dict is a {type(strange[0]).__name__}. Use names "
-                    "or whole numbers"
-                )
+                raise UsageError(code="register-dict-key", name=self._name, kind=type(strange[0]).__name__)
             return {"entries": {key: self._described(part) for key, part in value.items()}}  # pyright: ignore
         if isinstance(value, (list, tuple)):
             return {type(value).__name__: [self._described(part) for part in value]}  # pyright: ignore
@@ -63,10 +60,7 @@ class Container:
                 with torch.no_grad():
                     return now.copy_(shared_out(found, like=now))
             if saved["cut"]:
-                raise UsageError(
-                    f"s.register({self._name!r}, ...): a tensor that was cut over ranks is missing in it. Make it from "
-                    "the model's parameters before s.register"
-                )
+                raise UsageError(code="register-lost-tensor", name=self._name)
             return found if saved["device"] == "cpu" else found.to(self._device)
         if "entries" in saved:
             table: dict[Any, Any] = now if isinstance(now, dict) else {}

@@ -35,7 +35,7 @@ class Elsewhere(torch.Tensor):
         """Whatever it is, refuse."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise UsageError(f"{func} {cls.words}")
+        raise UsageError(code="sharded-parameter-used", func=func, reason=cls.words)
 
 
 class Replaced(Elsewhere):
@@ -49,7 +49,7 @@ class Replaced(Elsewhere):
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Never there: it would be None, and nobody would notice."""
-        raise UsageError(f".grad {self.words}")
+        raise UsageError(code="sharded-gradient-used", reason=self.words)
 
 
 def replace_in_place(given: Iterable[nn.Parameter], model: nn.Module) -> None:
@@ -67,10 +67,7 @@ def replace_in_place(given: Iterable[nn.Parameter], model: nn.Module) -> None:
 
 def refuse_copy(_: object) -> NoReturn:
     """In place of a copy."""
-    raise UsageError(
-        "a model that strategy 'fsdp' has cut over ranks cannot be copied (copy.deepcopy, torch's AveragedModel). Keep "
-        "an average of its parameters, [p.detach().clone() for p in model.parameters()]; whole are s.weights(model)"
-    )
+    raise UsageError(code="sharded-model-copied")
 
 
 def refuse_shares() -> None:
@@ -85,11 +82,7 @@ def refuse_shares() -> None:
 def _only_whole(method: Callable[..., Any]) -> Callable[..., Any]:
     def asked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.device_mesh.size() > 1 and not all(placed.is_replicate() for placed in tensor.placements):
-            raise UsageError(
-                f"{method.__name__} of a tensor that is cut over ranks would be that of this rank's share. Call "
-                "tensor.full_tensor() first, on all ranks; s.clip_grad_norm(max_norm) returns a norm, and "
-                "s.save(model, path) saves the whole"
-            )
+            raise UsageError(code="sharded-tensor-reduced", method=method.__name__)
         return method(tensor, *args, **kwargs)
 
     asked.only_whole = True  # pyright: ignore[reportFunctionMemberAccess]

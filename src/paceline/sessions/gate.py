@@ -71,40 +71,26 @@ class Gate(Steps):
         if not (body.is_last and self.phases.counts(body)) or self.is_left_out:
             return False
         if part.has_aside:
-            raise UsageError(
-                "optimizer.step() after s.backward(loss, more=True): the last backward before a step comes without it"
-            )
+            raise UsageError(code="step-before-last-backward")
         self.begin_update()
         return True
 
     def check_only_loop(self) -> None:
         """Raise UsageError where a training loop begins in the body of another."""
         if self.body is not None:
-            raise UsageError(
-                "two training loops at once: their steps cannot be told apart. Let one follow the other; for pairs of "
-                "two datasets make one of both, s.loader(StackDataset(labelled, unlabelled), ...)"
-            )
+            raise UsageError(code="two-loops-at-once")
 
     def check_evaluation(self) -> None:
         """Raise UsageError where a model is evaluated with buffers of one virtual rank."""
         if not self.merged and self.body is None:
-            raise UsageError(
-                "the model is evaluated with the buffers (batch norm's statistics, say) of one virtual rank. Evaluate "
-                "in a loop over s.loader(...), or inside `with s.evaluating():`, where they are those of all"
-            )
+            raise UsageError(code="evaluated-with-buffers-of-one")
 
     def check_forward(self) -> None:
         """Raise UsageError where not every rank may call a model that all ranks must call together."""
         if not self.merged and self.body is None:
-            raise UsageError(
-                "the model is called outside a loop over s.loader(...), and its weights are cut over ranks: all ranks "
-                "would have to call it together. Call it inside `with s.evaluating():`, where each has all of them"
-            )
+            raise UsageError(code="sharded-model-outside-loop")
 
     def check_evaluated(self, samples: int, ranks: int) -> None:
         """Raise UsageError where some rank has no share of a batch, and so would not call such a model."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
-            raise UsageError(
-                f"{samples} samples are evaluated on {ranks} ranks, and a model that is cut over ranks needs all of "
-                "them in each forward. Evaluate inside `with s.evaluating():`, or on more samples"
-            )
+            raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.collectives.control import together
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
@@ -18,7 +19,6 @@ from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, tak
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import Prepared, PreparedOptimizer
 from paceline.strategies.base import MakeOptimizer, Replica
-from paceline.sums import together
 from paceline.train.optimizer import checked_optimizer
 from paceline.worker.world import World
 
@@ -55,7 +55,7 @@ def planned(
         given = {"shuffle": shuffle, "num_workers": loading.num_workers or None, "collate": loading.collate,
                  "global_batch": global_batch, "batch_size": batch_size}  # fmt: skip
         if twice := [name for name, value in given.items() if value is not None]:
-            raise UsageError(f"s.loader(DataLoader, {twice[0]}=...): the DataLoader says that already")
+            raise UsageError(code="said-twice", option=twice[0])
         existing, dataset = data, data.dataset
         loading = taken_over(data, loading)
         if data.persistent_workers:
@@ -65,11 +65,11 @@ def planned(
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
         if per_rank and not is_stream(dataset):
             if data.batch_size is None or not covers_all(data):
-                raise UsageError("s.loader(DataLoader, per_rank=True): its sampler has an order of its own")
+                raise UsageError(code="loader-with-own-order")
             existing, shuffle = None, not keeps_order(data)
         tail = "drop" if data.drop_last or not (is_stream(dataset) or covers_all(data)) else tail
     if (global_batch is None) == (batch_size is None):
-        raise UsageError("s.loader(dataset, ...) needs one of global_batch= and batch_size=")
+        raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     if is_stream(dataset):
         _check_stream(dataset, shuffle, tail, loading.num_workers)
@@ -77,29 +77,23 @@ def planned(
         plan = StreamPlan(ENDLESS, batch, virtual_ranks, accumulation, seed, False, tail, parts)
         return StreamLoader(run, dataset, plan, loading, world, say)
     if split:
-        raise UsageError("s.loader(dataset, split=True): only a stream is split; this has samples by number")
+        raise UsageError(code="samples-split")
     size: int = len(dataset)
     if size == 0:
-        raise UsageError("s.loader: the dataset is empty")
+        raise UsageError(code="dataset-is-empty")
     plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, tail)
     return Loader(run, dataset, plan, loading, existing)
 
 
 def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers: int) -> None:
     if not isinstance(stream, Iterable):
-        raise UsageError(f"s.loader takes a dataset, a stream or a DataLoader, not a {type(stream).__name__}")
+        raise UsageError(code="not-data", kind=type(stream).__name__)
     if shuffle:
-        raise UsageError(
-            "s.loader(stream, shuffle=True): only a stream itself can shuffle what it gives, through a buffer, say, "
-            "with a seed that is the same on all ranks"
-        )
+        raise UsageError(code="stream-shuffled")
     if tail == "pad":
-        raise UsageError("s.loader(stream, tail='pad'): a stream cannot be asked for samples again. Choose: keep, drop")
+        raise UsageError(code="stream-padded")
     if num_workers > 1:
-        raise UsageError(
-            f"s.loader: a stream is read by one process, and num_workers={num_workers} would each read all of it. Give "
-            "num_workers=1 to read ahead, and split=True to let each rank read a part only"
-        )
+        raise UsageError(code="stream-in-processes", value=num_workers)
 
 
 def prepared(
@@ -114,9 +108,9 @@ def prepared(
     """The model as this rank's part, with its optimizer and scheduler; see `Session.prepare` (a collective)."""
     with together(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"s.prepare takes a torch module first, not a {type(model).__name__}")
+            raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
         if not any(p.requires_grad for p in model.parameters()):
-            raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+            raise UsageError(code="nothing-to-train")
         make = made_optimizer(model, optimizer)
         model = model.to(world.device)
     given = [*model.parameters()]
@@ -146,13 +140,10 @@ def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parame
     if isinstance(asked, Optimizer):
         checked_optimizer(asked)
         if any(_has_stepped(state) for state in asked.state.values()):
-            raise UsageError("the optimizer has taken steps already: prepare it before the first")
+            raise UsageError(code="optimizer-has-stepped")
         return lambda _: _on_device(asked)
     if not callable(asked):
-        raise UsageError(
-            f"s.prepare(model, {type(asked).__name__}): the second must be a torch optimizer, or a function that makes "
-            "one from the parameters, as in s.prepare(model, lambda p: torch.optim.AdamW(p, lr=1e-3))"
-        )
+        raise UsageError(code="not-optimizer", kind=type(asked).__name__)
 
     return lambda parameters: checked_optimizer(asked(parameters))
 

@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.collectives.control import check_equal, told_once
+from paceline.collectives.ranks import choose
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -32,10 +34,8 @@ from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
 from paceline.sessions.observer import current_observer
 from paceline.sessions.registered import Registered
-from paceline.sessions.wording import CUT, as_keywords, reword, script_name
+from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
-from paceline.sums import check_equal, told_once
-from paceline.sums.sharing import memory_or_hosts
 from paceline.torch_version import untested_torch
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
@@ -83,18 +83,20 @@ class Life(Loop):
         others = options_of_others(strategy)
         for name, value in of_strategy.items():
             if name in others and value is not None:
-                raise UsageError(f"session({name}={value!r}) is for strategy={others[name]!r}, not {strategy!r}")
+                raise UsageError(
+                    code="argument-of-another-strategy", name=name, value=value, owner=others[name], strategy=strategy
+                )
         self._observer = current_observer()
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
         keywords = {LADDER[strategy].options[name]: value for name, value in self._own.items()}
         self._options: dict[str, Any] = {**LADDER[strategy].in_own_loops, **keywords}
         if resume and run_dir is None:
-            raise UsageError("session(resume=True) needs the folder of the run: session('runs/mine', resume=True)")
+            raise UsageError(code="session-resume-without-folder")
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         self._track = track
         if wanted(track) and run_dir is None:
-            raise UsageError(f"session(track={track!r}) needs a run folder: session('runs/mine', track=...)")
+            raise UsageError(code="track-without-folder", value=track)
         self._is_seeded = seed is not None
         seed = seed or 0
         attach()
@@ -110,26 +112,22 @@ class Life(Loop):
             self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
             self._virtual_ranks, self._says_virtual_ranks = virtual_ranks or world.size, virtual_ranks is not None
             if self._virtual_ranks < world.size:
-                words = (
-                    f"session(virtual_ranks={self._virtual_ranks}): there are {world.size} ranks, and each needs one"
-                )
-                raise told_once(UsageError(words), world)
+                error = UsageError(code="too-few-virtual-ranks", value=self._virtual_ranks, ranks=world.size)
+                raise told_once(error, world)
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             folder = None if run_dir is None else Path(run_dir)
             place = None
             if folder is not None:
                 place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
-            memory_or_hosts("auto")
+            choose()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
-            notices = untested_torch() + take_threads(threads_asked, world)
+            notices = untested_torch() + take_threads(threads_asked, world, write=keyword)
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
-            self._course = Course(
-                place, origin, world, rhythm, not_finite, lambda line: self.print(line), reword=as_keywords
-            )
+            self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
             self._steps = Gate(
                 world, self._virtual_ranks, self._enter, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',
@@ -190,7 +188,7 @@ class Life(Loop):
 
     def _can_split(self, split: bool) -> bool:
         if split and not self._says_virtual_ranks:
-            raise UsageError("split=True gives each virtual rank its shards: session(virtual_ranks=...) says how many")
+            raise UsageError(code="split-without-virtual-ranks")
         return split
 
     def __enter__(self) -> Self:
@@ -217,15 +215,12 @@ class Life(Loop):
         place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
         told = f"{type(error).__name__}{place}: {error}."
         if "mixed torch.Tensor and DTensor" in str(error):
-            return UsageError(f"{told} {CUT}")
+            return UsageError(code="sharded-weights-used", error=told)
         if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
             return None
         if "NoneType" not in str(error) and not any(one.filename.endswith(CLIPPING) for one in frames):
             return None
-        return UsageError(
-            f"{told} This micro-batch is not the step's last, so .grad is None: gradients are complete in the last "
-            "one only. Put code that uses .grad behind `if s.last:`, or let each rank have one micro-batch in a step"
-        )
+        return UsageError(code="gradient-not-complete", error=told)
 
     exited: tuple[Any, int] | None = None
     """the exit code that sys.exit was given in a training loop, and after which step"""
@@ -276,10 +271,7 @@ class Life(Loop):
         """Raise UsageError if the loop has ended before the place at which the run was to resume."""
         if self._resumed is not None and self._parts:
             epoch, phase = self._resumed["epoch"] + 1, self._resumed["phase"] + 1
-            raise UsageError(
-                f"the script has ended, and did not reach the place at which the run was interrupted: epoch {epoch} of "
-                f"s.epochs call {phase}. Nothing was trained. A resumed script must have the same loops"
-            )
+            raise UsageError(code="resume-place-not-reached", epoch=epoch, phase=phase)
 
     def _closing(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from paceline.collectives.control import check_equal, gather_words, told_once
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
@@ -31,7 +32,6 @@ from paceline.sessions.order import (
     regrouped,
     steps_of,
 )
-from paceline.sums import check_equal, gather_words, told_once
 from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
@@ -151,7 +151,7 @@ class Loader:
             self._streams = {name: value for name, value in put_back.items() if name not in OF_CHECKPOINT}
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
-            raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, start), world)
+            raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
         if "at_checkpoint" in put_back:  # what the loop has changed in the epoch
             self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
@@ -299,10 +299,7 @@ def check_taken(loader: DataLoader[Any]) -> None:
         "in_order=False": not getattr(loader, "in_order", True),
     }
     if found := [words for words, so in odd.items() if so]:
-        raise UsageError(
-            f"s.loader(DataLoader(...)) cannot take over {', '.join(found)}. Give it the dataset itself: "
-            "s.loader(dataset, global_batch=...)"
-        )
+        raise UsageError(code="loader-not-taken-over", options=", ".join(found))
     check_not_sharded(loader)
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from paceline.checkpoint.shard import layout
+from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
@@ -32,7 +33,6 @@ from paceline.sessions.ranks import Ranks
 from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
 from paceline.stepping.votes import Votes
-from paceline.sums import gather_words, together, told_once
 from paceline.train.alike import check_replicas
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
@@ -118,10 +118,7 @@ class Loop(Ranks):
         plan, work = loader.dealt, body.work
         shares = (ranks_share(self._virtual_ranks, rank, self.size) for rank in range(self.size))
         if plan is not None and len({len(rank_work(plan, work.epoch, work.step, share)) for share in shares}) > 1:
-            raise UsageError(
-                "a collective (s.sum, s.gather, ...) in the body of a training loop, which ranks run different numbers "
-                "of times in this step. Call it behind `if s.last:`"
-            )
+            raise UsageError(code="collective-in-body")
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -178,9 +175,7 @@ class Loop(Ranks):
     def _evaluated(self, loader: Loader) -> Generator[Any]:
         body = self._steps.body
         if not self._steps.is_over:
-            raise UsageError(
-                "an evaluation inside a training loop: begin it at the step's last micro-batch, `if s.last:`"
-            )
+            raise UsageError(code="evaluation-inside-step")
         outside = self._steps.outside if body is not None else None
         restore = remembered_streams() if body is not None else lambda: None
         self._check_data(loader)
@@ -288,11 +283,8 @@ class Loop(Ranks):
             return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {self._at}")
         if any(name.startswith("learning rates") for name in differing):
             self._is_damaged = True
-            return UsageError(
-                f"the ranks have different learning rates at {self._at}. A scheduler or a loop must not decide by what "
-                "is different on each rank: give a scheduler the loss of all ranks, s.mean(total, count)"
-            )
-        return UsageError(f"the ranks differ in what must be the same at {self._at}: {differing}")
+            return UsageError(code="learning-rates-differ", place=self._at)
+        return UsageError(code="ranks-differ-in-step", place=self._at, differing=differing)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook of torch, before each optimizer's step: raise UsageError for one that was not prepared.
@@ -321,16 +313,9 @@ class Loop(Ranks):
         def watch(module: nn.Module, _: Any) -> None:
             collects = isinstance(module, _NormBase) and module.training and module.track_running_stats
             if collects and module.momentum is None and id(module) in own:
-                raise UsageError(
-                    "torch's update_bn with a prepared model: the session keeps the statistics of each virtual rank, "
-                    "and would put them back afterwards. Call it on an average of the model, with the DataLoader itself"
-                )
+                raise UsageError(code="update-bn-of-prepared")
             if self.size > 1 and collects and id(module) not in own:
-                raise UsageError(
-                    "a model that was not prepared collects batch norm's statistics in a loop over s.loader(...): each "
-                    "rank would have those of its share (torch's update_bn does so). Give it the DataLoader "
-                    "itself: then every rank computes the statistics of all data"
-                )
+                raise UsageError(code="update-bn-of-share")
 
         hook = register_module_forward_pre_hook(watch)
         try:
@@ -353,10 +338,7 @@ class Loop(Ranks):
                 self._between(loader, bodies, plan, left=True)
                 self._clock(Phase.USER)
             else:
-                self._broken = UsageError(
-                    f"the loop was left in the middle of the step at {self._at}, which other ranks may have taken. "
-                    "Leave a loop by `break` between two steps only: at the top of its body, or behind `if s.last:`"
-                )
+                self._broken = UsageError(code="loop-left-in-step", place=self._at)
         except Exception as error:
             self._broken = error
         # not yet the next pass: an error may have ended this one, and the run goes on here then
@@ -375,7 +357,7 @@ class Loop(Ranks):
 
     def _open(self, loader: Loader, plan: BatchPlan) -> None:
         if not self._parts:
-            raise UsageError("a training loop without a model: call s.prepare(model, optimizer) first")
+            raise UsageError(code="loop-without-model")
         self._data = {"global_batch": plan.global_batch, "tail": plan.tail, "accumulation": plan.accumulation}
         self._data["data"] = {"training data": self._check_data(loader)}
         if self._opened:
@@ -392,7 +374,7 @@ class Loop(Ranks):
             try:
                 check_same(self._saved_data, self._data, (), origin.where)
             except UsageError as error:
-                raise UsageError(f"{error} {CHANGED_DATA}") from None
+                raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
             definition |= {name: origin.content.definition[name] for name in self._data}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(opening(plan, self.world, self._strategy, self._name))
@@ -472,7 +454,7 @@ class Loop(Ranks):
 
     def _check_whole(self) -> None:
         if self._closed:
-            raise UsageError("the session has ended")
+            raise UsageError(code="session-has-ended")
         if self._broken is not None:
             raise self._broken
         self._stop_if_asked()

@@ -25,10 +25,6 @@ from paceline.train.numbers import as_json, from_json, like
 MOST_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # a float64 holds it exactly
 DEPTH = 4  # of objects in a sampler whose state is kept
-SHARDED = (
-    "s.loader(DataLoader(...)): its sampler {name} gives each rank a part of the samples, and the session would divide "
-    "that again. Remove it: give the DataLoader shuffle=True, or the sampler that a single process would have"
-)
 
 
 class SampleOrder:
@@ -95,10 +91,7 @@ def _indices(batch: Any) -> Tensor:
             return found.to(torch.int64)
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise UsageError(
-        f"s.loader(DataLoader(...)): its sampler gives {str(batch)[:80]} as the samples of a batch. A session takes "
-        "integers. For a dataset with other keys, let the sampler give positions in a list of the keys"
-    )
+    raise UsageError(code="sampler-gives-keys", value=str(batch)[:80])
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ def check_not_sharded(loader: DataLoader[Any]) -> None:
     for sampler in (loader.sampler, loader.batch_sampler):
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank"):
-            raise UsageError(SHARDED.format(name=type(sampler).__name__))
+            raise UsageError(code="sampler-of-shards", name=type(sampler).__name__)
 
 
 class SamplerState:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.collectives.control import Pending, gather_words, told_once
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
@@ -30,7 +31,6 @@ from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import Replica
 from paceline.strategies.held import hold_optimizer, load_states, saved_state
 from paceline.strategies.refusals import refuse_foreign
-from paceline.sums import Pending, gather_words, told_once
 from paceline.train.alike import checksum
 from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
 
@@ -78,10 +78,7 @@ class PreparedOptimizer:
         self.groups = groups[have:]
         changed = self._given != as_json(from_json(given)[:have])
         if have > len(groups):
-            raise UsageError(
-                f"the checkpoint has {len(groups)} groups of parameters for optimizer {self.number + 1}, and the "
-                f"script's has {have}: add the others after s.prepare, as the run did before it was saved"
-            )
+            raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=have)
         load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:have])})
         if self._extra:
             extra = {key: from_json(value) for key, value in found.get("extra", {}).items()}
@@ -106,10 +103,7 @@ class PreparedOptimizer:
 
     def _step(self, closure: Any = None) -> Any:
         if closure is not None and not type(self.optimizer).__module__.startswith("torch.optim."):
-            raise UsageError(
-                f"optimizer.step(closure): {type(self.optimizer).__name__} may call it several times in a step. Only "
-                "torch's own optimizers, which call it once, take one here: call s.backward(loss), then step()"
-            )
+            raise UsageError(code="closure-called-several-times", optimizer=type(self.optimizer).__name__)
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
         gate = self.part.gate
@@ -218,14 +212,11 @@ class Prepared(Trainee):
         """
         if self.optimizers:
             if self.replica.sharded or self.replica.host is not None:
-                raise UsageError(
-                    "this model was prepared already, with another optimizer. The strategy divides the optimizer's "
-                    "state or its steps over ranks and takes one optimizer only. Use strategy 'bucketed' or 'exact'"
-                )
+                raise UsageError(code="one-optimizer-only")
             refuse_foreign(self.replica.model, optimizer)
             own = {id(p) for one in self.optimizers for p in one.parameters}
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                raise UsageError("this model was prepared already with an optimizer that trains the same parameters")
+                raise UsageError(code="parameters-trained-twice")
         made = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizers))
         self.gate.optimizers += (id(optimizer),)
         self.optimizers.append(made)
@@ -248,10 +239,7 @@ class Prepared(Trainee):
         if self.gate.saves:
             self.state()
         if self._waiting_state or any(one.groups for one in self.optimizers):
-            raise UsageError(
-                "the checkpoint has groups of parameters that the script has not added to its optimizer: they would "
-                "not be trained any more. Call optimizer.add_param_group before the first step after a resume"
-            )
+            raise UsageError(code="parameter-groups-missing")
 
     def begin(self) -> None:
         """A step begins."""
@@ -269,11 +257,7 @@ class Prepared(Trainee):
             self.check_parameters()
         if present:
             if any(isinstance(grad, Elsewhere) for grad in shown):
-                raise UsageError(
-                    "gradients of an earlier backward are still there: a strategy that cuts them over ranks cannot add "
-                    "to them. Call optimizer.zero_grad() in each step; to add up several batches give "
-                    "s.loader(..., accumulation=N), to add up several losses s.backward(loss, more=True)"
-                )
+                raise UsageError(code="gradients-not-cleared")
             first = present[0]
             as_used = self._used() is first and _version(first) == self._used_version
             self._adds_to_used = as_used or (self._adds_to_used and bool(own_share(first).any()))
@@ -405,7 +389,7 @@ class Prepared(Trainee):
                 parameter.requires_grad_(False)
         of_each = [found, *found.get("others", ())]
         if number >= len(of_each):
-            raise UsageError(f"the checkpoint has {len(of_each)} optimizers for this model, and this is one more")
+            raise UsageError(code="optimizer-too-many", saved=len(of_each))
         return self.optimizers[number].load_numbers(of_each[number])
 
     # what its optimizers ask
@@ -576,10 +560,7 @@ class Prepared(Trainee):
 
     def _on_gradient(self) -> None:
         if not self.gate.in_backward:
-            raise UsageError(
-                "loss.backward() bypasses gradient synchronisation. Use "
-                f"s.backward(loss){self.replica.in_lockstep * NO_OTHER_BACKWARD}"
-            )
+            raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
 
 
 def _held_back(scheduler: Any, gate: Gate) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.collectives.control import gather_tensors, sum_over_ranks, together, told_once
 from paceline.errors import UsageError
 from paceline.sessions.observer import Observer
-from paceline.sums import sum_over_ranks, together, told_once
-from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import is_torchmetric, several
 from paceline.train.metrics import dealt, in_order, result_of, state_of
 from paceline.worker.world import World
@@ -51,7 +50,7 @@ class Ranks:
         """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
         total, count = self.sum(total, count)
         if count == 0:
-            raise UsageError("s.mean: all counts are 0, as in a finished epoch after a resume. Ask s.any(count > 0)")
+            raise UsageError(code="mean-of-nothing")
         found = float(total / count)
         if self._observer is not None:
             self._observer.on_numbers({"s.mean": found})
@@ -70,13 +69,11 @@ class Ranks:
         values = values.detach()
         with together(self.world):
             if values.ndim == 0:
-                raise UsageError("s.gather takes a tensor with a first dimension; for one number use s.sum or s.mean")
+                raise UsageError(code="gather-of-number")
         parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=self._moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
-            raise told_once(
-                UsageError(f"s.gather: the ranks' tensors differ in more than their length: {shapes}"), self.world
-            )
+            raise told_once(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
         return in_order(parts, dealt(self._evaluated_batch, self.size))
 
     @property
@@ -87,10 +84,7 @@ class Ranks:
     def _check_all_here(self) -> None:
         """Raise UsageError in the body of an evaluation loop that some ranks do not run."""
         if 0 < self._evaluated_batch < self.size:
-            raise UsageError(
-                f"a collective (s.sum, s.gather, ...) in an evaluation loop of {self._evaluated_batch} samples on "
-                f"{self.size} ranks: ranks without a sample do not run the body. Call it after the loop"
-            )
+            raise UsageError(code="collective-in-evaluation", samples=self._evaluated_batch, ranks=self.size)
 
     def compute(self, metric: Any) -> Any:
         """What an object of torchmetrics, or a collection, comes to over the states of all ranks (a collective).
@@ -105,7 +99,7 @@ class Ranks:
         """
         with together(self.world):
             if not is_torchmetric(metric):
-                raise UsageError(f"s.compute takes an object of torchmetrics, not a {type(metric).__name__}")
+                raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
         members = several(metric)
         states = {name: state_of(one) for name, one in members.items()}
         told = gather_tensors(states, self.world, "states of metrics", where=self._moment)

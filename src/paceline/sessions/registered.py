@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
+from paceline.collectives.control import gather_words, told_once
 from paceline.data.loader import is_forked_frozen
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
@@ -21,7 +22,6 @@ from paceline.sessions.containers import GENERATORS, Container, Generator, held_
 from paceline.sessions.elsewhere import is_cut, own_share
 from paceline.sessions.prepared import PreparedOptimizer
 from paceline.sessions.unsaved import Containers
-from paceline.sums import gather_words, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
 
@@ -47,25 +47,19 @@ class Registered:
             UsageError: for a name that is taken, and for an object without a state.
         """
         if name in self.things:
-            raise UsageError(f"s.register({name!r}, ...): the name is taken already")
+            raise UsageError(code="register-name-taken", name=name)
         if not saved:
             self.ignored.append(thing)
             return
         if isinstance(thing, LRScheduler):
-            raise UsageError(
-                f"s.register({name!r}, ...): a scheduler also sets its optimizer's learning rate. Call "
-                "s.prepare(model, optimizer, scheduler)"
-            )
+            raise UsageError(code="register-scheduler", name=name)
         missing = [of for of in ("state_dict", "load_state_dict") if not callable(getattr(thing, of, None))]
         if missing and isinstance(thing, GENERATORS):
             thing = Generator(thing)
         elif missing and isinstance(thing, (dict, list)):
             thing = Container(thing, name, device, storages(held_by(models)))  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
-            raise UsageError(
-                f"s.register({name!r}, ...): a {type(thing).__name__} has no method {missing[0]}, and is no dict or "
-                "list of tensors and no random generator"
-            )
+            raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
         _split(thing.state_dict(), name)  # raises for what cannot be saved
         self.things[name] = thing
 
@@ -77,16 +71,13 @@ class Registered:
         """
         if name not in self._saved:
             known = ", ".join(self._saved) or "none"
-            raise UsageError(f"s.register({name!r}, ...): {where} does not have it. It has: {known}")
+            raise UsageError(code="register-not-in-checkpoint", name=name, where=where, known=known)
         self.things[name].load_state_dict(_joined(from_json(self._saved[name]), source))
 
     def check_all_there(self) -> None:
         """Raise UsageError if the checkpoint has an object that the script has not registered."""
         if lost := [name for name in self._saved if name not in self.things]:
-            raise UsageError(
-                f"the checkpoint has the state of {', '.join(lost)}, which the script has not registered: it would be "
-                f"lost. Call s.register({lost[0]!r}, ...) before the loop"
-            )
+            raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
 
     def check_schedulers(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Raise UsageError for a learning rate scheduler that no checkpoint has."""
@@ -102,10 +93,7 @@ class Registered:
             return any(id(one) not in known and id(vars(one).get("optimizer")) in own for one in instances(LRScheduler))
 
         if lost() and (gc.collect() or True) and lost():  # the first may have found one that nobody has any more
-            raise UsageError(
-                "a learning rate scheduler was not prepared, and no checkpoint has it: after a resume it would begin "
-                "anew. Call s.prepare(model, optimizer, scheduler)"
-            )
+            raise UsageError(code="scheduler-not-prepared")
 
     def look_around(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
@@ -125,10 +113,7 @@ class Registered:
         self._containers.look(roots, optimizers, self._known(), say)
         for name, thing in self.things.items():
             if isinstance(thing, Container) and thing.is_left:
-                raise UsageError(
-                    f"s.register({name!r}, ...): the loop no longer has the {type(thing.thing).__name__} that was "
-                    "registered, so that what it has now would be lost. Change it in place: d.update(...), d[k] = ..."
-                )
+                raise UsageError(code="registered-replaced", name=name, kind=type(thing.thing).__name__)
         self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
@@ -189,10 +174,7 @@ class Registered:
             told = gather_words(found, world)
             if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
                 raise told_once(
-                    UsageError(
-                        f"what s.register was given differs between ranks: {differing[0]}. It must be the same on all. "
-                        "Add up what ranks count for themselves, s.sum(...), before it goes into such an object"
-                    ),
+                    UsageError(code="registered-differs", name=differing[0]),
                     world,
                 )
         return found
@@ -265,11 +247,7 @@ def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
 def check_no_scaler() -> None:
     """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
     if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
-        raise UsageError(
-            "a GradScaler looks at the gradients after each backward. With several micro-batches in a step, and with "
-            "strategies that divide gradients over ranks, they are not there. Let each rank have one micro-batch "
-            "(virtual_ranks as many as ranks, no accumulation) under strategy 'bucketed', or train in bfloat16"
-        )
+        raise UsageError(code="grad-scaler")
 
 
 def _fingerprint(module: nn.Module) -> list[Any]:

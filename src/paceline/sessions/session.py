@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from paceline.collectives.control import together
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError, unknown
@@ -41,7 +42,6 @@ from paceline.sessions.order import global_streams, put_global_streams
 from paceline.sessions.prepared import Prepared
 from paceline.stepping.bodies import Reduction
 from paceline.strategies import STRATEGIES
-from paceline.sums import together
 from paceline.train.weights import save
 
 P = ParamSpec("P")
@@ -98,7 +98,7 @@ class Session(Life):
             UsageError: on one rank, if one of them does not fit; ToldElsewhere on the others.
         """
         if self._opened:
-            raise UsageError("s.prepare after the first batch: prepare all models before the loop")
+            raise UsageError(code="prepared-too-late")
         known = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
         if known:
             return self._prepare_again(known[0], optimizer, scheduler)
@@ -110,7 +110,7 @@ class Session(Life):
         if (origin := self._course.origin) is not None:
             with together(self.world):
                 if part.number >= len(self._numbers):
-                    raise UsageError(f"{origin.where} holds {len(self._numbers)} models, and this is one more")
+                    raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
                 part.load(origin.source)
                 changed = part.load_numbers(self._numbers[part.number])
             if changed:
@@ -154,7 +154,7 @@ class Session(Life):
             self._registered.add(name, thing, models, self.device, saved=False)
             return
         if self._opened:
-            raise UsageError("s.register after the first batch: register all objects before the loop")
+            raise UsageError(code="registered-too-late")
         with together(self.world):
             self._registered.add(name, thing, models, self.device, saved=True)
             if (origin := self._course.origin) is not None:
@@ -214,7 +214,7 @@ class Session(Life):
         Each call begins with epoch 0 again. After a resume, a call that was over before the checkpoint has none left.
         """
         if count < 1:
-            raise UsageError(f"s.epochs({count}): there must be one at least")
+            raise UsageError(code="no-epochs", value=count)
         phase, self._phases = self._phases, self._phases + 1
         resumed = self._resumed
         if resumed is not None and phase < resumed["phase"]:
@@ -227,10 +227,7 @@ class Session(Life):
             for epoch in range(self._where["epoch"], count):
                 self._check_whole()
                 if self._live:
-                    raise UsageError(
-                        "an iterator over s.loader(...) is still open, and the next epoch begins. Let each epoch have "
-                        "a loop of its own, `for batch in loader:`, and leave it by break after a number of steps"
-                    )
+                    raise UsageError(code="loader-still-open")
                 if self._resumed is None:
                     self._where |= {"epoch": epoch, "pass": 0, "batch": 0}
                     self._epoch_streams = global_streams() if self._steps.saves else None
@@ -274,19 +271,13 @@ class Session(Life):
             self._observer.on_backward(loss, weight, reduction, body)
         self._check_whole()
         if self._evaluates and body is None:
-            raise UsageError(
-                "s.backward(loss) in a loop that evaluates: all models are in eval mode. Call model.train() before the "
-                "loop. To keep batch norm or dropout in eval mode, call .eval() on these modules afterwards"
-            )
+            raise UsageError(code="backward-in-evaluation")
         if self._resumes and not self._in_epochs:
-            raise UsageError(
-                "session(resume=True) needs `for epoch in s.epochs(count):` around its training loops: the place at "
-                "which a run resumes is an epoch and a batch of it"
-            )
+            raise UsageError(code="loop-without-epochs")
         asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}
         of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
         if not asked <= {*of}:
-            raise UsageError("s.backward(loss, only=...) names an optimizer that was not prepared")
+            raise UsageError(code="only-not-prepared")
         chosen = [part for part in self._parts if any(of[one] is part for one in asked)]
         self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
         if self._observer is not None:
@@ -332,7 +323,7 @@ class Session(Life):
             return self._parts[0]
         found = [part for part in self._parts if model in (part.replica.model, part.replica.module)]
         if not found:
-            raise UsageError("this model was not prepared, or several were, and none is named")
+            raise UsageError(code="model-not-named")
         return found[0]
 
 
@@ -406,7 +397,7 @@ def session(
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "run_dir"}
     if open_sessions:
         if open_sessions[-1].size > 1:
-            raise UsageError("a session is open in this process already: end it first, s.close()")
+            raise UsageError(code="session-open")
         open_sessions[-1].close()  # a cell of a notebook that is run again
     install()
     if (observer := current_observer()) is not None:

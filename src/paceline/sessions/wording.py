@@ -1,48 +1,36 @@
 """What a session is when it starts: what defines it, and in its own words what the command's parts say of flags."""
 
 import math
-import re
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from paceline.collectives.control import check_equal, together
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
-from paceline.errors import PacelineError, UsageError, plural
+from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.observe import folder as run_folder
-from paceline.sums import check_equal, together
 from paceline.train.resume import Origin, Place
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
 from paceline.worker.world import World
 
-OF_LAUNCHERS = "nproc|nodes|port|stall-after|max-restarts"  # `paceline launch` has them for own loops, too
-WORDS = (
-    (r" If you mean it, allow it: --allow-change [\w,]+", " Begin another run: session('another folder')"),
-    (r"--run-dir (\S+) is", r"the folder \1 is"),
-    (r"--resume auto", "session('...', resume=True)"),
-    (r"(, or name another folder|, name that folder|Name another): --run-dir", r"\1: session('...')"),
-    (r"--run-dir", "the folder in session('...')"),
-    (r"--threads-per-rank", "session(threads=...)"),
-    (r"--(device|backend|strategy) ([a-z]+)", r"session(\1='\2')"),
-    (rf"--(?!(?:{OF_LAUNCHERS})\b)([a-z]+)-?([a-z]*)( [0-9]+)?", None),
-)
-
-CUT = (
-    "strategy 'fsdp' has cut this model's weights over ranks: a block has its own while its forward runs. Here one was "
-    "used elsewhere: by the module around its block (then name other blocks, session(fsdp_wrap='Block'): what is in "
-    "none is there for the whole forward), in a method other than forward, or beside a tensor that is not cut"
-)
+OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too
+ARGUMENTS = {
+    "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
+    "threads_per_rank": "session(threads=...)",
+}  # fmt: skip
+"""options that a session calls otherwise"""
 
 
-def as_keywords(text: str) -> str:
-    """`text` with session(...) in place of flags."""
-    for pattern, words in WORDS:
-        text = re.sub(pattern, words or _keyword, text)
-    return text
+def keyword(option: str, value: Any = None) -> str:
+    """An option as a session has it: an argument of session(), s.loader(), ..."""
+    if option in OF_LAUNCHERS:
+        return flag(option, value)
+    return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
 
 
 def savable(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
@@ -53,10 +41,7 @@ def savable(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """
     wrong = [name for name, value in saved.items() if not _is_plain({name: value})]
     if wrong and strict:
-        raise UsageError(
-            f"s.saved[{wrong[0]!r}] cannot be saved, a {type(saved[wrong[0]]).__name__}: it takes finite numbers, "
-            "strings, None, and lists and dictionaries of them, with strings as keys"
-        )
+        raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)
     return deepcopy({name: value for name, value in saved.items() if name not in wrong})
 
 
@@ -71,14 +56,9 @@ def _is_plain(value: object) -> bool:
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of keywords."""
+    """Let an error of ours speak of arguments, not of the command line."""
     if isinstance(error, PacelineError):
-        error.args = (as_keywords(str(error)), *error.args[1:])
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    name = "_".join(part for part in flag.groups()[:2] if part)
-    return f"{name}={flag[3].strip()}" if flag[3] else name
+        error.front_end, error.write = "session", keyword
 
 
 def compare(
@@ -96,7 +76,7 @@ def compare(
         with together(world):
             check_same(origin.content.definition, definition, (), origin.where)
             if models != saved:
-                raise UsageError(f"{origin.where} holds {saved} models, prepared were {models}")
+                raise UsageError(code="models-differ", where=origin.where, saved=saved, prepared=models)
 
 
 def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:

@@ -51,11 +51,7 @@ class Body:
         if found is not None and found < 0 and self.is_alone:
             found = None
         if found is not None and found < 0:
-            raise UsageError(
-                f"the collate function was given {len(self.work.indices)} samples, and its batch has tensors of other "
-                "lengths that differ: how many samples it has is not known. Give s.backward(loss, weight=...), or let "
-                "one of its tensors or lists have an entry for each sample"
-            )
+            raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
         return (len(self.work.indices) if found is None else found) * self.work.counted
 
     @property
@@ -76,21 +72,11 @@ def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
         UsageError: says what each has done.
     """
     if not body.weights:
-        raise UsageError(
-            "Training batch drawn without s.backward(loss): it would be missing from the gradient. To "
-            "evaluate, call model.eval(), or write `with torch.no_grad():` around the loop"
-        )
+        raise UsageError(code="no-backward")
     if first is not None and body.done != first.done:
-        raise UsageError(
-            f"the micro-batches of one step were not treated alike: {first.words} in the first, "
-            f"{body.words} in another. A body runs once for each micro-batch, not for each batch: count batches "
-            "by s.batch, and to add up several give s.loader(..., accumulation=N)"
-        )
+        raise UsageError(code="bodies-differ", first=first.words, other=body.words)
     if rates != body.rates:
-        raise UsageError(
-            "the learning rate changes from micro-batch to micro-batch of one step. Give the scheduler to "
-            "s.prepare(model, optimizer, scheduler): it then steps once for all of them"
-        )
+        raise UsageError(code="learning-rate-in-step")
 
 
 @dataclass(frozen=True)
@@ -124,9 +110,9 @@ class Weighed:
 def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body) -> Weighed:
     """The loss with its weight, in float32 at least."""
     if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"s.backward takes the loss as a tensor, not a {type(loss).__name__}")
+        raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
-        raise UsageError(f"s.backward(loss, reduction={reduction!r}). Choose from: mean, sum")
+        raise UsageError(code="reduction-unknown", value=reduction)
     loss, counted = added_in(loss), body.work.counted
     if loss.numel() == 1 and (loss.ndim == 1 or len(body.work.indices) > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
@@ -135,27 +121,20 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
     if loss.ndim == 0:
         if reduction == "sum":
             if weight is not None:
-                raise UsageError("s.backward(loss, weight=..., reduction='sum'): a sum is not divided by weights")
+                raise UsageError(code="weight-of-sum")
             return Weighed(loss, 1.0, body.samples, by_samples=True)
         weighed = body.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
-            raise UsageError(
-                f"weight has shape {tuple(weighed.shape)}, but the loss is one mean: its weight is one number, "
-                "mask.sum() say"
-            )
+            raise UsageError(code="weight-of-mean", shape=tuple(weighed.shape))
         # a stand-in's gradients are replaced by zeros, so its factor only has to be finite
         return Weighed(loss, weighed if counted else 1.0, weighed if counted else 0, by_samples=weight is None)
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
         weight = added_in(weight)
         return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
-        raise UsageError(f"the losses have shape {tuple(loss.shape)}, so their weights must be a tensor of that shape")
+        raise UsageError(code="weight-not-of-losses", shape=tuple(loss.shape))
     if loss.ndim == 1 and body.batch.samples is None and len(loss) % len(body.work.indices):
-        raise UsageError(
-            f"the loss has shape {tuple(loss.shape)}, and the batch {len(body.work.indices)} samples: it is neither "
-            "a mean nor one value for each. Add several losses up to one mean. For values of rows, give weight= of the "
-            "same shape: torch.ones_like(loss) for rows that count alike"
-        )
+        raise UsageError(code="loss-shape", shape=tuple(loss.shape), samples=len(body.work.indices))
     return Weighed(loss.sum(), 1.0, loss.numel() if counted else 0, by_samples=loss.ndim == 1)
 
 

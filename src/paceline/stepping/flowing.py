@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, Totals
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.stepping.bodies import Body, weighted
 from paceline.stepping.steps import Steps
 from paceline.strategies.buffers import uncounted
-from paceline.sums import Pending, Totals
-from paceline.sums.buckets import trainable
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 """(what the model gives, targets) -> losses and their weights"""

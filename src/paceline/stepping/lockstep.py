@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives.control import sent
+from paceline.collectives.torch_collectives import labelled
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
-from paceline.sums import labelled, sent
 from paceline.worker.world import World
 
 Part = tuple[int | None, Tensor]

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Gather, Pending, are_finite, sent, sum_over_ranks, told_once
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
 from paceline.strategies.base import Replica
-from paceline.sums import Pending, sent, sum_over_ranks, told_once
-from paceline.sums.buckets import trainable
-from paceline.sums.finite import are_finite
-from paceline.sums.words import Gather
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -131,10 +129,9 @@ def gradients_not_finite(
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
     """What ends a run whose step is not finite; `way_out` is what leaves such steps out; `late`: it was taken."""
     return TrainingError(
-        f"{found.words}.{'' if late else UNCHANGED} Likely: a learning rate too high, or bad values in these samples. "
-        f"{way_out} leaves such steps out.",
-        ExitCode.NOT_FINITE,
-    )
+        exit_code=ExitCode.NOT_FINITE, code="not-finite", what=found.words, unchanged="" if late else UNCHANGED,
+        way_out=way_out,
+    )  # fmt: skip
 
 
 class _Alone(TorchDispatchMode):
@@ -235,11 +232,10 @@ class LeftOut:
         again = step in self._steps
         self._steps.add(step)
         if too_many(self._steps, step):
-            words = (
-                f"more than {MOST} of the last {OF_STEPS} steps were not finite; the last one: {found.words}. The "
-                "parameters are those before it. Likely: a learning rate too high, or bad values in the data."
+            error = TrainingError(
+                code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=found.words
             )
-            raise told_once(TrainingError(words, ExitCode.NOT_FINITE), self._world, by=found.told_by)
+            raise told_once(error, self._world, by=found.told_by)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {found.words}" if back else f"step {step} is left out: {found.words}")
         return back

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from paceline.collectives.control import gather_words, told_once
 from paceline.contract.evidence import Op
 from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.stepping.nonfinite import UNCHANGED
-from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 HASH_BYTES = 6  # a float64 holds it exactly
@@ -88,7 +88,10 @@ class CallOrder:
         histories = [msgspec.convert(words, list[Op]) for _, words in told]
         found = compare_orders(histories, self._local, self._known)
         if isinstance(found, Mismatch):
-            error = TrainingError(_sentence(found, where) + ("" if late else UNCHANGED), ExitCode.MISMATCH)
+            error = TrainingError(
+                code="collectives-differ", exit_code=ExitCode.MISMATCH, place=where, what=found.words,
+                unchanged="" if late else UNCHANGED,
+            )  # fmt: skip
             raise told_once(error, self._world, by=min(found.odd, default=0))
         self._hashes_itself = True
         if new := found - self._local:
@@ -105,11 +108,3 @@ def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:
     lines = [[order_label(op, local) for op in history if op.group == group] for group in groups]
     digest = hashlib.blake2b(repr((groups, lines)).encode(), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, "little")
-
-
-def _sentence(found: Mismatch, where: str) -> str:
-    return (
-        f"the ranks called different collectives before {where}: {found.words}. In another order, collectives of the "
-        "same shape silently mix up values. All ranks must call the same ones in the same order; where a branch is "
-        "meant, name what is sent (tensor.collective = 'my sum'), and names are compared."
-    )

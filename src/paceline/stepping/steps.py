@@ -16,6 +16,8 @@ from functools import partial
 
 from torch import Tensor
 
+from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
+from paceline.collectives.hosts import Hosts
 from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
@@ -30,9 +32,6 @@ from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
-from paceline.sums import Pending, Totals, costs, read_at_once, told_once
-from paceline.sums.hosts import Hosts
-from paceline.sums.words import by_all, by_host, together
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
@@ -169,7 +168,7 @@ class Steps:
         """See `Session.backward`."""
         body = self.body
         if body is None:
-            raise UsageError("s.backward(loss) belongs into the body of a loop over s.loader(...)")
+            raise UsageError(code="backward-outside-loop")
         body.has_failed = True
         self._sums.await_totals(self._enter, self._way_out)
         weighed = weighted(loss, weight, reduction, body)
@@ -203,10 +202,7 @@ class Steps:
         try:
             hidden += [part.hide_hooks(alone=self._sums.is_alone) for part in self.parts]
             if more and any(hidden):
-                raise UsageError(
-                    "s.backward(loss, more=True) and a hook on a parameter: the hook would run once for all losses, "
-                    "and not for each. Leave more=True away, or remove the hook"
-                )
+                raise UsageError(code="more-with-hook")
             with ExitStack() as stack:
                 for part in wanted:
                     # with several models nobody knows yet whom this backward reaches: nothing leaves early
@@ -243,12 +239,7 @@ class Steps:
         changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
         found = own_hooks(models) or self._own_code or own_functions(loss) or changed
         if found:
-            raise UsageError(
-                f"{found} is on the way of the gradients, and the weight of the global batch was not known before "
-                "backward: losses of several micro-batches have weights of their own, or a collate function has left "
-                "samples out. So gradients there were not those of its mean. Give s.backward(loss, weight=...) and let "
-                "each rank have one micro-batch in a step (virtual_ranks as many as ranks, no accumulation)"
-            )
+            raise UsageError(code="hook-before-weight", what=found)
 
     def _is_nothing_under_ddp(self, weighed: Weighed) -> bool:
         """Whether a loss has no gradient, and the module waits for one of each parameter."""
@@ -265,10 +256,7 @@ class Steps:
         if weighed.value.requires_grad and not weighed.is_nothing:
             return True
         if any(part.replica.in_lockstep or part.replica.module is not part.replica.model for part in self.parts):
-            raise UsageError(
-                "this rank's loss has no gradient: it is constant, or its weight is 0. This strategy needs a backward "
-                "of every rank. Use strategy 'bucketed' or 'exact', or let each rank's loss depend on its outputs"
-            )
+            raise UsageError(code="loss-without-gradient")
         self._sums.without_gradient = True
         return False
 
@@ -283,11 +271,7 @@ class Steps:
     def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
         for part in wanted:
             if (reached := part.reached) and not self.phases.alone and part.has_stepped(body.stepped):
-                raise UsageError(
-                    f"a backward after the step of optimizer {part.number + 1} has reached its model again, and this "
-                    "rank's next micro-batches would add up what belongs to two steps. Say whose gradients it is for: "
-                    "s.backward(loss, only=optimizer)"
-                )
+                raise UsageError(code="backward-after-step", number=part.number + 1)
             part.close(reached)
 
     def _synchronise(self, wanted: Sequence[Trainee], finish: Callable[[], Pending[Totals]]) -> None:
@@ -308,10 +292,7 @@ class Steps:
         self._summed_up += reached
         known = [part.synchronise(rest, agreed=host is None) is True and self._max_norm is None for part in reached]
         if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
-            raise UsageError(
-                f"no loss of the global batch at {self._where} depends on a parameter that is trained: all are "
-                "constant, or their weight is 0"
-            )
+            raise UsageError(code="batch-without-gradient", place=self._where)
         asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
         judged = [part.judged(self._max_norm) for part in asked]
         if late:  # all is launched, and the GPU busy with it

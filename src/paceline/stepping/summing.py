@@ -7,22 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.collectives.control import Pending, Totals, by_itself, start_totals, told_once
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
 from paceline.stepping.bodies import Body, Reduction, Weighed, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
-from paceline.sums import Pending, Totals, start_totals, told_once
-from paceline.sums.words import by_itself
 from paceline.worker.world import World
 
 Finish = Callable[[], Pending[Totals]]
 """waits for the totals of all ranks"""
-OTHER_FORMS = (
-    "the ranks give their losses of the global batch at {where} in different forms: some with weight= or as values of "
-    "several dimensions, others as a plain mean. Give all ranks' losses in one form, for example each with weight="
-)
 
 
 @dataclass
@@ -98,17 +93,12 @@ class Sums:
         """
         shared = bool(body.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
-            raise UsageError("the losses of one step are sums and means: give each s.backward the same reduction=")
+            raise UsageError(code="reductions-differ")
         self._reduction = reduction
         self._samples, self._plain = body.work.global_samples, self._plain and plain
         self._by_samples = weighed.by_samples
         if shared and not same(weighed.weight, body.weights[-1]):
-            raise UsageError(
-                f"the losses of one step have different weights, {float(body.weights[-1]):g} and "
-                f"{float(weighed.weight):g}: "
-                "they are divided by the sum of weights together. Give each s.backward the same weight=, or add the "
-                "losses up yourself"
-            )
+            raise UsageError(code="weights-differ", first=float(body.weights[-1]), other=float(weighed.weight))
         if body.work.counted and self._world.leads:  # of several that compute the same
             loss_sum, weight_sum = self._row(body.work.virtual_rank).unbind()
             weighed.add_to(loss_sum)
@@ -193,8 +183,7 @@ class Sums:
                 raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
-                    f"{self._where}: total loss weight is {self.result.weight:g} but the batch has {samples} samples. "
-                    "Pass weight= on all ranks or on none"
+                    code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
                 )
         except BaseException:
             enter(Phase.OPTIMIZER)  # whoever looks at the phase must not take the step for one that has not begun
@@ -211,7 +200,7 @@ class Sums:
             if self._order is not None:
                 self._order.check(said[len(Votes._fields) :], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise told_once(UsageError(OTHER_FORMS.format(where=self._where)), self._world)
+            raise told_once(UsageError(code="loss-forms-differ", place=self._where), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
@@ -232,8 +221,7 @@ class Sums:
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            words = f"the loss weights of the global batch at {self._where} sum to 0: its mean is undefined"
-            raise told_once(UsageError(words), self._world)
+            raise told_once(UsageError(code="loss-weights-zero", place=self._where), self._world)
         self.divisor = weight_total
         known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = known or self.scale == weight_total
@@ -250,10 +238,7 @@ class Sums:
 
     def _row(self, virtual_rank: int) -> Tensor:
         if virtual_rank >= len(self.rows):
-            raise UsageError(
-                f"a micro-batch of virtual rank {virtual_rank} for a replica of {len(self.rows)}: give the strategy "
-                "the plan's number, virtual_ranks=plan.virtual_ranks"
-            )
+            raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=len(self.rows))
         return self.rows[virtual_rank]
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, sent, sum_over_ranks
 from paceline.errors import UsageError
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
-from paceline.sums import Pending, sent, sum_over_ranks
-from paceline.sums.buckets import trainable
 from paceline.worker.world import World
 
 
@@ -71,17 +71,10 @@ class Trainee:
         self._own_hooks = -1 if hidden or are_joint else count
         if are_joint and (not alone or self.replica.sharded):
             show_hooks(hidden)
-            raise UsageError(
-                "parameters have a hook by register_multi_grad_hook, which runs inside a backward, on the gradients of "
-                "one micro-batch of one rank. With several use p.register_hook on each parameter, or change .grad "
-                "between s.backward(loss) and optimizer.step(), if s.last"
-            )
+            raise UsageError(code="multi-grad-hook")
         if hidden and self.replica.sharded:
             show_hooks(hidden)
-            raise UsageError(
-                "a parameter has a hook on its gradient, and with this strategy each rank holds a share of a gradient "
-                "only. Use strategy 'bucketed' or 'exact', or remove the hook"
-            )
+            raise UsageError(code="gradient-hook")
         self._hooked = bool(hidden)
         return hidden
 
@@ -177,9 +170,4 @@ def reached_anywhere(wanted: Sequence[Trainee], world: World) -> list[Trainee]:
 def check_summed_once(before: Sequence[Trainee], now: Sequence[Trainee]) -> None:
     """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
     if any(part in before for part in now):
-        raise UsageError(
-            "two backwards of one model in one step, and its gradients are summed over micro-batches once only: "
-            "between the two .grad would be that of neither loss. Say more=True in all but the last, s.backward(loss, "
-            "more=True), or whose gradients are wanted, s.backward(loss, only=optimizer). To use .grad of each loss "
-            "(PCGrad, GradNorm), let each rank have one micro-batch in a step, with a strategy other than 'exact'"
-        )
+        raise UsageError(code="two-backwards")

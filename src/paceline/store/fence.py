@@ -42,7 +42,7 @@ def take(path: Path, claim: Claim) -> None:
     with _locked(path, make=True) as descriptor:
         newest = _read(descriptor)
         if newest is not None and claim < newest:
-            raise TrainingError(f"{newest} of this run has taken over its checkpoints; {claim} may not write them")
+            raise TrainingError(code="fence-taken-over", newest=newest, claim=claim)
         _write(descriptor, claim)
 
 
@@ -70,10 +70,7 @@ def _locked(path: Path, *, make: bool = False) -> Generator[int]:
     descriptor = writing.keep(path, make=make)
     try:
         if not writing.lock(descriptor, LOCK_SECONDS):
-            raise TrainingError(
-                f"another process holds {path} and does not let go: `fuser {path}` shows which. "
-                "If it is left over from a run that is dead or frozen, end it"
-            )
+            raise TrainingError(code="fence-locked", path=path)
         try:
             yield descriptor
         finally:
@@ -89,7 +86,7 @@ def _read(descriptor: int) -> Claim | None:
         return None
     match = re.fullmatch(rb"([0-9]{20}) ([0-9]{20})\n", text)
     if not match:
-        raise TrainingError(f".fence should name the newest claim, and holds {text!r}. If no run is active, remove it")
+        raise TrainingError(code="fence-damaged", value=text)
     return Claim(int(match[1]), int(match[2]))
 
 

@@ -234,15 +234,13 @@ def _check_plain(value: object, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in cast("dict[object, object]", value).items():
             if not isinstance(key, str):
-                raise TrainingError(f"a checkpoint cannot keep {where}: its key {key!r} is not text")
+                raise TrainingError(code="scalar-key-not-text", where=where, key=key)
             _check_plain(inner, f"{where}/{key}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(cast("list[object]", value)):
             _check_plain(inner, f"{where}/{index}")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise TrainingError(
-                f"a checkpoint cannot keep {where}: JSON has no {value}. Leave it out, or write it as text"
-            )
+            raise TrainingError(code="scalar-not-finite", where=where, value=value)
     elif value is not None and not isinstance(value, bool | int | str):
-        raise TrainingError(f"a checkpoint cannot keep {where}: a {type(value).__name__} is not plain JSON")
+        raise TrainingError(code="scalar-not-plain", where=where, kind=type(value).__name__)

@@ -65,7 +65,9 @@ class Checkpoints:
             sync_folder(self.root)
             sync_folder(self.root.parent)
         except OSError as error:
-            raise TrainingError(f"checkpoints cannot be written to {self.root}: {error.strerror or error}") from None
+            raise TrainingError(
+                code="checkpoints-not-written", folder=self.root, reason=error.strerror or str(error)
+            ) from None
         self._claim, self._place = claim, self._found()
         for path in sorted(self.root.iterdir()):
             if path.name.startswith((".tmp-", ".trash-")) and not _is_newer(path.name, claim):
@@ -106,7 +108,7 @@ class Checkpoints:
             OSError: the disk is full, or worse.
         """
         if keep < FEWEST_KEPT:
-            raise UsageError(f"at least {FEWEST_KEPT} checkpoints must be kept, got {keep}: the newest may be damaged")
+            raise UsageError(code="keep-too-few-checkpoints", least=FEWEST_KEPT, value=keep)
         encoded = encode_manifest(manifest)
         decode_manifest(encoded)  # what could not be read back is not worth writing
         try:
@@ -181,9 +183,7 @@ class Checkpoints:
         if self._claim is None:
             raise RuntimeError("claim() comes before begin() and commit()")
         if self._place is not None and self._found() != self._place:
-            raise TrainingError(
-                f"{self.root} is another folder than it was: somebody has exchanged it. Nothing is saved there"
-            )
+            raise TrainingError(code="checkpoints-exchanged", folder=self.root)
         return self._claim
 
     def _found(self) -> tuple[int, int] | None:
@@ -229,7 +229,7 @@ class Checkpoints:
                     told.add(path)
             else:
                 return None
-        raise TrainingError(f"the checkpoints in {self.root} are deleted faster than they can be read")
+        raise TrainingError(code="checkpoints-deleted", folder=self.root)
 
 
 def _is_newer(name: str, claim: Claim) -> bool:

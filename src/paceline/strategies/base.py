@@ -14,6 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, take_over
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, scaled
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.norm import scale_to_norm, total_norm
+from paceline.collectives.ranks import say
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -22,13 +27,6 @@ from paceline.seeding import Streams, random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
-from paceline.sums.buckets import trainable
-from paceline.sums.finite import scaled
-from paceline.sums.hosts import Hosts
-from paceline.sums.norm import scale_to_norm, total_norm
-from paceline.sums.pending import Pending
-from paceline.sums.reducer import Reducer
-from paceline.sums.sharing import say
 from paceline.worker.world import World
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -171,10 +169,7 @@ def replica(
     def sync_all_gradients(total_weight: Tensor) -> bool | Pending[bool] | None:
         for name, parameter in frozen.items():
             if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name} was frozen when the strategy was applied and now requires a gradient, which "
-                    "no other rank would see. Unfreeze first, then apply the strategy (again)."
-                )
+                raise UsageError(code="unfrozen-later", name=name)
         if sync_gradients is not None:
             found = sync_gradients(total_weight)
         else:
@@ -244,8 +239,3 @@ def replica(
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor, device: torch.device) -> Pending[bool]:
     """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
     return scaled([p.grad for p in parameters if p.grad is not None], factor, device)
-
-
-def leaf_of(reducer: Reducer) -> Callable[[Work, bool], AbstractContextManager[None]]:
-    """What `replica` takes as `backward`, for gradients that are added up in the tree."""
-    return lambda work, is_last: reducer.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)

@@ -32,14 +32,14 @@ from paceline.checkpoint.reductions import (
     reduced,
 )
 from paceline.checkpoint.state import Held, Source, needed
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.replicate import broadcast
+from paceline.collectives.torch_collectives import Exchange, labelled
+from paceline.collectives.tree import Forest, added
 from paceline.compute.graphs import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
-from paceline.sums import gather_words, labelled, told_once
-from paceline.sums.batchnorm import SyncBatchNorm
-from paceline.sums.exchange import Exchange
-from paceline.sums.replicate import broadcast
-from paceline.sums.tree import Forest, added
 from paceline.worker.world import World
 
 _Buffers = dict[str, Tensor]
@@ -500,10 +500,9 @@ class VirtualBuffers:
             if accumulates and self._virtual_ranks > 1 and bool(now.any()) and not torch.equal(now, initial):
                 owner, leaf = self._slots[name][0]
                 raise UsageError(
-                    f"buffer {leaf} of {_described(self._model, owner)} was changed between two steps, and each of "
-                    f"the {self._virtual_ranks} virtual ranks has its own value of it. Only its initial value or "
-                    "zeros can be assigned there. Change it in the module's forward instead."
-                )
+                    code="buffer-changed-between-steps", leaf=leaf, module=_described(self._model, owner),
+                    virtual_ranks=self._virtual_ranks,
+                )  # fmt: skip
             self._assigned.add(name)
             self._initial[name] = now.detach().clone()
             for seen in self._seen.values():
@@ -518,42 +517,26 @@ class VirtualBuffers:
             return
         owner, leaf = self._slots[name][0]
         raise UsageError(
-            f"buffer {leaf} of {_described(self._model, owner)} was {tuple(initial.shape)} {initial.dtype} when the "
-            f"strategy was applied and is now {tuple(now.shape)} {now.dtype}. Buffers cannot change their shape or "
-            "type during training: register it with its final shape, and keep the number of used rows in a second "
-            "buffer."
-        )
+            code="buffer-changes-shape", leaf=leaf, owner=_described(self._model, owner), shape=tuple(initial.shape),
+            dtype=initial.dtype, new_shape=tuple(now.shape), new_dtype=now.dtype,
+        )  # fmt: skip
 
     def _undeclared(self, name: str, owner: nn.Module, leaf: str, *, equal: bool = False) -> UsageError:
         if name in self._by_loop:
             return UsageError(
-                f"buffer {leaf} of {_described(self._model, owner)} cannot be merged over the {self._virtual_ranks} "
-                "virtual ranks: the body of the loop has changed it after s.backward, and the body runs for each "
-                "virtual rank. A buffer must not be changed there, outside of the model's forward. Change it in the "
-                "forward of its module or between two epochs, or keep the number outside of the model, in s.saved"
-            )
-        fitting = choices(self._initial[name])
-        others = ", ".join(fitting[1:])
-        kind = "each virtual rank has another value of it"
-        if name in self._integers:
-            kind = "it is not clear whether it counts samples, counts calls, or is set to a number"
-        elif equal:
-            kind = (
-                f'it is not clear whether its change depends on the number of samples ("first" if not; "{fitting[0]}" '
-                "if it counts them)"
-            )
+                code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
+                virtual_ranks=self._virtual_ranks,
+            )  # fmt: skip
+        fitting, *others = choices(self._initial[name])
+        code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return UsageError(
-            f"buffer {leaf} of {_described(self._model, owner)} cannot be merged over the {self._virtual_ranks} "
-            f"virtual ranks: {kind}. Declare in class {type(owner).__name__} how the values combine: "
-            f'buffer_reductions = {{"{leaf}": "{fitting[0]}"}}  # or {others}'
-        )
+            code=code or "buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
+            virtual_ranks=self._virtual_ranks, owner=type(owner).__name__, fitting=fitting, others=others,
+        )  # fmt: skip
 
     def _differs_between_ranks(self, name: str) -> UsageError:
         owner, leaf = self._slots[name][0]
-        return UsageError(
-            f"buffer {leaf} of {_described(self._model, owner)} was set to different values on different ranks, "
-            "outside of a step. Set it to the same value on all ranks."
-        )
+        return UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
 
     def _note_shown(self, names: Iterable[str]) -> None:
         for name in names:
@@ -579,10 +562,7 @@ class VirtualBuffers:
         self._names_checked = True
         new = [name for name in _slots(self._model) if name not in self._slots]
         if new:
-            raise TrainingError(
-                f"buffer {new[0]} was None and was made in the first forward: it cannot be kept for each virtual rank. "
-                "Register it with its values, as zeros say."
-            )
+            raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 
 def forest_of(world: World, virtual_ranks: int) -> Forest:
@@ -620,7 +600,7 @@ def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, 
     for name, places in slots.items():
         declared = {d for owner, leaf in places if (d := _declared(owner).get(leaf)) is not None}
         if len(declared) > 1:
-            raise UsageError(f"buffer {name} is shared by modules that declare {' and '.join(sorted(declared))} for it")
+            raise UsageError(code="buffer-declared-differently", name=name, declared=" and ".join(sorted(declared)))
         found[name] = declared.pop() if declared else _known(*places[0])
     return found
 
@@ -633,20 +613,18 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
     declared: Any = _declared(owner)
     whose = _described(model, owner)
     if not isinstance(declared, Mapping):
-        raise UsageError(f'buffer_reductions of {whose} must be a dictionary such as {{"total": "sum"}}')
+        raise UsageError(code="buffer-reductions-not-a-dict", whose=whose)
     buffers = owner._buffers  # pyright: ignore[reportPrivateUsage]
     for leaf, reduction in declared.items():  # pyright: ignore[reportUnknownVariableType]
         if leaf not in buffers:
             known = ", ".join(buffers) or "none"
-            raise UsageError(
-                f"buffer_reductions of {whose} names {leaf!r}, but the buffers of this module are: {known}"
-            )
+            raise UsageError(code="buffer-unknown", whose=whose, leaf=leaf, known=known)
         buffer = buffers[leaf]
         if buffer is not None and reduction not in (fitting := choices(buffer)):
             raise UsageError(
-                f"buffer_reductions of {whose}: {leaf!r} is {buffer.dtype} and declared as {reduction!r}. "
-                f"Choose from: {', '.join(fitting)}"
-            )
+                code="buffer-reduction-does-not-fit", whose=whose, leaf=leaf, dtype=buffer.dtype, value=reduction,
+                allowed=[*fitting],
+            )  # fmt: skip
 
 
 def _known(owner: nn.Module, leaf: str) -> str:

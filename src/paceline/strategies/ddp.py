@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending
+from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
 from paceline.strategies.refusals import refuse_lazy
-from paceline.sums.buckets import trainable
-from paceline.sums.pending import Pending
-from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 
@@ -91,17 +91,11 @@ def _explaining_sparse(_work: Work, _is_last: bool) -> Generator[None]:
     except NotImplementedError as error:
         if "SparseTensorImpl" not in str(error):
             raise
-        raise UsageError(
-            "a gradient is sparse, and DDP did not expect that: it looks for modules with sparse=True. Use "
-            "nn.Embedding(..., sparse=True) in place of F.embedding(..., sparse=True), or leave sparse=True out"
-        ) from error
+        raise UsageError(code="ddp-sparse-gradient") from error
 
 
 def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
     """Raise UsageError if a parameter has another gradient accumulator than when DDP put its hooks there."""
     for name, parameter in model.named_parameters():
         if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
-            raise UsageError(
-                f"the parameter {name} was given other data by p.set_(...): DDP no longer sees its gradient, so it was "
-                "not added up over ranks. Use p.copy_(...) in torch.no_grad(), or p.data = ... of the same shape"
-            )
+            raise UsageError(code="ddp-parameter-replaced", name=name)

@@ -2,14 +2,14 @@
 
 from torch import nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending
+from paceline.collectives.norm import SharedNorm, even_shares
+from paceline.collectives.reducer import sum_by_leaf
+from paceline.collectives.replicate import broadcast_module
+from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
-from paceline.sums.buckets import trainable
-from paceline.sums.norm import SharedNorm, even_shares
-from paceline.sums.pending import Pending
-from paceline.sums.reducer import sum_by_leaf
-from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 
@@ -48,5 +48,5 @@ def exact(
         sync_gradients=reducer.finish,
         reset=reducer.reset,
         gradient_norm=gradient_norm,
-        backward=leaf_of(reducer),
+        backward=reducer.backward,
     )

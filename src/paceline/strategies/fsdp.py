@@ -20,6 +20,11 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
+from paceline.collectives.buckets import divide_each, sparse_gradient
+from paceline.collectives.control import Pending, sent, sum_over_ranks
+from paceline.collectives.ranks import ranks
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
 from paceline.contract.evidence import BLOCK
@@ -29,18 +34,11 @@ from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
-from paceline.sums.buckets import divide_each
-from paceline.sums.gather import labelled
-from paceline.sums.layout import sparse_gradient
-from paceline.sums.pending import Pending, sent
-from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Piece, check_assigned
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-FLAG = "--fsdp-wrap"
 MAX_NAME = 33  # characters of a block's name, from its end, in the names of its collectives: the box keeps 40
 
 
@@ -85,9 +83,11 @@ def fsdp(
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     shapes = {name: parameter.shape for parameter, name in names.items()}
-    blocks = cut_into_blocks(model, wrap, world, flag=FLAG, rounded=rounded_by_autocast(model))
+    blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
     for name, block in blocks.items():
-        _name_collectives(block, name)
+        custom: Any = block  # the types of what it takes are in a private module of torch
+        custom.set_custom_all_gather(_AllGather(name))
+        custom.set_custom_reduce_scatter(_ReduceScatter(name))
     shares = _Shares(model, shapes, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
@@ -110,26 +110,34 @@ def fsdp(
     )  # fmt: skip
 
 
-def _name_collectives(block: FSDPModule, name: str) -> None:
-    """Give the collectives of a block its name.
+class _Collective:
+    """A collective of one block, as `set_custom_all_gather` and `set_custom_reduce_scatter` of FSDP2 take it.
 
-    Ranks that call different blocks of one size would otherwise exchange the weights of different blocks without an
-    error: names are compared in each step (`stepping.order`), and the hang guard shows them.
+    Through shared memory if the ranks share it, with the bits of gloo. It has the name of its block: ranks that call
+    different blocks of one size would otherwise exchange the weights of different blocks without an error. Names are
+    compared, in memory at each call, else in each step (`stepping.order`), and the hang guard shows them.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as usual
 
-    label = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
+    def __init__(self, name: str) -> None:
+        self._name = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
 
-    class AllGather(usual.DefaultAllGather):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(output_tensor, labelled(input_tensor, label), *args, **kwargs)
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    class ReduceScatter(usual.DefaultReduceScatter):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(labelled(output_tensor, label), input_tensor, *args, **kwargs)
 
-    block.set_custom_all_gather(AllGather())
-    block.set_custom_reduce_scatter(ReduceScatter())
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return ranks(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        ranks(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
 
 
 class _Shares:
@@ -291,11 +299,7 @@ class _Used:
             self._called.add(name)
         elif name not in self._called:
             if name in self._recomputed:
-                raise UsageError(
-                    f"{name or 'the model'} is called twice, and activation checkpointing with use_reentrant=True "
-                    "recomputes it: under strategy 'fsdp' gradients would be lost. Use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
+                raise UsageError(code="fsdp-reentrant", name=name or "the model")
             self._recomputed.add(name)
 
     def agree(self, model: nn.Module, world: World) -> None:
@@ -303,8 +307,9 @@ class _Used:
         uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
-        summed = torch.cat([sent(flags, world.device), *values])
-        dist.all_reduce(labelled(summed, "who uses which parameter"), group=world.group)
+        summed = sum_over_ranks(
+            torch.cat([sent(flags, world.device), *values]), "who uses which parameter", world.group
+        )
         # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
         everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
         sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, Under, take_over
+from paceline.collectives.shards import Piece
 from paceline.errors import UsageError
-from paceline.sums.shards import Piece
 
 ITEM = ".item"  # ends the name of a plain number
 
@@ -20,10 +20,7 @@ def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Held]:
     held: list[Held] = []
     for parameter, state in optimizer.state.items():
         if parameter not in names:
-            raise UsageError(
-                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: its "
-                "state has no name to be saved under. Make it a parameter of the model."
-            )
+            raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
         held += [Held(name, tensor) for name, tensor in named_state(names[parameter], state)]
     return held
 
@@ -41,9 +38,7 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
         elif isinstance(value, (bool, int, float)):
             yield full + ITEM, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
-            raise UsageError(
-                f"the optimizer keeps a {type(value).__name__} ({key}) for {name}: only tensors and numbers are saved"
-            )
+            raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:

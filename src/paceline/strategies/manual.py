@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.replicate import broadcast_module
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
-from paceline.sums.buckets import trainable
-from paceline.sums.layout import check_dense
-from paceline.sums.replicate import broadcast_module
 from paceline.worker.world import World
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from paceline.checkpoint.cut import CutParameter, PartOf, with_cuts
 from paceline.checkpoint.state import Held, Source
 from paceline.checkpoint.whole import whole
+from paceline.collectives.control import Pending, sum_over_ranks
+from paceline.collectives.norm import scale_to_norm
 from paceline.strategies.base import Replica
-from paceline.sums.norm import scale_to_norm
-from paceline.sums.pending import Pending
-from paceline.sums.totals import sum_over_ranks
 from paceline.worker.world import World
 
 

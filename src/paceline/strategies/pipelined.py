@@ -19,15 +19,15 @@ from paceline.checkpoint.cut import parameter_of
 from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
+from paceline.collectives.buckets import pack, unpack
+from paceline.collectives.control import gather_words, together
+from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import Schedule
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
-from paceline.sums.buckets import pack, unpack
-from paceline.sums.gather import labelled
-from paceline.sums.words import gather_words, together
 from paceline.worker.world import World
 
 
@@ -107,7 +107,7 @@ def pipelined(
     def make_own(parameters: Any) -> Optimizer:
         optimizer, own = make_optimizer(parameters), {*model.parameters()}
         if isinstance(optimizer, LBFGS):
-            raise UsageError("LBFGS looks at all parameters at once, and a stage has its own only. Use another one")
+            raise UsageError(code="optimizer-looks-at-all")
         for group in optimizer.param_groups:  # the task may have made it, of the whole model
             group["params"] = [p for p in group["params"] if p in own]
         return optimizer

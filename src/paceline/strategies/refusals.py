@@ -4,10 +4,10 @@ from torch import nn, optim
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.buckets import sparse_gradient
 from paceline.errors import UsageError
 from paceline.ladder import FOR_SEVERAL
-from paceline.sums.batchnorm import SyncBatchNorm
-from paceline.sums.layout import sparse_gradient
 from paceline.worker.world import World
 
 # Each updates an element by that element's own gradient and history alone.
@@ -24,10 +24,7 @@ def only_alone(name: str, world: World) -> None:
         UsageError: if `world` has more than one rank.
     """
     if world.size > 1:
-        raise UsageError(
-            f"strategy {name} is single-process, but there are {world.size} processes. "
-            f"For several processes use {', '.join(FOR_SEVERAL)}."
-        )
+        raise UsageError(code="strategy-of-one-process", value=name, processes=world.size, allowed=[*FOR_SEVERAL])
 
 
 def refuse_lazy(model: nn.Module) -> None:
@@ -39,11 +36,7 @@ def refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise UsageError(
-                f"{name} of {kind} has no shape before the first forward, so ranks cannot be given the same values. "
-                "Run one batch through the model before s.prepare (for a task: in the function that makes the model), "
-                "and make the optimizer after that"
-            )
+            raise UsageError(code="lazy-parameter", name=name, kind=kind)
 
 
 def refuse_sparse(model: nn.Module, strategy: str) -> None:
@@ -65,11 +58,8 @@ def refuse_max_norm(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise UsageError(
-                f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward changes "
-                "the weights of the samples of the rank, so the ranks would have different weights. Remove max_norm, "
-                "and call torch.renorm(weight.data, 2, 0, max_norm) after each optimizer.step()"
-            )
+            described = f"{name or 'the model'} ({type(module).__name__})"
+            raise UsageError(code="embedding-max-norm", module=described, max_norm=module.max_norm)
 
 
 def refuse_hooks(model: nn.Module, strategy: str) -> None:
@@ -80,10 +70,7 @@ def refuse_hooks(model: nn.Module, strategy: str) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
-            raise UsageError(
-                f"parameter {name} has a hook on its gradient. Strategy {strategy!r} divides each gradient over ranks, "
-                "so the hook would never see a whole one. Use strategy 'bucketed' or 'exact', or remove the hook"
-            )
+            raise UsageError(code="hooked-parameter", name=name, strategy=strategy)
 
 
 def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
@@ -95,10 +82,7 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
     own = set(model.parameters())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in own:
-            raise UsageError(
-                f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that is not in the model: it "
-                "would be neither synchronised nor saved. Make it a parameter of the model."
-            )
+            raise UsageError(code="foreign-parameter", shape=tuple(parameter.shape))
 
 
 def refuse_synchronised(model: nn.Module, name: str) -> None:
@@ -108,10 +92,7 @@ def refuse_synchronised(model: nn.Module, name: str) -> None:
         UsageError: if `model` has any.
     """
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise UsageError(
-            f"strategy {name!r} gives the same bits at every world size; synchronised batch norm adds its statistics "
-            "up over ranks and cannot. Use --batchnorm local: statistics of each virtual rank."
-        )
+        raise UsageError(code="exact-with-sync-batchnorm", strategy=name)
 
 
 def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
@@ -121,8 +102,5 @@ def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
         UsageError: naming those that do not.
     """
     if type(optimizer) not in ELEMENT_WISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
-        raise UsageError(
-            f"strategy {strategy!r} cuts parameters into pieces, and {type(optimizer).__name__} may look at a whole "
-            f"one. Known to update each element by itself: {known}. Use one of these, or another strategy."
-        )
+        known, kind = [one.__name__ for one in ELEMENT_WISE], type(optimizer).__name__
+        raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=kind, known=known)

@@ -3,22 +3,25 @@
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.collectives.across import Across
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import told_once
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.memory_sum import MAX_TENSORS
+from paceline.collectives.ranks import choose, say
+from paceline.collectives.reducer import sum_on_each_host
+from paceline.collectives.transports import fit_in_memory
 from paceline.data.plan import Work
-from paceline.ladder import SLOW, wrong_between_hosts
+from paceline.errors import UsageError, flag
+from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.outer import Between, Outer
-from paceline.sums.across import Across
-from paceline.sums.buckets import trainable
-from paceline.sums.hosts import Hosts
-from paceline.sums.lanes import MAX_TENSORS
-from paceline.sums.reducer import sum_on_each_host
-from paceline.sums.sharing import hosts_of_all, say, shared_memory
-from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
 
@@ -64,22 +67,20 @@ def between_hosts(
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
     """None where nothing was asked for, or there is one host: then that is said."""
-    if wrong := wrong_between_hosts(*(between.get(name) for name in SLOW)):
-        raise ValueError(wrong)
-    asked = {"--compress": between.get("compress"), "--local-steps": between.get("local_steps")}
-    words = " ".join(f"{flag} {value}" for flag, value in asked.items() if value is not None)
-    if not words:
+    asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
+    if wrong := wrong_between_hosts(*asked.values()):
+        raise told_once(UsageError(code=wrong, **asked, allowed=[*COMPRESS]), world)
+    given = [name for name in ("compress", "local_steps") if asked[name] is not None]
+    if not given:
         return None
-    parameters, place = trainable(model), hosts_of_all()
-    if place is not None and addable_in_memory(parameters) and len(parameters) <= MAX_TENSORS:
+    parameters, exchange = trainable(model), choose()
+    place = exchange.hosts()
+    if place is not None and fit_in_memory(parameters):
         return place
-    if world.size > 1 and shared_memory() is None:
-        raise ValueError(
-            f"{words} takes CPU ranks that share memory on each host, equally many on all, and models of at most "
-            f"{MAX_TENSORS} tensors, none of them complex. Here ranks talk over torch.distributed alone (--collectives "
-            "torch, GPUs, hosts with different numbers of ranks). Leave it out"
-        )
-    say(f"{words}: all ranks are on one host, and nothing leaves it. It has no effect")
+    if world.size > 1 and exchange.way != "shared":
+        raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
+    words = " ".join(flag(name, asked[name]) for name in given)
+    say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")
     return None
 
 
@@ -110,7 +111,7 @@ def _with_feedback(plain: Replica, hosts: Hosts, across: Across) -> Replica:
         elif saved is not None:
             say(
                 f"the checkpoint is of {_hosts(saved)}, now there are {_hosts(division)}: what they held back "
-                "(--compress) is dropped, and they begin with nothing held back"
+                "is dropped, and they begin with nothing held back"
             )
 
     return replace(plain, keep_buffers=keep, put_back_buffers=put_back, state=state, load=load)
@@ -123,7 +124,7 @@ def nothing_held_back(plain: Replica) -> Replica:
         plain.load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {_hosts(saved)}: what they held back (--compress) is dropped")
+            say(f"the checkpoint is of {_hosts(saved)}: what they held back is dropped")
 
     return replace(plain, load=load)
 

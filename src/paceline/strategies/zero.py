@@ -3,18 +3,16 @@
 from torch import nn
 
 from paceline.checkpoint.state import Held, Source
-from paceline.strategies.base import MakeOptimizer, Replica, leaf_of, replica
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending
+from paceline.collectives.norm import SharedNorm
+from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.shards import Shards
+from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
-from paceline.sums.buckets import trainable
-from paceline.sums.norm import SharedNorm
-from paceline.sums.pending import Pending
-from paceline.sums.reducer import sum_to_shares
-from paceline.sums.replicate import broadcast_module
-from paceline.sums.shards import Shards
-from paceline.sums.sharing import shared_memory
-from paceline.sums.transports import addable_in_memory
 from paceline.worker.world import World
 
 
@@ -38,8 +36,7 @@ def zero(
     refuse_whole("zero", optimizer)
     refuse_foreign(model, optimizer)
     parameters = trainable(model)
-    memory = shared_memory() if addable_in_memory(parameters) else None
-    shards = Shards(model, world.rank, world.size, memory=memory)
+    shards = Shards(model, world.rank, world.size)
     shards.shard(optimizer)
     reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
     norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
@@ -67,7 +64,7 @@ def zero(
         virtual_ranks=virtual_ranks,
         sync_gradients=reducer.finish,
         reset=reducer.reset,
-        backward=leaf_of(reducer),
+        backward=reducer.backward,
         gradients=gradients,
         gradient_norm=gradient_norm,
         sharded=True,

@@ -44,19 +44,18 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         UsageError: there is no such task, it does not take an option, or its data are missing; says what there is.
     """
     if name is None:
-        raise UsageError(f"no task given. Choose from: {', '.join(TASKS)}, or your own as module:name or file.py:name")
+        raise UsageError(code="no-task", allowed=[*TASKS])
     if name in TASKS:
         for option in options:
             if option not in TASKS[name].options:
                 takes = ", ".join("--" + o.replace("_", "-") for o in TASKS[name].options)
-                raise UsageError(f"task {name} has no --{option.replace('_', '-')}; it takes {takes}")
+                raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
         check_mnist(options.get("data_dir"))
         return
     if ":" not in name:
         if name.endswith(".py") and Path(name).is_file():
-            raise UsageError(f"task {name!r} names a file: say which Task in it, {_of_file(Path(name))}")
-        near = unknown("task", name, TASKS)
-        raise UsageError(f"{near}, or your own as module:name or file.py:name")
+            raise UsageError(code="task-is-a-file", value=name, tasks=_of_file(Path(name)))
+        raise unknown("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
     check_reference("task", name)
     converted(name, settings_in(name), options)
 
@@ -95,17 +94,19 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         raise unknown(f"task in {module_name}", attribute, there or ["(it defines no Task, and no function)"])
     if isinstance(found, Task):
         if options:
-            raise UsageError(f"{name} is a Task, so it takes no settings; make it a function for {', '.join(options)}")
+            raise UsageError(code="task-takes-no-settings", name=name, options=[*options])
         return found
     if callable(found):
         options = converted(name, settings_of(found), options)
         try:
             signature(found).bind(**options)
         except TypeError as error:
-            raise UsageError(f"{name} does not take these settings ({', '.join(options) or 'none'}): {error}") from None
+            raise UsageError(
+                code="task-settings", name=name, options=", ".join(options) or "none", reason=str(error)
+            ) from None
     task = found(**options) if callable(found) else found
     if not isinstance(task, Task):
-        raise UsageError(f"{name} is {type(task).__name__!r}, not a paceline.Task or a function that returns one")
+        raise UsageError(code="not-a-task", name=name, kind=type(task).__name__)
     return task
 
 
@@ -128,11 +129,7 @@ def check_loop(name: str) -> None:
     script = script if colon else name
     tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
     if tree is not None and (line := trains_at_import(tree, function)) is not None:
-        raise UsageError(
-            f"{script}:{line} trains in a paceline.session() as soon as the file is imported, and verify calls a loop, "
-            "on each number of processes anew. Put it into a function, `def main():`, with "
-            f'`if __name__ == "__main__": main()` below it, and name that: paceline verify {script}:main'
-        )
+        raise UsageError(code="session-at-import", script=script, line=line)
 
 
 def load_function(name: str) -> Callable[[], object]:
@@ -145,7 +142,7 @@ def load_function(name: str) -> Callable[[], object]:
     try:
         signature(found).bind()
     except TypeError as error:
-        raise UsageError(f"{name} must be a function without arguments: {error}") from None
+        raise UsageError(code="task-needs-arguments", name=name, reason=str(error)) from None
     return found
 
 

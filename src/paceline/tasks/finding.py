@@ -110,15 +110,13 @@ def locate(kind: str, name: str) -> tuple[Path, Path | None]:
     """
     module_name, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
-        raise UsageError(f"{kind} {name!r}: {attribute!r} after the colon is no Python name. Write module:name")
+        raise UsageError(code="not-a-name", kind=kind, value=name, attribute=attribute)
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         if not path.is_file():
-            raise UsageError(f"{kind} {name!r}: there is no file {Path(module_name).absolute()}")
+            raise UsageError(code="no-such-task-file", kind=kind, value=name, file=Path(module_name).absolute())
         if path.name in shadowed(path.parent):
-            raise UsageError(
-                f"{kind} {name!r}: {path.stem} is an installed module, too, which comes first. Rename the file"
-            )
+            raise UsageError(code="task-file-shadowed", kind=kind, value=name, module=path.stem)
         return path.parent, path
     folder, module_name = _apart(module_name)
     # Without importing any of it (find_spec on a dotted name would import the parents).
@@ -128,10 +126,7 @@ def locate(kind: str, name: str) -> tuple[Path, Path | None]:
         spec = importlib.machinery.PathFinder.find_spec(part, search)
         if spec is None:
             missing = ".".join(module_name.split(".")[: depth + 1])
-            raise UsageError(
-                f"{kind} {name!r}: there is no module {missing!r}, neither in {folder} nor in the Python path. "
-                "Start paceline in the folder that holds it, or name the file: path/to/file.py:name"
-            )
+            raise UsageError(code="no-such-module-file", kind=kind, value=name, missing=missing, folder=folder)
         search, origin = list(spec.submodule_search_locations or ()), spec.origin
     return folder, None if origin is None else Path(origin)
 
@@ -170,9 +165,7 @@ def import_module(module_name: str) -> Any:
         sys.path.append(str(path.parent))
     module = executed(path.stem, path.parent)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
-        raise UsageError(
-            f"{path} cannot be imported as {path.stem!r}: that name is {module.__file__}. Rename the file."
-        )
+        raise UsageError(code="module-name-taken", path=path, name=path.stem, file=module.__file__)
     return module
 
 
@@ -182,7 +175,7 @@ def check_syntax(path: Path) -> None:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         line = f"{path}:{error.lineno}: {(error.text or '').strip()}"
-        raise UsageError(f"{line}\n  SyntaxError: {error.msg}") from None
+        raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
 
 
 def executed(module_name: str, folder: Path) -> Any:
@@ -196,10 +189,7 @@ def executed(module_name: str, folder: Path) -> Any:
     def refuse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         if args is None:
             own = [f.filename for f in traceback.extract_stack() if folder in Path(f.filename).parents]
-            raise UsageError(
-                f"{Path(own[-1]).name if own else module_name} parses the command line while it is imported: put it "
-                "under if __name__ == '__main__'"
-            )
+            raise UsageError(code="parses-at-import", name=Path(own[-1]).name if own else module_name)
         return parse(parser, args, namespace)
 
     argparse.ArgumentParser.parse_known_args = refuse  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,6 +204,7 @@ def executed(module_name: str, folder: Path) -> Any:
         own = [frame for frame in frames if folder in Path(frame.filename).parents]
         lines = [f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}" for frame in reversed(own)]
         what = "".join(traceback.format_exception_only(error)).rstrip().rpartition("\n")[2]
-        raise UsageError("\n  imported in ".join([f"{lines[0]}\n  {what}", *lines[1:]]) if own else what) from error
+        shown = "\n  imported in ".join([f"{lines[0]}\n  {what}", *lines[1:]]) if own else what
+        raise UsageError(code="import-failed", shown=shown, lines=lines, reason=what) from error
     finally:
         argparse.ArgumentParser.parse_known_args = parse

@@ -37,9 +37,9 @@ class Metric:
     def __post_init__(self) -> None:
         for name, value in {"update": self.update, "compute": self.compute}.items():
             if not callable(value):
-                raise UsageError(f"Metric({name}=...): this must be a function, not of type {type(value).__name__}")
+                raise UsageError(code="metric-not-a-function", name=name, kind=type(value).__name__)
         if self.combine not in ("sum", "concatenate") and not callable(self.combine):
-            raise UsageError(f"Metric(combine={self.combine!r}): say 'sum', 'concatenate', or give a function of two")
+            raise UsageError(code="metric-combine", value=self.combine)
 
 
 PerSample = Callable[[Any, Any], Tensor]
@@ -65,10 +65,7 @@ def made(name: str, metric: Any) -> Any:
         return metric
     found = metric()
     if not isinstance(found, Metric) and not is_torchmetric(found):
-        raise UsageError(
-            f"metric {name!r} is called without arguments, and gives a {type(found).__name__}: it must give a "
-            "paceline.Metric or an object of torchmetrics, or else take (outputs, targets)"
-        )
+        raise UsageError(code="metric-called-without", name=name, kind=type(found).__name__)
     return found
 
 

@@ -64,7 +64,7 @@ def converted(task: str, settings: list[Setting] | None, given: Mapping[str, Any
             raise unknown(f"setting of {task}", name, known or ["(it takes none)"])
     missing = [setting.name for setting in settings if setting.default is None and setting.name not in given]
     if missing:
-        raise UsageError(f"{task} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
+        raise UsageError(code="task-needs-values", task=task, missing=[*missing], name=missing[0])
     return {name: _converted(task, known[name], value) for name, value in given.items()}
 
 
@@ -135,13 +135,14 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return value
     if setting.kind is Any:
         raise UsageError(
-            f"--set {setting.name}={value}: {task} says {setting.name}: {setting.words}, which no text can be turned "
-            f"into. Possible are {', '.join(TYPES)}, Literal[...], and each of them or None"
-        )
+            code="set-type-not-text", name=setting.name, value=value, task=task, annotation=setting.words,
+            allowed=[*TYPES],
+        )  # fmt: skip
     if value.lower() == "none" and type(None) in get_args(setting.kind):
         return None
     try:
         return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
     except msgspec.ValidationError as error:
-        wanted = f"{setting.name} of {task} is {setting.words}"
-        raise UsageError(f"--set {setting.name}={value}: {wanted}. {error}") from None
+        raise UsageError(
+            code="set-wrong-value", name=setting.name, value=value, task=task, kind=setting.words, reason=str(error)
+        ) from None

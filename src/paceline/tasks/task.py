@@ -86,40 +86,34 @@ class Task:
     def __post_init__(self) -> None:
         kind = type(self.make_model).__name__
         if isinstance(self.make_model, nn.Module):
-            raise UsageError(f"Task(make_model={kind}()): this is a model. Give what makes it: make_model={kind}")
+            raise UsageError(code="make-model-is-a-model", kind=kind)
         if isinstance(self.make_dataset, (Dataset, DataLoader)):
             kind = type(self.make_dataset).__name__
-            raise UsageError(
-                f"Task(make_dataset=...): this is a {kind}. Give a function that makes the dataset of a split: "
-                "make_dataset=lambda split: ..."
-            )
+            raise UsageError(code="make-dataset-is-a-dataset", kind=kind)
         given: dict[str, Any] = {"make_model": self.make_model, "make_dataset": self.make_dataset, "loss": self.loss}
         given |= {f"metrics[{name!r}]": metric for name, metric in _named(self.metrics).items()}
         optional = ("collate", "on_step", "on_evaluation", "on_end", "make_optimizer", "make_schedule", "parallelize")
         given |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         for name, value in given.items():
             if not callable(value) and not isinstance(value, Metric):
-                raise UsageError(f"Task({name}=...): this must be a function, not of type {type(value).__name__}")
+                raise UsageError(code="task-not-a-function", name=name, kind=type(value).__name__)
         if not takes(self.make_model, 0):
-            raise UsageError("Task(make_model=...): it is called without arguments, and asks for some")
+            raise UsageError(code="make-model-arguments")
         if not takes(self.make_dataset, 1):
-            raise UsageError('Task(make_dataset=...): it is called with the split, "train" or "test", and takes none')
+            raise UsageError(code="make-dataset-arguments")
         if self.make_optimizer is not None and not takes(self.make_optimizer, 1):
-            raise UsageError("Task(make_optimizer=...): it is called with the model, and takes none, or asks for more")
+            raise UsageError(code="make-optimizer-arguments")
         if self.make_schedule is not None and not takes(self.make_schedule, 2):
-            raise UsageError("Task(make_schedule=...): it is called with the optimizer and the number of steps")
+            raise UsageError(code="make-schedule-arguments")
         if not isinstance(self.splits, (tuple, list)) or not {"train"} < {*self.splits} <= {*SPLITS}:
-            raise UsageError(f"Task(splits={self.splits!r}): a tuple of 'train' and 'validation' or 'test' or both")
+            raise UsageError(code="task-splits", value=self.splits)
 
 
 def _named(metrics: Any) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping) and not (is_torchmetric(metrics) and hasattr(metrics, "items")):
-        raise UsageError(
-            f"Task(metrics=...): this must be a table from names to functions, {{'accuracy': accuracy}} say, not of "
-            f"type {type(metrics).__name__}"
-        )
+        raise UsageError(code="metrics-not-a-table", kind=type(metrics).__name__)
     if "loss" in metrics:
-        raise UsageError("Task(metrics=...): 'loss' is the mean of the task's loss; give this metric another name")
+        raise UsageError(code="metric-called-loss")
     return metrics
 
 

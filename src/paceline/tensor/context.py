@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
+from paceline.collectives.control import together
+from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import subclassed
 from paceline.errors import UsageError, plural
-from paceline.sums import together
-from paceline.sums.replicate import broadcast_module
 from paceline.tensor.attention import attention
 from paceline.tensor.cut import compare_losses, computed_in
 from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps
@@ -60,10 +60,7 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
     compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
     with together(world):
         if not view.shared:
-            raise UsageError(
-                f"--mesh {world.mesh}: no layer of this model takes sequences that {along.size} ranks can share: words "
-                f"(B, T) or vectors (B, T, C), T a multiple of {along.size}. Leave context out"
-            )
+            raise UsageError(code="context-no-sequence", mesh=world.mesh, size=along.size)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e6
     return [
         f"sequences are shared over {along.size} ranks along context: each computes its places in "
@@ -146,10 +143,7 @@ class Sequences(View):
     def _ours(self, one: Any) -> Any:
         """Not what fsdp holds."""
         if isinstance(one, DTensor) and one.device_mesh != self._mesh:
-            raise UsageError(
-                f"strategy fsdp on a mesh with context: a weight {tuple(one.shape)} is used beside its own layer, and "
-                "only that has it whole. Name the other layers with --fsdp-wrap, or take another strategy"
-            )
+            raise UsageError(code="context-weight-elsewhere", shape=tuple(one.shape))
         return one
 
     def _as_on_one(self, one: Any) -> Any:

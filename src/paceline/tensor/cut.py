@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from paceline.checkpoint.cut import CutParameter
+from paceline.collectives.control import together
+from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import around_forward
 from paceline.errors import UsageError, first_few
-from paceline.sums import together
-from paceline.sums.replicate import broadcast_module
 from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
 from paceline.tensor.plan import cuts_of, find_plan
@@ -164,11 +164,9 @@ def compare_losses(probe: Callable[[], float], expected: float, world: World, ad
     with together(world):  # also where only some of the ranks have met it
         if error is not None:
             first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-            words = f"--mesh: the model's code does something that torch cannot share between ranks: {first}"
-            raise UsageError(f"{words}. {advice}") from error
+            raise UsageError(code="mesh-operation", reason=first, advice=advice) from error
         if not math.isclose(found, expected, rel_tol=SAME, abs_tol=SAME):
-            words = f"--mesh: shared, the model has a loss of {found:.6g} on its first samples, not {expected:.6g}"
-            raise UsageError(f"{words}: its code takes a share for the whole. {advice}")
+            raise UsageError(code="mesh-loss-differs", loss=found, expected=expected, advice=advice)
 
 
 def _compute_in_parts(module: nn.Module, layer: CutLayer, local: Local, along: World) -> None:

@@ -145,10 +145,9 @@ def _check_heads(name: str, module: nn.Module, number: int, ranks: int) -> None:
     if number % ranks:
         fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
         raise UsageError(
-            f"--mesh tensor={ranks}: {name} ({type(module).__name__}) has {plural(number, 'head')}, which {ranks} "
-            f"ranks cannot share. Choose tensor from: {fitting}; or say "
-            f"Task(parallelize=lambda model: {{'{name}*': 'whole'}})"
-        )
+            code="heads-do-not-divide", ranks=ranks, name=name, kind=type(module).__name__,
+            heads=plural(number, "head"), fitting=fitting,
+        )  # fmt: skip
 
 
 def _number(module: nn.Module, names: Sequence[str]) -> int | None:

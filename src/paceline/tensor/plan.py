@@ -5,9 +5,8 @@ are the next one's inputs is cut by columns and that one by rows; so are queries
 them, by heads; embeddings, and the layer that gives a word's scores, by words.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -39,11 +38,7 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
     found = _agreeing(model, found | {name: layer for name, layer in told.items() if layer is not None})
     if not found:
         shown = first_few([f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name], 8)
-        raise UsageError(
-            f"--mesh tensor={ranks}: no layer of this model is known to be one that can be cut, and each rank would "
-            f"compute the whole. There are: {shown or 'no layers'}. Name some in Task(parallelize=...), or leave "
-            "tensor out"
-        )
+        raise UsageError(code="no-layer-to-shard", ranks=ranks, layers=shown or "no layers")
     return found
 
 
@@ -57,35 +52,6 @@ def cuts_of(model: nn.Module, plan: Mapping[str, CutLayer], world: World) -> dic
             parameter = module.get_parameter(leaf)
             found[first[id(parameter)]] = cut_of(parameter.shape, dim, world, parts)
     return found
-
-
-def bytes_along_tensor(
-    model: nn.Module, ranks: int, asked: Mapping[str, str] | None, forward: Callable[[], object]
-) -> int:
-    """What a rank of a model that is cut would hand to sums over ranks in `forward` and its backward, in bytes.
-
-    Seen on the whole model, which stays as it is.
-
-    Raises:
-        UsageError: see `find_plan`.
-    """
-    sent, last = 0, None
-
-    def seen(way: str, _: nn.Module, args: Sequence[Any], output: Any) -> None:
-        nonlocal sent, last
-        if way not in ("rowwise", "vocabulary") and args[0] is not last and args[0].requires_grad:
-            sent, last = sent + args[0].nbytes, args[0]  # the sum of its gradient, once for queries, keys and values
-        if way in ("rowwise", "vocabulary", "heads"):
-            sent += (output[0] if isinstance(output, tuple) else output).nbytes
-
-    plan = find_plan(model, ranks, asked)
-    hooks = [model.get_submodule(name).register_forward_hook(partial(seen, one.way)) for name, one in plan.items()]
-    try:
-        forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sent
 
 
 def _dims(module: Any, layer: CutLayer) -> Iterable[tuple[str, int, tuple[int, ...]]]:
@@ -114,9 +80,7 @@ def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, 
             raise unknown(f"way to cut {pattern}", way, WAYS)
         names = [name for name in there if fnmatchcase(name, pattern)]
         if not names:
-            raise UsageError(
-                f"Task(parallelize=...): no module matches {pattern!r}. There are: {first_few([*there], 20)}"
-            )
+            raise UsageError(code="parallelize-no-module", pattern=pattern, modules=first_few([*there], 20))
         told |= {name: None if way == "whole" else _layer(name, there[name], way, ranks) for name in names}
     return told
 
@@ -124,14 +88,13 @@ def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, 
 def _layer(name: str, module: Any, way: str, ranks: int) -> CutLayer:
     fits = {"heads": type(module) is nn.MultiheadAttention, "vocabulary": type(module) is nn.Embedding}
     if not fits.get(way, is_linear(module)):
-        raise UsageError(f"Task(parallelize=...): {name} ({type(module).__name__}) cannot be cut as {way}")
+        raise UsageError(code="parallelize-way", name=name, kind=type(module).__name__, way=way)
     layer = CutLayer(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
     for leaf, dim, of in _dims(module, layer):
         shape = module.get_parameter(leaf).shape
         if any(width % ranks for width in of or (shape[dim],)):
             raise UsageError(
-                f"Task(parallelize=...): {name}.{leaf} is {tuple(shape)}, and tensor={ranks} does not divide its "
-                f"dimension {dim}"
+                code="parallelize-does-not-divide", name=name, leaf=leaf, shape=tuple(shape), ranks=ranks, dim=dim
             )
     return layer
 

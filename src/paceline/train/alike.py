@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
-from paceline.sums import gather_words, told_once
 from paceline.worker.world import World
 
 MAX_NAMED = 3
 REGISTERED = "registered/"
-MERGED = (
-    "It must be the same on all. An average of a model with batch norm has this rank's statistics, unless it is "
-    "updated where they are merged: `if s.last:` and `with s.evaluating(): average.update_parameters(model)`"
-)
 MAX_MODULES = 5  # in a message
 
 
@@ -53,8 +49,10 @@ def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
         return
     if all(name.startswith(REGISTERED) for name in found):
         named = first_few([name.removeprefix(REGISTERED) for name in found], MAX_NAMED)
-        raise told_once(UsageError(f"what s.register was given differs between ranks: {named}. {MERGED}"), world)
-    raise told_once(TrainingError(_told(found, step), ExitCode.DIVERGED), world)
+        raise told_once(UsageError(code="registered-differs-between-ranks", named=named), world)
+    names, where = first_few([*found], MAX_NAMED), _odd(found)
+    error = TrainingError(code="replicas-differ", exit_code=ExitCode.DIVERGED, step=step, names=names, where=where)
+    raise told_once(error, world)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -71,7 +69,8 @@ def checksum(tensor: Tensor) -> Tensor:
     return data[:whole].view(torch.int64).sum() + rest.view(torch.int64).sum()
 
 
-def _told(found: dict[str, dict[int, int]], step: int) -> str:
+def _odd(found: dict[str, dict[int, int]]) -> str:
+    """Which ranks differ from the others, in words."""
     odd: set[int] = set()
     holders = [*next(iter(found.values()))]
     who = ""
@@ -85,11 +84,7 @@ def _told(found: dict[str, dict[int, int]], step: int) -> str:
         odd |= {rank for rank, value in prints.items() if value != common}
     if not who:
         who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {len(holders)} ranks"
-    return (
-        f"the replicas have drifted apart: after step {step} {first_few([*found], MAX_NAMED)} differs {who}. Memory, a "
-        "device or a kernel has failed, or code changes weights on one rank only. Nothing was saved since; go on from "
-        "the newest checkpoint (--resume auto), without that machine if it happens again."
-    )
+    return who
 
 
 def check_code(world: World) -> None:
@@ -111,9 +106,8 @@ def check_code(world: World) -> None:
             told = ", ".join(f"{digest} on rank {', '.join(map(str, on))}" for digest, on in ranks.items())
             differing.append(f"{name} ({told})")
     if differing:
-        words = f"the ranks run different code: {first_few(differing, MAX_MODULES, '; ')}"
-        advice = "All machines must have the same files: a shared folder, or --sync"
-        raise told_once(UsageError(f"{words}. {advice}"), world)
+        modules = first_few(differing, MAX_MODULES, "; ")
+        raise told_once(UsageError(code="code-differs", modules=modules), world)
 
 
 def _own_code() -> dict[str, str]:

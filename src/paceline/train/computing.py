@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.collectives.control import gather_words, together
 from paceline.compute.compiling import compile_model
 from paceline.compute.graphs import graph_model
 from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
 from paceline.compute.recompute import recompute
 from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, share
 from paceline.data.loader import Loading, fetch
-from paceline.errors import UsageError
+from paceline.errors import UsageError, Write, flag
 from paceline.host.cgroup import free_memory
 from paceline.seeding import preserved_streams
-from paceline.sums import gather_words, together
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -45,11 +45,11 @@ class Settled:
     """what the user should be told"""
 
 
-def take_threads(asked: int | None, world: World) -> list[str]:
+def take_threads(asked: int | None, world: World, *, write: Write = flag) -> list[str]:
     """Give this rank its threads (a collective); return what is wrong with their number, in words.
 
     What the user has set, --threads-per-rank or OMP_NUM_THREADS, stays. Otherwise a rank gets its part of the cores
-    that it shares with others, but not more than torch would take.
+    that it shares with others, but not more than torch would take. `write`: how an option is written.
     """
     if asked:
         torch.set_num_threads(asked)
@@ -62,7 +62,7 @@ def take_threads(asked: int | None, world: World) -> list[str]:
     ]
     if planned[world.rank].threads != mine.threads:
         torch.set_num_threads(planned[world.rank].threads)
-    return complaints(planned, may_idle=world.device.type != "cpu")
+    return complaints(planned, may_idle=world.device.type != "cpu", write=write)
 
 
 def settle(
@@ -114,7 +114,7 @@ def check_precision(asked: str, device: torch.device) -> None:
     """Raise UsageError if `device` cannot compute in the precision `asked`."""
     why = lacks_bf16(device) if asked == "bf16" else lacks_tf32(device) if asked == "tf32" else ""
     if why:
-        raise UsageError(f"--precision {asked}: {why}. Use --precision auto, or fp32")
+        raise UsageError(code="precision-not-there", value=asked, why=why)
 
 
 def _chosen(told: list[Any]) -> tuple[Precision, str]:

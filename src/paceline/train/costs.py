@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.collectives.control import gather_words
 from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.seeded import asks_for_batches
 from paceline.host.cgroup import usable_cores
 from paceline.observe.summary import Summary
-from paceline.sums import gather_words
 from paceline.train.prepare import Parts
 from paceline.worker.world import World
 

@@ -13,6 +13,7 @@ import torch
 from paceline.checkpoint.exported import state_names
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
+from paceline.collectives.control import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
@@ -24,7 +25,6 @@ from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
-from paceline.sums import check_equal, told_once
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
 from paceline.train.keeping import Keeping, Rhythm
@@ -51,10 +51,9 @@ class Course(Records):
         rhythm: Rhythm,
         not_finite: Policy,
         show: Callable[[str], None],
-        reword: Callable[[str], str] = str,
     ) -> None:
-        """The state to go on from is `origin`'s; `show` and `reword` as in Records."""
-        super().__init__(place, world, show, reword)
+        """The state to resume from is `origin`'s; `show` as in Records."""
+        super().__init__(place, world, show)
         self.origin, self._rhythm = origin, rhythm
         self._guard = Guard.of_process()
         self.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.say)
@@ -180,7 +179,7 @@ class Course(Records):
         if stalled is not None or not isinstance(error, OSError) or phase in NOT_OURS:
             return stalled
         where = rescue_alone(self._replicas[0], self.place.folder) if new else "nothing was trained yet"
-        return TrainingError(f"rank {self._world.rank} cannot go on after step {self.step}: {error}; {where}")
+        return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
         self, stopped: bool, lines: Callable[[Summary], list[str]], saved: Callable[[], object] = lambda: None
@@ -198,12 +197,11 @@ class Course(Records):
         self._costs, self.waited = all_costs(self._waiting, self._world)
         self.write(events.Ended(self.step, time.time()))
         self._guard.box.enter(Phase.CLOSE)
-        failed, words, first = self._keeping.failed, "", self._world.rank == 0
+        failed, first = self._keeping.failed, self._world.rank == 0
         if stopped and failed:
             weights = self._replicas[0].weights()
             failed += f"; {rescue(weights, self.place.folder)}" if first else ""
-            words = f"asked to stop after step {self.step}, but the state could not be saved: {failed}"
-            raise told_once(TrainingError(words), self._world)
+            raise told_once(TrainingError(code="stopped-unsaved", step=self.step, reason=failed), self._world)
         known: dict[str, Any] = {}
         if not stopped:
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
@@ -213,8 +211,7 @@ class Course(Records):
             for line in lines(self.summarise(code, **known)):
                 self.show(line)
         if failed:
-            words = f"the run is complete and its weights are saved, but its last checkpoint is not: {failed}"
-            raise told_once(TrainingError(words), self._world)
+            raise told_once(TrainingError(code="last-checkpoint-unsaved", reason=failed), self._world)
         return code
 
     def _save_weights(self, place: Place) -> str:

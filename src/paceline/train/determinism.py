@@ -67,11 +67,7 @@ def explained(kind: type[PacelineError]) -> Generator[None]:
         match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if match is None:
             raise
-        raise kind(
-            f"{match[1]} has no deterministic kernel on this device, so the run cannot promise bits. Replace the "
-            f"operation in the model or the loss, or train with another strategy (--strategy {DEFAULT}: equal to one "
-            "process up to rounding)."
-        ) from error
+        raise kind(code="no-deterministic-kernel", operation=match[1], default=DEFAULT) from error
 
 
 def holds_for(device: torch.device) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.collectives.control import gather_tensors
 from paceline.data.fingerprint import probes
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
 from paceline.stepping.lockstep import Part, as_many_parts_as_any
 from paceline.strategies.base import Replica
-from paceline.sums.tensors import gather_tensors
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call
 from paceline.train.metrics import scores, states_of, tallies

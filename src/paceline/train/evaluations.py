@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from paceline.collectives.control import together
 from paceline.contract.evidence import Phase
 from paceline.errors import unknown
 from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.observe.summary import finite
-from paceline.sums import together
 from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.course import Course
 from paceline.train.evaluate import evaluate
@@ -37,7 +37,7 @@ class Best:
         self.keeps, self._patience = keep is not None, patience
         direction, _, self.name = (keep or "loss").rpartition(":")
         if direction not in ("", "min", "max") or self.name.partition("/")[0] not in names:
-            raise unknown("metric for --keep-best", keep or "loss", [*names, *(f"max:{name}" for name in names)])
+            raise unknown("metric", keep or "loss", [*names, *(f"max:{name}" for name in names)])
         less = any(word in LESS_IS_BETTER for word in self.name.lower().replace("/", "_").split("_"))
         self._sign = -1.0 if (direction or ("min" if less else "max")) == "min" else 1.0
         self.step: int = saved.get("step", 0)
@@ -52,7 +52,7 @@ class Best:
             UsageError: it has not found what is to be compared.
         """
         if self.name not in metrics:
-            raise unknown("metric for --keep-best", self.name, metrics)
+            raise unknown("metric", self.name, metrics)
         value = metrics[self.name]
         better = math.isfinite(value) and (self.value is None or self._sign * (value - self.value) > 0)
         if better:

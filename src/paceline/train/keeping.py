@@ -11,6 +11,7 @@ import msgspec
 from paceline.checkpoint.across import OtherHosts
 from paceline.checkpoint.snapshot import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words, together
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe import events
@@ -18,7 +19,6 @@ from paceline.observe.folder import CHECKPOINTS
 from paceline.observe.writers import EventWriter
 from paceline.stepping.votes import Votes
 from paceline.store.store import Checkpoints, Claim
-from paceline.sums import gather_words, together
 from paceline.train.alike import check_replicas
 from paceline.train.resume import Content, Holder, Origin, Place, newest_origin
 from paceline.train.saving import Saver, is_writer, save_alone
@@ -213,7 +213,7 @@ class Keeping:
             self._snapshot_writer = None
             self._say(
                 f"no snapshots from now on: rank {world.rank} has no memory for them ({error.strerror}). "
-                "Restarted workers will go on from a checkpoint on disk (--checkpoint-every)."
+                "Restarted workers will resume from a checkpoint on disk."
             )
             return
         self._snapshots += 1

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
 from paceline.nested import mapped
-from paceline.sums.tree import tree_sum
 from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, made, several
 from paceline.tasks.task import Loss
 from paceline.train.step import weighted_losses
@@ -71,7 +71,7 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
         return {name: float(result)}
     except (TypeError, ValueError, RuntimeError):
         kind = f"tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-        raise UsageError(f"metric {name!r} gives a {kind}: it must give a number, or several by name") from None
+        raise UsageError(code="metric-not-a-number", name=name, kind=kind) from None
 
 
 def _of_loss(loss: Loss) -> Metric:
@@ -88,10 +88,7 @@ def _of_samples(name: str, metric: PerSample) -> Metric:
     def update(outputs: Any, targets: Any) -> dict[str, Any]:
         values = metric(outputs, targets)
         if values.ndim == 0:
-            raise UsageError(
-                f"metric {name!r} must give one value per sample, shape (B,), not one for all. One that is no mean "
-                "over samples is a paceline.Metric"
-            )
+            raise UsageError(code="metric-of-batch", name=name)
         return {"sum": values.sum(), "weight": values.numel()}
 
     return Metric(update, _mean)
@@ -193,7 +190,7 @@ def result_of(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor
     """
     states = [state for state in states if any(of_part["updates"] for of_part in state.values())]
     if not states:
-        raise UsageError(f"{type(metric).__name__} was not updated on any rank")
+        raise UsageError(code="metric-not-updated", metric=type(metric).__name__)
     metric = deepcopy(metric)
     for path, part in _parts(metric).items():
         part.reset()
@@ -224,7 +221,7 @@ def _reduced(name: str, values: list[Any], reduce: Callable[..., Any] | None, or
     if len(values) == 1:
         return values[0]
     if getattr(reduce, "__name__", "").endswith("mean") and not all(torch.equal(values[0], v) for v in values):
-        raise UsageError(f"{name} is averaged over processes by torchmetrics, which is wrong where shares differ")
+        raise UsageError(code="metric-averaged", name=name)
     stacked = torch.stack(values)
     return stacked if reduce is None else reduce(stacked)
 

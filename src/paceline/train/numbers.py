@@ -25,7 +25,7 @@ def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
         return [as_json(part, of) for part in value]
     if isinstance(value, Mapping):
         return {"table": [[as_json(key, of), as_json(part, of)] for key, part in value.items()]}
-    raise UsageError(f"a {type(value).__name__} in the state of a {of} cannot be saved: only numbers and words")
+    raise UsageError(code="state-not-plain", kind=type(value).__name__, owner=of)
 
 
 def from_json(value: Any) -> Any:

@@ -66,9 +66,9 @@ def checked_optimizer(made: Any) -> Optimizer:
         UsageError: it is no optimizer, or one that needs closures.
     """
     if isinstance(made, LBFGS):
-        raise UsageError("LBFGS computes the loss several times in a step, by a closure: not here. Use another")
+        raise UsageError(code="optimizer-needs-closure")
     if not isinstance(made, Optimizer):
-        raise UsageError(f"what makes the optimizer has given a {type(made).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(code="not-an-optimizer", kind=type(made).__name__)
     return made
 
 
@@ -97,25 +97,22 @@ def _refuse(wish: OptimizerConfig, names: Iterable[str], why: str) -> None:
     for name in names:
         if getattr(wish, name) != defaults[name]:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} {getattr(wish, name)}: {why}, so {flag} would have no meaning. Leave it out")
+            raise UsageError(code="optimizer-option-unused", setting=flag, value=getattr(wish, name), reason=why)
 
 
 def _referenced(wish: OptimizerConfig, lr: float) -> MakeOptimizer:
     make = imported(wish.optimizer)
     if not callable(make):
-        raise UsageError(f"--optimizer {wish.optimizer}: that module has no such class or function")
+        raise UsageError(code="optimizer-not-found", value=wish.optimizer)
     takes, given = signature(make).parameters, {"lr": lr, "weight_decay": wish.weight_decay}
     if "lr" not in takes:
-        raise UsageError(f"--optimizer {wish.optimizer}: it takes no lr. Name it in the task: Task(make_optimizer=...)")
+        raise UsageError(code="optimizer-without-lr", value=wish.optimizer)
     _refuse(wish, {"momentum", "weight_decay"} - (given.keys() & takes), f"{wish.optimizer} is not given it")
 
     def made(parameters: Iterable[nn.Parameter]) -> Optimizer:
         found = checked_optimizer(make(parameters, **{name: value for name, value in given.items() if name in takes}))
         if any(group["lr"] != lr for group in found.param_groups):
-            raise UsageError(
-                f"--optimizer {wish.optimizer} sets learning rates of its own, which --lr and --schedule would write "
-                "over. Make it in the task: Task(make_optimizer=...)"
-            )
+            raise UsageError(code="optimizer-sets-lr", value=wish.optimizer)
         return found
 
     return made
@@ -165,10 +162,7 @@ class OwnSchedule:
         if scheduler is not None and (
             not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
         ):
-            raise UsageError(
-                f"Task(make_schedule=...) has given a {type(scheduler).__name__}: it must be a scheduler of torch that "
-                "steps without a score, torch.optim.lr_scheduler.LambdaLR say"
-            )
+            raise UsageError(code="not-a-scheduler", kind=type(scheduler).__name__)
         self._optimizer = optimizer
         self._scheduler: Any = scheduler
         self.described = scheduler and {"class": _full_name(scheduler), "total_steps": total_steps}

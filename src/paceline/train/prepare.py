@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
@@ -22,8 +24,6 @@ from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.sums import check_equal, new_group, together, told_once
-from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task, call
@@ -97,13 +97,13 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         stream = stream_of(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
         if stream is not None:
             if world.data is not world:
-                raise UsageError("the training data are a stream, which --mesh cannot share yet. Leave --mesh out")
+                raise UsageError(code="stream-on-mesh")
             sets["train"] = cast("Any", stream.head(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):
-                raise UsageError(f"the {NAMES[split]} are a stream: what is evaluated must have samples by number")
+                raise UsageError(code="evaluation-of-stream", data=NAMES[split])
             if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
-                raise UsageError(f"the {NAMES[split]} are empty")
+                raise UsageError(code="no-samples", data=NAMES[split])
         train_set = sets["train"]
         plan = make_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
         data = {NAMES[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
@@ -158,15 +158,12 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
     with random_stream(derive(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
-        raise UsageError("the model has lazy layers whose shapes are not known yet: run one forward in make_model")
+        raise UsageError(code="lazy-layers")
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+        raise UsageError(code="nothing-to-train")
     odd = next((name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)), None)
     if odd is not None:
-        raise UsageError(
-            f"the model's state holds {odd}, which is no tensor (get_extra_state): it can neither be compared between "
-            "ranks nor saved. Keep it in a buffer."
-        )
+        raise UsageError(code="extra-state", odd=odd)
     return model.to(world.device)
 
 
@@ -196,7 +193,7 @@ def make_replica(
         for setting, owner in options_of_others(name).items():
             if setting in asked:
                 flag = setting.replace("_", "-")
-                raise told_once(UsageError(f"--{flag} is for strategy {owner} only, this is {name}"), world)
+                raise told_once(UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world)
         own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
         return sharing.apply(partial(STRATEGIES[name], **own), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
@@ -228,10 +225,7 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         if name not in before:
-            raise UsageError(
-                f"buffer {name} is made in the first forward, out of the samples that it sees: it cannot be kept for "
-                "each virtual rank. Register it with its values, as zeros say"
-            )
+            raise UsageError(code="buffer-made-in-forward", name=name)
         if buffer.shape == before[name].shape:
             buffer.detach().copy_(before[name])
     if not on_gpu:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from paceline.collectives.control import gather_words
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
 from paceline.data.consumed import add, fingerprint
@@ -22,7 +23,6 @@ from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.observe.writers import EventWriter
 from paceline.strategies.base import Replica
-from paceline.sums import gather_words
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
 from paceline.train.resume import Place
@@ -36,11 +36,9 @@ MOST_PARAMETERS = 4096
 class Records:
     """Without a place, a session's that has no folder, nothing is written down."""
 
-    def __init__(
-        self, place: Place | None, world: World, show: Callable[[str], None], reword: Callable[[str], str] = str
-    ) -> None:
-        """`show` prints a line on rank 0; `reword` puts what the shared parts say into the caller's words."""
-        self.place, self.show, self._world, self._reword = place, show, world, reword
+    def __init__(self, place: Place | None, world: World, show: Callable[[str], None]) -> None:
+        """`show` prints a line on rank 0."""
+        self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = Tracking([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
@@ -82,7 +80,7 @@ class Records:
 
     def say(self, line: str) -> None:
         """Show a line, and write it down."""
-        self.show(line := self._reword(line))
+        self.show(line)
         self.write(events.Notice(line))
 
     def found(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:

@@ -12,12 +12,12 @@ import msgspec
 from paceline.checkpoint.shard import ShardFiles
 from paceline.checkpoint.snapshot import inherited, newest, snapshot_of
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
 from paceline.observe import folder as run_folder
 from paceline.stepping.trainee import Trainee
 from paceline.store.store import Checkpoints, Damaged, Report
-from paceline.sums import gather_words, together, told_once
 from paceline.worker.world import World
 
 
@@ -128,9 +128,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
             report(complaints[-1])
     if paths and after < 0:
         error = UsageError(
-            f"none of the {len(paths)} checkpoints in {checkpoints.root} is whole: `paceline checkpoint verify` says "
-            "what is wrong with each. --fresh begins again at step 0 and moves them aside.\n"
-            + "\n".join(complaints[:3])
+            code="no-whole-checkpoint", count=len(paths), folder=checkpoints.root, complaints="\n".join(complaints[:3])
         )
         raise told_once(error, world)
     return None
@@ -190,7 +188,7 @@ def placed(
                         run_folder.move_aside(folder)
                     if generation and not restarted:
                         notices.append(
-                            "restarted by torchrun, but in a new folder, at step 0: --run-dir names the same"
+                            "restarted by torchrun in a new folder, at step 0. To resume, name the run folder"
                         )
                     attempt_dir = run_folder.create_attempt_dir(folder)[1]
                 # resolved here: another host may reach the same folder by other links

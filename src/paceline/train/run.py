@@ -13,6 +13,8 @@ import msgspec
 import torch
 
 from paceline import __version__
+from paceline.collectives.control import check_equal, together, told_once
+from paceline.collectives.ranks import choose, ranks
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
@@ -23,8 +25,6 @@ from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
-from paceline.sums import check_equal, together, told_once
-from paceline.sums.sharing import memory_or_hosts, way_taken
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
@@ -68,7 +68,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
         config = with_defaults(config, world.size)
         world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
-            memory_or_hosts(config.launch.collectives)
+            choose(config.launch.collectives)
             check_equal("settings", settings(config), world)
             rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
@@ -78,8 +78,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 config = parts.config
                 check_code(world)
                 if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
-                    words = f"number of steps ({parts.total_steps}), got {rehearsed}"
-                    error = UsageError(f"--rehearse-preemption must be less than the {words}")
+                    error = UsageError(code="rehearsal-too-late", value=rehearsed, steps=parts.total_steps)
                     raise told_once(error, world)
                 facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
                 place = replace(place, definition={**settings(config), **facts})
@@ -176,7 +175,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "gpu": None if world.device.type == "cpu" else device_words(world.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
-        "collectives": way_taken(),
+        "collectives": ranks().way,
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": holds_for(world.device),

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
+from paceline.collectives.control import gather_words
 from paceline.errors import PacelineError, TrainingError
 from paceline.observe.events import Checkpointed
 from paceline.stepping.votes import Votes
 from paceline.store.files import room_for
 from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
 from paceline.store.store import Checkpoints, Claim, Report, write_file
-from paceline.sums import gather_words
 from paceline.train.resume import Content, Holder
 from paceline.worker.world import World
 
@@ -75,7 +75,7 @@ def save_alone(
     if holder.sharded and elsewhere is None:  # of a small model a rank may hold no share at all
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
-        raise TrainingError(f"parts of the state are on the other ranks only{elsewhere}")
+        raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
     part, places = layout(held)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
     fill(buffer, part, places, {"step": step, "rank": 0, "world_size": 1, "samples_seen": content.samples_seen})

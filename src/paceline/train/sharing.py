@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.cut import CutParameter
+from paceline.collectives.control import gather_words, together, told_once
+from paceline.collectives.replicate import broadcast_module
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
@@ -21,8 +23,6 @@ from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.strategies.pipelined import Division, divided, pipelined
-from paceline.sums import gather_words, together, told_once
-from paceline.sums.replicate import broadcast_module
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -88,9 +88,7 @@ def share_model(
         UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
     """
     if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
-        told = f"--mesh {world.mesh} over gloo: such ranks send each other what lies on a GPU, and"
-        advice = "Take a GPU for each rank and --backend nccl, or --device cpu"
-        raise told_once(UsageError(f"{told} gloo cannot. {advice}"), world)
+        raise told_once(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
     loss = partial(_of_first, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
@@ -122,7 +120,7 @@ def _cut(
     if wish.strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these
         words = f"{cutting.used_elsewhere[0]} is cut, and the model uses it beside its own layer"
         advice = "Say 'whole' for that in Task(parallelize=...), or take another strategy"
-        raise told_once(UsageError(f"--mesh {world.mesh} with --strategy fsdp: {words}. {advice}"), world)
+        raise told_once(UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=words, advice=advice), world)
     lines = cutting.table(model, samples, plan.global_batch // world.data.size)
     along = world.along("tensor")
     if along.local_size < along.size:
@@ -166,10 +164,7 @@ def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
         if line.is_last:
             got = float(loss(run.result))
         if not math.isclose(got, expected, rel_tol=SAME):
-            raise UsageError(
-                f"Splitting into {line.stages} stages changes the loss ({got:.6g} instead of {expected:.6g}): some "
-                "data bypasses the stage boundaries. Choose others with --stages-at"
-            )
+            raise UsageError(code="stages-change-loss", stages=line.stages, got=got, expected=expected)
 
 
 def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:

@@ -123,12 +123,7 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
     losses, weights = result if isinstance(result, tuple) else (result, None)
     batch = batch_size(targets)
     if losses.ndim == 0 or (batch is not None and len(losses) != batch):
-        raise UsageError(
-            f"the loss gave a tensor of shape {tuple(losses.shape)} for {batch or 'several'} samples, but must give "
-            f"one value per sample, shape (B,) or (B, T): a mean over a rank's share cannot be turned into the mean "
-            f"over all ranks when shares differ. With torch's losses say reduction='none', e.g. "
-            f"F.cross_entropy(outputs, targets, reduction='none')."
-        )
+        raise UsageError(code="loss-of-batch", shape=tuple(losses.shape), samples=batch or "several")
     if weights is not None and weights.shape != losses.shape:
-        raise UsageError(f"losses have shape {tuple(losses.shape)}, but their weights {tuple(weights.shape)}")
+        raise UsageError(code="loss-weights-shape", shape=tuple(losses.shape), weights=tuple(weights.shape))
     return added_in(losses), None if weights is None else added_in(weights)

@@ -28,14 +28,14 @@ def check_stream(config: TrainConfig, data: Any) -> None:
         why = "have neither samples by number nor an order"
         why = "are batches already" if isinstance(data, DataLoader) else why
         why = "can be read once" if isinstance(data, Iterator) else why
-        raise UsageError(f"the training data, of type {type(data).__name__}, {why}. Give a dataset or a stream")
+        raise UsageError(code="not-a-dataset", kind=type(data).__name__, why=why)
     d = config.data
     if d.tail == "pad":
-        raise UsageError("--tail pad: a stream cannot be asked for samples again. Choose: keep, drop")
+        raise UsageError(code="stream-cannot-be-padded")
     if d.num_workers > 1:
-        raise UsageError(f"--num-workers {d.num_workers}: a stream is read by one process. 1 reads ahead")
+        raise UsageError(code="stream-in-several-processes", value=d.num_workers)
     if config.model.batchnorm == "sync":
-        raise UsageError("--batchnorm sync must know a step's micro-batches beforehand, and of a stream nobody does")
+        raise UsageError(code="stream-with-sync-batchnorm")
 
 
 def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
@@ -47,11 +47,10 @@ def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loa
     check_stream(config, data)
     schedule = config.optimizer.schedule
     if config.run.steps is None:
-        needs = "needs the number of steps, and a stream has no length. Give --steps"
         if task.make_schedule is not None:
-            raise UsageError(f"Task(make_schedule=...) {needs}")
+            raise UsageError(code="schedule-without-length")
         if schedule != "constant" and task.make_optimizer is None:
-            raise UsageError(f"--schedule {schedule} {needs}, or --schedule constant")
+            raise UsageError(code="stream-schedule-without-steps", value=schedule)
     batch, parts = shape.global_batch, shape.accumulation
     plan = StreamPlan(ENDLESS, batch, shape.virtual_ranks, parts, config.run.seed, shuffle=False, tail=config.data.tail)
     return Stream(data, plan, loading, world, print)

@@ -5,13 +5,13 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from paceline.collectives.control import check_equal, gather_words, together, told_once
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
 from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.seeding import preserved_streams
-from paceline.sums import check_equal, gather_words, together, told_once
 from paceline.train.numbers import as_json, from_json
 from paceline.worker.world import World
 
@@ -55,12 +55,9 @@ class Stream:
                 self._whole.begin(0, 0, None)
                 readings.append([sample for _, sample in self._whole.take(count)])
         if not readings[0]:
-            raise UsageError("the training data are an empty stream")
+            raise UsageError(code="stream-is-empty")
         if hash_of(readings[0]) != hash_of(readings[1]):
-            raise UsageError(
-                "the training data give other samples when they are read again: they are an iterator, which can be "
-                "read once, or shuffled without a seed. Give a stream that begins anew each time"
-            )
+            raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
     def samples(self, plan: object = None, epoch: int = 0, batch: int = 0) -> int:
@@ -155,10 +152,7 @@ class Stream:
                 chunks.close()
                 raise
             chunks.close()
-        raise self._refused(
-            f"the stream gives other samples after batch {start} than before the run was saved. Seed what shuffles it, "
-            "and give it the same files"
-        )
+        raise self._refused("stream-differs-from-saved", batch=start)
 
     def _agreed(self, chunks: Generator[Stretch], epoch: int, start: int) -> Stretch | None:
         """The first chunk; None where it is not that which was saved."""
@@ -173,11 +167,9 @@ class Stream:
             self._check_alike([probe for _, _, probe, _ in told])
         self._total = sum(mine for mine, _, _, _ in told)
         if not self._total and not start:
-            raise self._refused(
-                f"the stream gives nothing in epoch {epoch + 1}: it is empty, or an iterator, which can be read once"
-            )
+            raise self._refused("stream-gives-nothing", epoch=epoch + 1)
         if self._total and not all(some for _, some, _, _ in told):
-            raise self._refused("a part of the stream is empty. Leave split=True away: every rank then reads all of it")
+            raise self._refused("stream-part-is-empty")
         return first
 
     def _parts_of(self, share: range) -> list[Part]:
@@ -191,9 +183,7 @@ class Stream:
 
     def _read(self, reader: Reader) -> Generator[Stretch]:
         if self._is_read:
-            raise UsageError(
-                "this stream is being read: an evaluation in the middle of a training needs one of its own"
-            )
+            raise UsageError(code="stream-read-twice")
         self._is_read = True
         try:
             with closing(read_chunks(reader, self.loading)) as chunks:
@@ -203,10 +193,7 @@ class Stream:
 
     def _check_alike(self, probes: list[str]) -> None:
         if odd := [rank for rank, probe in enumerate(probes) if probe != probes[0]]:
-            raise self._refused(
-                f"the stream gives other samples on rank {', '.join(map(str, odd))} than on rank 0: each rank must be "
-                "given all of it in one order, and keeps its own. Take out what splits it by rank; seed its shuffling"
-            )
+            raise self._refused("streams-differ", ranks=odd)
 
-    def _refused(self, words: str) -> PacelineError:
-        return told_once((TrainingError if self._trained else UsageError)(words), self._world)
+    def _refused(self, code: str, **fields: Any) -> PacelineError:
+        return told_once((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.checkpoint.exported import of_checkpoint
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.control import check_equal, together
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
@@ -23,7 +24,6 @@ from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
 from paceline.store.store import Checkpoints, Report
 from paceline.strategies.base import Replica
-from paceline.sums import check_equal, together
 
 MOST = 5  # names in a line
 COMPLEX = "paceline.complex"
@@ -88,7 +88,7 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 def rescue_alone(replica: Replica, run_dir: Path) -> str:
     """As `rescue`, without the other ranks: no collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
-        advice = "go on from the newest checkpoint (--resume auto)"
+        advice = "resume from the newest checkpoint"
         return f"the weights are cut over all ranks, and none can save them alone: {advice}"
     return rescue(replica.weights(), run_dir)
 
@@ -143,21 +143,21 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
         return load(real_path(path), ours=False)  # it holds no code
     except (OSError, UnpicklingError, RuntimeError, EOFError) as error:
-        raise UsageError(f"--init-from {path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise UsageError(code="init-from-unreadable", path=path, reason=str(error).splitlines()[0]) from None
 
 
 def _of_pickle(found: Any, path: Path) -> dict[str, Tensor]:
     found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
     if not found or not all(isinstance(value, Tensor) for value in found.values()):
         keys = f" (it has {first_few([str(key) for key in found], MOST)})" if found else ""
-        raise UsageError(f"--init-from {path} is no state_dict: save model.state_dict() alone{keys}")
+        raise UsageError(code="init-from-no-state-dict", path=path, keys=keys)
     return dict(found)
 
 
 def _of_checkpoint(checkpoints: Checkpoints, path: Path, report: Report) -> dict[str, Tensor]:
     newest = checkpoints.newest_valid(report)
     if newest is None:
-        raise UsageError(f"--init-from {path.parent}: the run has neither {WEIGHTS} nor a checkpoint that is whole")
+        raise UsageError(code="init-from-no-weights", folder=path.parent, weights=WEIGHTS)
     report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
     return of_checkpoint(*newest)
 
@@ -202,10 +202,9 @@ def _fitting(
         elif known:
             differ.append(f"{name} {tuple(known[0])} here, {tuple(value.shape)} there")
     if not any(name.startswith("model/") for name in fits):
-        raise UsageError(
-            f"--init-from {path}: nothing of it fits the model. It has {first_few([*weights], MOST)}; the model has "
-            f"{first_few([*kinds], MOST)}" + (f"; shapes differ: {first_few(differ, MOST)}" if differ else "")
-        )
+        shapes = f"; shapes differ: {first_few(differ, MOST)}" if differ else ""
+        has, needed = first_few([*weights], MOST), first_few([*kinds], MOST)
+        raise UsageError(code="init-from-does-not-fit", path=path, has=has, needed=needed, shapes=shapes)
     whose = "the model's" if replica.pipeline is None else "the first stage's"
     report(f"begins with {len(fits)} of {whose} {len(kinds)} tensors from {path}")
     missing = [name for name, (*_, full) in kinds.items() if full not in fits and not any(name in d for d in differ)]

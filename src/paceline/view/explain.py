@@ -1,123 +1,139 @@
-"""How a run works, drawn from that very run (`paceline report --explain`): for a class to look at beside the code."""
+"""How a run works, drawn with its own numbers (`paceline report --explain`): templates/explain.svg, filled in."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from statistics import median
+from typing import Any
 
-from paceline.ladder import EXACT, middle
-from paceline.view.drawing import LABEL, WIDTH, Canvas, Drawing, colour_of_rank
-from paceline.view.explain_step import MOST_RANKS, step_drawings
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from paceline.errors import plural
+from paceline.observe.events import Traced
+from paceline.observe.terminal import clean
+from paceline.view.figures import PHASE_COLOURS
 from paceline.view.run import WholeRun
-from paceline.view.tables import HOLDS, KINDS
 
-MOST_LEAVES, MOST_BOXES = 32, 300
+RANK_COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "yellow", "grey")
+MOST_RANKS, MOST_LANES, MOST_BOXES = 8, 4, 300
+SMALL_BYTES = 1024  # of collectives that carry no tensor of the model
+UPDATES = {"zero": "updates its shard, sends it", "fsdp": "updates its shard"}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawing, its title, and a sentence about it."""
+
+    title: str
+    words: str
+    svg: Markup
 
 
 def drawings(run: WholeRun) -> list[Drawing]:
-    """All that can be drawn of it."""
-    return [*step_drawings(run), *_who_saw_what(run), *_tree(run), *_who_keeps_what(run)]
+    """All that can be drawn of the run."""
+    steps = _typical(run)
+    return [*(_stages(run, steps) if steps else ()), *(_one_step(run, steps) if steps else ()), *_samples(run)]
 
 
-def _rank_boxes(canvas: Canvas, shares: dict[int, tuple[int, int]], left: float, width: float, top: float) -> None:
-    """Which leaves each rank has, below them."""
-    for rank, (first, stop) in shares.items():
-        if stop > first:
-            x, wide = left + first * width, max(1.0, (stop - first) * width - 4)
-            canvas.box(x, top, wide, 32, colour_of_rank(rank), outlined=True)
-            if wide > 46:
-                canvas.text(x + 10, top + 21, f"rank {rank}", on=True)
-
-
-def _who_saw_what(run: WholeRun) -> Iterator[Drawing]:
-    """The global batch, and which part of it each rank computes."""
-    logs = [log for log in run.latest() if log.share and log.rows]
-    if not logs:
-        return
-    virtual = max(log.share[1] for log in logs if log.share)
-    if virtual > MOST_BOXES:
-        return
-    batch, width = logs[0].steps.samples[logs[0].rows[0]], (WIDTH - LABEL) / max(1, virtual)
-    canvas = Canvas(WIDTH, 108)
-    canvas.text(0, 30, "the batch")
-    canvas.text(0, 76, "ranks")
-    drawn = 0
-    for log in logs:
-        first, stop = log.share or (0, 0)
-        if first < drawn:  # each is one rank's
-            continue
-        drawn = stop
-        for number in range(first, stop):
-            left = LABEL + number * width
-            canvas.box(left, 10, max(1.0, width - 4), 32, colour_of_rank(log.rank), told=f"virtual rank {number}")
-            if width > 30:
-                canvas.text(left + (10 if width > 60 else 5), 31, f"v{number}", on=True)
-    _rank_boxes(canvas, {log.rank: log.share or (0, 0) for log in logs}, LABEL, width, 56)
-    words = f"There is one virtual rank, v0: the whole global batch of {batch:,} samples is its."
-    if virtual > 1:
-        words = (
-            f"{batch:,} samples, a global batch, are cut into {virtual} virtual ranks (v0, v1, ...), dealt to ranks."
-        )
-    listed = sorted((one.virtual_rank, one.indices) for log in logs for one in log.samples)[:6]
-    told = "; ".join(f"v{v}: {', '.join(map(str, found[:6]))}{', ...' * (len(found) > 6)}" for v, found in listed)
-    words += f" The first step listed: {told}." if told else " With --record-samples their samples stand here, too."
-    yield Drawing("Who sees which sample", words, canvas.svg())
-
-
-def _tree(run: WholeRun) -> Iterator[Drawing]:
-    """In which order gradients are added up: the same tree on any number of ranks."""
-    logs = [log for log in run.latest() if log.share]
-    leaves = max((log.share[1] for log in logs if log.share), default=0)
-    if run.strategy not in EXACT or not 2 <= leaves <= MOST_LEAVES:
-        return
-    owner = {leaf: log.rank for log in logs if log.share for leaf in range(*log.share)}
-    width, depth = WIDTH / leaves, (leaves - 1).bit_length()
-    canvas = Canvas(WIDTH, 92 + 52 * depth)
-
-    def place(node: tuple[int, int]) -> tuple[float, float]:
-        return (node[0] + node[1]) / 2 * width - 2, 18 + 52 * (depth - (node[1] - node[0] - 1).bit_length())
-
-    def draw(node: tuple[int, int]) -> None:
-        x, y = place(node)
-        ranks = {owner.get(leaf, 0) for leaf in range(*node)}
-        if node[1] - node[0] > 1:
-            for child in ((node[0], middle(node)), (middle(node), node[1])):
-                canvas.edge(x, y, *place(child))
-                draw(child)
-        told = f"leaves {node[0]} to {node[1] - 1}: " + (f"rank {min(ranks)}" if len(ranks) == 1 else "over ranks")
-        canvas.disc(x, y, 13, colour_of_rank(min(ranks)) if len(ranks) == 1 else "card", told=told)
-        words = "+" if node[1] - node[0] > 1 else f"v{node[0]}"
-        canvas.text(x - (4 if words == "+" else 3.6 * len(words)), y + 4, words, on=len(ranks) == 1)
-
-    draw((0, leaves))
-    _rank_boxes(canvas, {log.rank: log.share for log in logs if log.share}, 0, width, 48 + 52 * depth)
-    words = (
-        f"Leaves are the gradients of {leaves} virtual ranks, in their rank's colour; a plus in a colour is done by "
-        "that rank alone, one without is done over ranks. Any number of ranks does the same additions: the same bits."
+def _draw(name: str, **values: object) -> Markup:
+    environment = Environment(
+        loader=PackageLoader("paceline.view"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    yield Drawing("The tree in which gradients are added up", words, canvas.svg())
+    return getattr(environment.get_template("explain.svg").module, name)(**values)
 
 
-def _who_keeps_what(run: WholeRun) -> Iterator[Drawing]:
-    """Which part of weights, gradients and optimizer state each rank holds between two steps."""
-    size, anatomy = run.world_size, run.first.anatomy if run.first else None
-    if anatomy is None or size < 2:
+def _typical(run: WholeRun) -> dict[int, Traced]:
+    """The same detailed step of each rank, of about median duration."""
+    logs = run.latest()[:MOST_RANKS]
+    common = set(logs[0].traced).intersection(*(log.traced for log in logs[1:])) if logs else set[int]()
+    common = {step for step in common if all(log.traced[step].phases for log in logs)}
+    late = [step for step in sorted(common) if step > logs[0].started[-1].start_step + 5] or sorted(common)
+    if not late:
+        return {}
+    lasts = {step: max(_end(log.traced[step]) for log in logs) for step in late}
+    usual = median(lasts.values())
+    step = min(late, key=lambda one: abs(lasts[one] - usual))
+    return {log.rank: log.traced[step] for log in logs}
+
+
+def _end(one: Traced) -> float:
+    return max(begins + lasts for _, begins, lasts in one.phases)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
+    """Construct, forward, backward, optimizer: the diagram of DDP."""
+    anatomy = run.first.anatomy if run.first else None
+    if run.first is None or anatomy is None:
         return
-    shared = HOLDS.get(run.strategy, HOLDS["all on every rank"])
-    own = (anatomy.weight_bytes, anatomy.gradient_bytes, anatomy.optimizer_bytes)
-    shown, lane = min(size, MOST_RANKS), (WIDTH - LABEL) / 3
-    canvas = Canvas(WIDTH, 34 + 44 * shown)
-    for place, kind in enumerate(KINDS):
-        held = f"{kind}: {'a share each' if shared[place] else 'all on each'}, {own[place] / 1e6:,.1f} MB"
-        canvas.text(LABEL + place * lane + 4, 14, held)
-    for rank in range(shown):
-        top = 24 + 44 * rank
-        canvas.text(0, top + 20, f"rank {rank}")
-        for place, is_shared in enumerate(shared):
-            left, width = LABEL + place * lane + 4, lane - 12
-            canvas.box(left, top, width, 32, "card", outlined=True)
-            part = width / size if is_shared else width
-            canvas.box(left + (rank * part if is_shared else 0), top, part, 32, colour_of_rank(rank))
-            if part > 30:
-                words = f"1/{size}" if is_shared else "all"
-                canvas.text(left + (rank * part if is_shared else 0) + 8, top + 21, words, on=True)
-    words = "What each rank holds between two steps, as parts of the whole; MB as counted on rank 0."
-    words += f" Ranks 0 to {shown - 1} of {size}." if size > shown else ""
-    yield Drawing("Who keeps what", words, canvas.svg())
+    several, batch = run.world_size > 1, run.first.steps.samples[-1] if run.first.rows else 0
+    numbers = sum(prod(shape, start=1.0) for _, shape, _ in anatomy.parameters)  # floats: a stranger's may be long
+    copies = ("; a shard on each rank" if run.strategy == "fsdp" else "; a copy on each rank") * several
+    ranks = [
+        {"rank": rank, "samples": max(1, round(batch / max(1, run.world_size))),
+         **{phase: _ms(sum(lasts for name, _, lasts in one.phases if name == phase)) for phase in PHASE_COLOURS}}
+        for rank, one in [*steps.items()][:MOST_LANES]
+    ]  # fmt: skip
+    sent = sum(size for name, _, _, size in next(iter(steps.values())).calls if not _is_control(name, size))
+    svg = _draw(
+        "stages", ranks=ranks, colours=PHASE_COLOURS, updates=UPDATES.get(run.strategy, "updates the weights"),
+        model=f"{plural(len(anatomy.parameters), 'tensor')}, {numbers:,.0f} numbers{copies}",
+        reduced="all-reduce: gradients are summed over ranks" if several else "one rank exchanges nothing",
+        sent=f"{sent / 1e6:,.2f} MB per rank" if sent and several else "",
+    )  # fmt: skip
+    more = f" Ranks 0 to {MOST_LANES - 1} of {run.world_size}." if run.world_size > MOST_LANES else ""
+    yield Drawing("The four stages of a step", f"The work of each rank, and the point at which ranks meet.{more}", svg)
+
+
+def _is_control(name: str, size: int) -> bool:
+    """Whether a collective carries totals and control flags of the step; their names have several words."""
+    return size < SMALL_BYTES and " " in name
+
+
+def _one_step(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
+    """One step of all ranks on one clock, with its collectives."""
+    began = min(one.unix_time for one in steps.values())
+    whole = max(1e-6, *(one.unix_time - began + _end(one) for one in steps.values()))
+    lanes: list[dict[str, Any]] = []
+    for rank, one in steps.items():
+        offset = one.unix_time - began
+        phases = [(name, PHASE_COLOURS.get(name, "pink"), (offset + at) / whole, lasts / whole, _ms(lasts))
+                  for name, at, lasts in one.phases[:MOST_BOXES]]  # fmt: skip
+        calls: list[tuple[object, ...]] = []
+        for name, at, lasts, size in one.calls[:MOST_BOXES] if run.world_size > 1 else ():
+            synced = [begins + seconds for phase, begins, seconds in one.phases if phase == "sync"]
+            needed = max(at, synced[0] if synced else _end(one))  # no rank leaves sync before its collectives end
+            seconds = min(lasts, needed - at) if lasts >= 0 else needed - at
+            told = f"{size / 1e6:,.3f} MB, {_ms(lasts) if lasts >= 0 else 'its end was not seen'}"
+            calls.append((clean(name)[:60], _is_control(name, size), (offset + at) / whole, seconds / whole, told))
+        lanes.append({"rank": rank, "phases": phases, "calls": calls})
+    words = "The phases of each rank, and its collectives below them." if run.world_size > 1 else "Its phases."
+    if run.strategy == "ddp":
+        words += " DDP's buckets are sent during backward; torch does not record when."
+    clocks = [clock.error_seconds for clock in run.clocks.values()]
+    words += f" The clocks of the nodes agree within {_ms(max(clocks))}." if clocks else ""
+    ticks = [_ms(whole * tick / 4) for tick in range(5)]
+    keys = [*PHASE_COLOURS.items(), *([("tensors", "red"), ("totals", "yellow")] if run.world_size > 1 else [])]
+    svg = _draw("step", lanes=lanes, ticks=ticks, keys=keys, height=72 if run.world_size > 1 else 42)
+    yield Drawing(f"Step {next(iter(steps.values())).step:,}, on one clock", words, svg)
+
+
+def _samples(run: WholeRun) -> Iterator[Drawing]:
+    """The global batch, and the samples that each rank computes."""
+    logs = [log for log in run.latest() if log.share and log.rows]
+    owners = {virtual: log.rank for log in reversed(logs) for virtual in range(*(log.share or (0, 0)))[:MOST_BOXES]}
+    if not logs or len(owners) >= MOST_BOXES:
+        return
+    batch = logs[0].steps.samples[logs[0].rows[0]]
+    listed = {one.virtual_rank: one.indices for log in logs for one in reversed(log.samples)}
+    boxes = [
+        {"virtual": virtual, "rank": rank, "colour": RANK_COLOURS[rank % len(RANK_COLOURS)],
+         "samples": ", ".join(map(str, listed.get(virtual, ())[:6]))} for virtual, rank in sorted(owners.items())
+    ]  # fmt: skip
+    words = f"The global batch of {batch:,} samples is split into {plural(len(boxes), 'virtual rank')}, v0 and on."
+    words += " The first samples of a step are listed." if listed else " --record-samples lists the samples."
+    yield Drawing("Which rank sees which sample", words, _draw("samples", boxes=boxes))

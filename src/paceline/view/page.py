@@ -12,10 +12,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline.observe.terminal import clean
-from paceline.view.drawing import Drawing
+from paceline.view.analysis import logged
+from paceline.view.explain import Drawing
 from paceline.view.figures import Figure, curves, devices, phases, waiting
 from paceline.view.happened import breakdowns, happenings, learned, remedy, started_again, timeline
-from paceline.view.logged import logged
 from paceline.view.run import WholeRun
 from paceline.view.tables import (
     Table,

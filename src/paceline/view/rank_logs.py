@@ -106,7 +106,7 @@ class RankLogs:
     def __init__(self, logs: dict[int, Path]) -> None:
         self.logs = logs
         self.ends = {rank: path.stat().st_size for rank, path in logs.items()}
-        self.without_times = [rank for rank, path in logs.items() if _times(path) is None]
+        self.without_times = [rank for rank, path in logs.items() if log_times(path) is None]
 
     def lines(self, wanted: LinesWanted) -> Iterator[Together]:
         """What is wanted of them, merged; without times, one rank after the other.
@@ -126,7 +126,7 @@ class RankLogs:
 
     def _of(self, rank: int, wanted: LinesWanted) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
-        times = _times(path) if not self.without_times or wanted.since is not None else None
+        times = log_times(path) if not self.without_times or wanted.since is not None else None
         start = 0
         if times is not None and wanted.since is not None:
             start = times.offset(wanted.since)
@@ -145,8 +145,9 @@ class RankLogs:
             yield RankLine(newest, rank, line.text)
 
 
-def _times(log: Path) -> LogTimes | None:
+def log_times(log: Path) -> LogTimes | None:
+    """The times of a log's lines; None if there are none, or they cannot be read."""
     try:
         return LogTimes(log)
-    except FileNotFoundError:
+    except OSError:
         return None

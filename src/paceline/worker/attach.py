@@ -33,7 +33,7 @@ from paceline.worker.unseen import unseen
 MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
 DDP = "torch.nn.parallel.distributed"
-SHARING = "paceline.sums.ddp"  # by name: it imports torch, which the script may never do, and this room is below it
+SHARING = "paceline.collectives.ddp"  # by name: it imports torch, which a script may never do; this room is below
 
 
 def attach() -> None:
@@ -112,16 +112,13 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     if record < 0:
         return False
     failure = Failure(
-        rank=int(rank),
-        host=os.uname().nodename,
-        pid=os.getpid(),
-        exit_code=int(exit_code),
-        type=type(error).__name__,
-        message=_clipped(str(error)),
+        rank=int(rank), host=os.uname().nodename, pid=os.getpid(), exit_code=int(exit_code), type=type(error).__name__,
+        message=_clipped(error.shown if isinstance(error, PacelineError) else str(error)),
         traceback=_clipped("".join(format_exception(error))) if traceback else "",
-        victim=is_victim(error) if victim is None else victim,
-        monotonic_seconds=time.monotonic(),
-    )
+        victim=is_victim(error) if victim is None else victim, monotonic_seconds=time.monotonic(),
+        code=error.code if isinstance(error, PacelineError) else "",
+        fields=_plain(error.fields) if isinstance(error, PacelineError) and error.code else {},
+    )  # fmt: skip
     encoded = msgspec.json.encode(failure)
     try:
         if os.fstat(record).st_size:  # what fails after the first failure is teardown
@@ -139,6 +136,15 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
 def error_file_name(rank: int, generation: int) -> str:
     """The file of a rank's record for people: why the first start failed must outlast the restarts."""
     return f"error-{rank}.json" if generation == 0 else f"error-{rank}-generation-{generation}.json"
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: numbers, lists and tables as they are, all else as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list):
+        return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+    return value if value is None or isinstance(value, (bool, int, float)) else _clipped(str(value))
 
 
 def _clipped(text: str) -> str:
@@ -178,7 +184,7 @@ def tell(error: BaseException) -> int:
     if found_alike and os.environ.get("RANK", "0") != "0":
         return code
     if in_words:
-        print(f"paceline: {clean(str(error))}", file=sys.stderr)
+        print(f"paceline: {clean(error.shown)}", file=sys.stderr)
     else:
         print_exception(error)
     return code

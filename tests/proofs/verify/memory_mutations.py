@@ -1,4 +1,4 @@
-"""Bugs that `paceline verify` must find and name, planted into sums through shared memory (`paceline.sums`).
+"""Bugs that `paceline verify` must find and name, planted into sums through shared memory (`paceline.collectives`).
 
 As in mutations.py: each changes the result and nothing else, and no rank leaves out a tick that another one makes. They
 are run with little memory, so that even small models pass through it in many chunks, by shares.
@@ -16,14 +16,13 @@ import torch
 from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.sums import memory_sum, shards
-from paceline.sums.buckets import divide
-from paceline.sums.chunks import Chunk
-from paceline.sums.lanes import Flat, Lanes, Results
-from paceline.sums.memory_sum import TreeSum
-from paceline.sums.shared import SharedMemory
-from paceline.sums.totals import StartedSum
-from paceline.sums.tree import Node
+from paceline.collectives import memory_moves as moves
+from paceline.collectives import memory_sum
+from paceline.collectives.buckets import divide
+from paceline.collectives.memory import SharedMemory
+from paceline.collectives.memory_moves import StartedSum
+from paceline.collectives.memory_sum import Chunk, Flat, Lanes, Results, TreeSum
+from paceline.collectives.tree import Node
 
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
@@ -139,7 +138,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = shards.all_gather
+    original = moves.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -148,7 +147,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
         kept[out.data_ptr()] = now
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((shards, "all_gather", all_gather))
+    return planted((moves, "all_gather", all_gather))
 
 
 def _bug(

@@ -18,10 +18,10 @@ from tests.proofs.verify.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, O
 from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
+from paceline.collectives import memory_sum
+from paceline.collectives.ranks import choose
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.verify.worker import collect_bits, verify
-from paceline.sums import memory_sum
-from paceline.sums.sharing import shared_memory
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
 from paceline.worker.world import World
 
@@ -44,7 +44,7 @@ def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list
 def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    assert shared_memory("shared", bulk_bytes=BULK_BYTES) is not None
+    assert choose("shared", bulk_bytes=BULK_BYTES).memory is not None
     with planted((memory_sum, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
         return {
             m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names

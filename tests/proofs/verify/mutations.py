@@ -25,6 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.collectives import batchnorm, ranks, transports
+from paceline.collectives.batchnorm import Moments, SyncBatchNorm
+from paceline.collectives.buckets import trainable
+from paceline.collectives.control import Pending, Totals
+from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
@@ -35,10 +40,6 @@ from paceline.strategies.base import Replica
 from paceline.strategies.base import scale_gradients as scaled_on
 from paceline.strategies.buffers import VirtualBuffers
 from paceline.strategies.manual import all_reduce_gradients
-from paceline.sums import Pending, Totals, batchnorm, reducer, transports
-from paceline.sums.batchnorm import Moments, SyncBatchNorm
-from paceline.sums.buckets import trainable
-from paceline.sums.reducer import Reducer
 from paceline.train import step as step_module
 
 # `paceline.strategies.manual` as an attribute is the function of that name; the module is found by import_module.
@@ -245,7 +246,7 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = all_reduce_gradients, reducer.buckets_of, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = all_reduce_gradients, ranks.buckets_of, DDP.DistributedDataParallel
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
@@ -262,7 +263,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (MANUAL, "all_reduce_gradients", all_but_last),
-        (reducer, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (ranks, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, BUCKETED),
         (DDP, "DistributedDataParallel", ignoring_last),
     )

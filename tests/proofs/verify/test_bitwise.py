@@ -9,9 +9,9 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import ArrayDataset, Task
+from paceline.collectives import tree
+from paceline.collectives.reducer import Reducer
 from paceline.proofs.verify.worker import collect_bits
-from paceline.sums import tree
-from paceline.sums.reducer import Reducer
 from paceline.verify.report import print_bits
 from paceline.verify.spec import BitsReport, Spec
 from paceline.worker.world import World

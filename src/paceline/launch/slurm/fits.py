@@ -45,20 +45,20 @@ def check_fits(job: Job, env: Mapping[str, str]) -> None:
     """
     all_nodes, names = _asked(job, env)
     if not names:
-        raise UsageError(f"this cluster has no default partition: {_choices(all_nodes)}")
+        raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
     for name in names.split(","):
         if name not in {n.partition for n in all_nodes}:
             raise unknown("partition", name, sorted({n.partition for n in all_nodes}))
     found = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
     if all(found):
-        raise UsageError(f"{'; '.join(found)}. {_choices(all_nodes)}")
+        raise UsageError(code="slurm-does-not-fit", found="; ".join(found), partitions=_choices(all_nodes))
 
 
 def _asked(job: Job, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
     """All nodes, and the partitions that the job is for, separated by commas."""
     done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
-        raise PacelineError(f"Slurm does not say which partitions there are: {slurm_words(done)}")
+        raise PacelineError(code="slurm-partitions", reason=slurm_words(done))
     found = parse_sinfo(done.stdout)
     usual = next((n.partition for n in found if n.default), "")
     return found, job.slurm.partition or env.get("SBATCH_PARTITION", "") or usual
@@ -174,22 +174,19 @@ def check_allocation(held: Granted, job: Job) -> None:
     """
     asked, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
     if held.nodes and job.nodes != held.nodes:
-        raise UsageError(f"--nodes {job.nodes}: {where}, which has {held.nodes}. Use --nodes {held.nodes}, or leave it")
+        raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=held.nodes)
     if held.cpus and job.nproc * asked.cpus_per_rank > held.cpus:
         raise UsageError(
-            f"--nproc {job.nproc} x --cpus-per-rank {asked.cpus_per_rank} needs {job.nproc * asked.cpus_per_rank} CPUs "
-            f"on each node: {where}, which has {held.cpus} on each. Use fewer, or leave it"
-        )
+            code="more-cpus-than-held", nproc=job.nproc, cpus_per_rank=asked.cpus_per_rank,
+            needed=job.nproc * asked.cpus_per_rank, where=where, cpus=held.cpus,
+        )  # fmt: skip
     if asked.gpus_per_node > held.gpus:
-        raise UsageError(
-            f"--gpus-per-node {asked.gpus_per_node}: {where}, which has {held.gpus} GPUs on each node. Use fewer, or "
-            "leave it"
-        )
+        raise UsageError(code="more-gpus-than-held", value=asked.gpus_per_node, where=where, gpus=held.gpus)
     if asked.partition and held.partition and asked.partition != held.partition:
-        raise UsageError(f"--partition {asked.partition}: {where}, in partition {held.partition}. Leave it out")
+        raise UsageError(code="other-partition-than-held", value=asked.partition, where=where, partition=held.partition)
     given = [name for name, value in (("--time", asked.minutes), ("--sbatch", asked.options)) if value]
     if given:
-        raise UsageError(f"{' and '.join(given)}: {where}, where nothing is submitted. Leave out {' and '.join(given)}")
+        raise UsageError(code="option-within-job", options=" and ".join(given), where=where)
 
 
 def run_here(script: Path) -> int:

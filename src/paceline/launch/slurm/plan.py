@@ -69,24 +69,18 @@ def slurm(job: Job) -> Plan:
 def _check(job: Job) -> None:
     asked = job.slurm
     if job.min_nodes < job.nodes:
-        raise UsageError(
-            f"--nodes {job.min_nodes}:{job.nodes}: when a node is lost, Slurm puts the whole run into the queue again, "
-            f"and it goes on from its newest checkpoint. Use --nodes {job.nodes}"
-        )
+        raise UsageError(code="slurm-nodes-fixed", least=job.min_nodes, nodes=job.nodes)
     if asked.gpus_per_node and asked.gpus_per_node != job.nproc:
-        raise UsageError(
-            f"--gpus-per-node {asked.gpus_per_node} and --nproc {job.nproc}: one worker uses one GPU. Give them the "
-            "same number"
-        )
+        raise UsageError(code="gpus-and-workers-differ", value=asked.gpus_per_node, nproc=job.nproc)
     if asked.minutes is not None and asked.minutes < 1:
-        raise UsageError(f"--time must be at least 1 (minutes), got {asked.minutes}")
+        raise UsageError(code="time-too-short", value=asked.minutes)
     if not 0 <= asked.save_seconds <= LONGEST_WARNING_SECONDS:
-        raise UsageError(f"--save-before must be 0..{LONGEST_WARNING_SECONDS} (seconds), got {asked.save_seconds}")
+        raise UsageError(code="save-before-out-of-range", most=LONGEST_WARNING_SECONDS, value=asked.save_seconds)
     if asked.minutes and asked.save_seconds and asked.minutes * 60 <= asked.save_seconds + SIGNAL_SECONDS:
         raise UsageError(
-            f"--time {asked.minutes} and --save-before {asked.save_seconds}: Slurm may warn {SIGNAL_SECONDS} s early, "
-            f"and nothing is left of {asked.minutes * 60} s. Ask for more time, or save later (0: never)"
-        )
+            code="no-time-left", minutes=asked.minutes, seconds=asked.save_seconds, early=SIGNAL_SECONDS,
+            total=asked.minutes * 60,
+        )  # fmt: skip
     for option in asked.options:
         check_option(option)
     texts = {"working folder": job.cwd, "run folder": str(job.submit_dir), "--partition": asked.partition}
@@ -94,12 +88,9 @@ def _check(job: Job) -> None:
     for name, text in texts.items():
         check_text(name, text)
     if re.search(r"[\s()]", Path(job.python).name):
-        raise UsageError(
-            f"--python {job.python}: Slurm cannot signal a program with spaces or parentheses in its file's name, and "
-            "the run could not save in time. Name another, e.g. a link"
-        )
+        raise UsageError(code="python-with-spaces", value=job.python)
     if "\\" in str(job.submit_dir):
-        raise UsageError(f"the run folder {job.submit_dir}: Slurm takes no backslash in the name of an output file")
+        raise UsageError(code="backslash-in-folder", submit_dir=job.submit_dir)
 
 
 def check_option(option: str) -> None:
@@ -107,17 +98,17 @@ def check_option(option: str) -> None:
     key, _, value = option.partition("=")
     check_text("--sbatch", option)
     if not re.fullmatch(r"[a-z][a-z-]*", key):
-        raise UsageError(f"--sbatch {option!r} must be the long name of an option of sbatch, key=value, e.g. mem=16G")
+        raise UsageError(code="sbatch-not-key-value", value=option)
     meant = [own for own in OURS if own == key] or [own for own in OURS if own.startswith(key)]
     if not meant or (meant == ["gres"] and not re.search(r"(?:^|,)(?:gres:)?gpu(?:$|[:,=])", value)):
         return
-    raise UsageError(f"--sbatch {option}: paceline sets --{meant[0]} itself: {OURS[meant[0]]}")
+    raise UsageError(code="sbatch-option-is-ours", value=option, option=meant[0], reason=OURS[meant[0]])
 
 
 def check_text(name: str, text: str) -> None:
     """Refuse what would end a line; all else can be quoted."""
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
-        raise UsageError(f"{name} {text!r}: control characters cannot be written into a batch script")
+        raise UsageError(code="control-characters", name=name, value=text)
 
 
 def batch_script(job: Job) -> str:

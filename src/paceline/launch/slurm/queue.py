@@ -67,14 +67,9 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
             timeout=ANSWER_SECONDS, check=False,
         )  # fmt: skip
     except FileNotFoundError:
-        raise UsageError(
-            f"there is no command {argv[0]} on this machine. Type this on a login node of a Slurm cluster, or use "
-            "--on local, --on ssh or --on print"
-        ) from None
+        raise UsageError(code="no-slurm", value=argv[0]) from None
     except subprocess.TimeoutExpired:
-        raise PacelineError(
-            f"Slurm has not answered `{argv[0]}` for {ANSWER_SECONDS:g} s: is its controller up?"
-        ) from None
+        raise PacelineError(code="slurm-silent", command=argv[0], seconds=ANSWER_SECONDS) from None
 
 
 def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
@@ -104,7 +99,7 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     if tried.returncode == 0:
         tried = run_slurm(*plan.submit.argv, env=env)
     if tried.returncode != 0:
-        raise UsageError(f"Slurm refuses the job: {slurm_words(tried)}. Nothing was submitted")
+        raise UsageError(code="job-refused", reason=slurm_words(tried))
     return tried.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
@@ -119,7 +114,7 @@ def state(job_id: str) -> JobState | None:
     if done.returncode == 0:
         return parse_job(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise PacelineError(f"Cannot query Slurm job {job_id}: {slurm_words(done)}")
+        raise PacelineError(code="slurm-query", job=job_id, reason=slurm_words(done))
     return _remembered(job_id)
 
 
@@ -142,12 +137,9 @@ def parse_job(text: str) -> JobState:
         return "" if match is None or match[1] in ("None", "(null)") else match[1]
 
     return JobState(
-        state=value("JobState") or "UNKNOWN",
-        reason=value("Reason"),
-        nodes=value("NodeList"),
-        code=_code(value("ExitCode")),
-        turn=int(value("Restarts") or 0) + 1,
-    )
+        state=value("JobState") or "UNKNOWN", reason=value("Reason"), nodes=value("NodeList"),
+        code=_code(value("ExitCode")), turn=int(value("Restarts") or 0) + 1,
+    )  # fmt: skip
 
 
 def _code(text: str) -> int:
@@ -183,7 +175,7 @@ def cancel(job_id: str, *, now: bool = False) -> None:
         time.sleep(SECOND_SIGNAL_SECONDS)
     done = run_slurm("scancel", job_id)
     if done.returncode != 0:
-        raise PacelineError(f"Slurm does not cancel job {job_id}: {slurm_words(done)}")
+        raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_words(done))
 
 
 def follow(

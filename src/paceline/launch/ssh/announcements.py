@@ -4,7 +4,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -100,7 +100,8 @@ def await_agents(every: Sessions, *, seconds: float) -> list[Facts] | signal.Sig
         if session.node not in found:
             found[session.node] = why_no_agent(session.command.argv, None, session.words)
     if wrong := {node: why for node, why in found.items() if isinstance(why, str)}:
-        raise UsageError(_refused(every, wrong))
+        told = [f"{session.name}: {wrong[session.node]}" for session in every.all if session.node in wrong]
+        raise UsageError(code="hosts-unusable", count=len(wrong), hosts=len(every.all), reasons="\n  ".join(told))
     return [facts for session in every.all if not isinstance(facts := found[session.node], str)]
 
 
@@ -133,12 +134,6 @@ def announced(name: str, heard: bytes) -> Facts | str | None:
 
 def _quote(line: bytes) -> str:
     return repr(cleaned(line)[:MAX_QUOTE_CHARS])
-
-
-def _refused(every: Sessions, wrong: Mapping[int, str]) -> str:
-    hosts = f"{len(wrong)} of {len(every.all)} hosts" if len(every.all) > 1 else "the host"
-    told = [f"{session.name}: {wrong[session.node]}" for session in every.all if session.node in wrong]
-    return "\n  ".join([f"{hosts} cannot be used, so nothing was started:", *told])
 
 
 def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:

@@ -81,9 +81,7 @@ def start_session(session: HostSession) -> None:
             bufsize=0,
         )
     except FileNotFoundError as error:
-        raise UsageError(
-            f"there is no program {command.argv[0]!r} here: install the OpenSSH client, or name yours with --ssh"
-        ) from error
+        raise UsageError(code="no-ssh", value=command.argv[0]) from error
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     for stream in (process.stdin, process.stdout, process.stderr):
         os.set_blocking(stream.fileno(), False)

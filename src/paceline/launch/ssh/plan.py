@@ -41,9 +41,9 @@ def ssh(job: Job) -> Plan:
         UsageError: when hosts and nodes contradict each other.
     """
     if not job.hosts:
-        raise UsageError("--on ssh needs --hosts: name[:port],name,... or a file with one `name[:port]` on each line")
+        raise UsageError(code="ssh-without-hosts")
     if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
-        raise UsageError(f"--nodes {job.nodes} with {len(job.hosts)} hosts: leave --nodes out, or give as many hosts")
+        raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
         agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),  # -P: see local.py
@@ -84,7 +84,7 @@ def rsync_commands(job: Job) -> list[Command]:
         UsageError: when no working folder is named.
     """
     if not job.cwd.startswith("/"):
-        raise UsageError(f"--sync needs the full path of the working folder, got {job.cwd!r}")
+        raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"
     rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in EXCLUDED))  # no shell sees the paths
     return [
@@ -118,9 +118,9 @@ def sync(commands: Sequence[Command]) -> None:
                 lines = [line for line in words.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
                 wrong.append(f"{command.name}: {' / '.join(lines[:WORDS_OF_AN_ERROR])}")
     except FileNotFoundError as error:
-        raise UsageError("--sync needs rsync, here and on every host: install it, or copy the folder") from error
+        raise UsageError(code="no-rsync") from error
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"--sync: rsync was not done within {SYNC_SECONDS:g} s") from error
+        raise UsageError(code="sync-timed-out", seconds=SYNC_SECONDS) from error
     finally:
         for _, process in started:
             with suppress(ProcessLookupError):
@@ -129,4 +129,4 @@ def sync(commands: Sequence[Command]) -> None:
             if process.stderr is not None:
                 process.stderr.close()
     if wrong:
-        raise UsageError("\n  ".join(["--sync could not copy the working folder to:", *wrong]))
+        raise UsageError(code="sync-failed", wrong="\n  ".join(wrong))

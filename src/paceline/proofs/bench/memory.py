@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.spec import Memory
 from paceline.compute.resources import peak_memory
-from paceline.contract.box import Box
+from paceline.contract.box import RECORDS, Box
 from paceline.contract.evidence import Op, Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
@@ -155,16 +155,17 @@ class Traffic:
         self._begin()
 
     def _begin(self) -> None:
-        self._last, self._since_ns = _newest(), time.monotonic_ns()
+        self._last, self._calls, self._since_ns = _newest(), self._box.get("ops"), time.monotonic_ns()
         self._messages = self._line.sent_bytes if self._line else 0
 
     def sent(self) -> float | None:
-        """Bytes that this rank has sent; None where nothing was recorded of what several ranks must have sent."""
+        """Bytes that this rank has sent; None if not all was recorded that several ranks must have sent."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
+        lost = self._box.get("ops") - self._calls > RECORDS  # the oldest are written over
         self._begin()
-        if not (entries or shared or messages):
+        if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
         found += [volume(op.kind, op_bytes(op), self._world.data.size) for op in shared]

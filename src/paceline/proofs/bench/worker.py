@@ -30,14 +30,14 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.compress import DEFAULT_RANK, LowRank
+from paceline.collectives.control import gather_words, together
+from paceline.collectives.ranks import choose
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
 from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
-from paceline.sums import gather_words, together
-from paceline.sums.compress import DEFAULT_RANK, LowRank
-from paceline.sums.sharing import shared_memory
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 from paceline.worker.attach import run_worker
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     config = configuration.load(folder.resolve() / CONFIG, ours=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
-        shared_memory(config.launch.collectives)
+        choose(config.launch.collectives)
         with together(world):
             ground = load_ground(config, order.candidates, world)
         measure_candidates(order, ground)

@@ -13,6 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import new_group, together
 from paceline.compute.recompute import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
@@ -23,8 +25,6 @@ from paceline.nested import mapped
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
-from paceline.sums import new_group, together
-from paceline.sums.batchnorm import convert
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import OwnSchedule, checked_optimizer

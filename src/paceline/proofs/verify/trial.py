@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.control import Pending, gather_words
 from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
@@ -17,7 +18,6 @@ from paceline.proofs.verify.setup import Setting, apply_strategy, build, without
 from paceline.seeding import Streams
 from paceline.stepping.summing import StepResult
 from paceline.strategies import Replica
-from paceline.sums import Pending, gather_words
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World
 

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.checkpoint.whole import sha256_of
+from paceline.collectives.control import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.ladder import LADDER
@@ -42,7 +43,6 @@ from paceline.proofs.verify.trial import (
     parameters_of,
 )
 from paceline.strategies.refusals import ELEMENT_WISE
-from paceline.sums import gather_words, together
 from paceline.torch_version import lacks_torch
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model

@@ -1,0 +1,231 @@
+"""Normalise by the statistics of the whole global batch, though each rank holds only its share of it.
+
+Every rank learns the mean and variance of the union. torch's own SyncBatchNorm refuses CPU tensors; this one runs
+wherever its process group does. examples/textbook/batchnorm.py says why, with an example, and is the same on one page.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from paceline.collectives.torch_collectives import start_gather, start_sum
+
+
+class Moments(NamedTuple):
+    """Count (`count` is taken: a tuple has one), mean and sum of squared deviations (M2), per channel."""
+
+    size: Tensor  # ()
+    mean: Tensor  # (C,)
+    m2: Tensor  # (C,)
+
+
+def combined(a: Moments, b: Moments) -> Moments:
+    """The moments of the union of two sets, either of which may be empty.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    size = a.size + b.size
+    share = b.size / size.clamp(min=1)  # of b in the union; 0 where both are empty
+    delta = b.mean - a.mean
+    return Moments(size, a.mean + delta * share, a.m2 + b.m2 + delta.square() * a.size * share)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation over the union of all ranks' inputs; in eval mode, torch's plain one.
+
+    Input and output (N, C, ...) in any floating dtype; N may differ between ranks and be 0. Every rank must run the
+    same forwards and backwards in training mode: both are collectives. The gradients of weight and bias are this
+    rank's part, to be summed over ranks like any other's.
+
+    Where the union is empty, the running statistics normalise and stay as they are. In eval mode with
+    `track_running_stats=False` each rank uses the statistics of its own batch, as torch's does: ranks may evaluate
+    different numbers of batches, so nothing can be exchanged there.
+
+    Attributes:
+        counted: False while this rank forwards a stand-in because its share is empty: the input is normalised by the
+            statistics of the other ranks, adds nothing to them, and no gradient flows through it.
+        group: the ranks whose inputs belong together, by default all; without a process group a rank is alone. Beside
+            gradient buckets that start during backward, give it a group of its own (`dist.new_group()`): within one
+            group messages are paired by their order, but when a bucket is full depends on each rank's own backward.
+
+    Raises:
+        ValueError: for an input that is not (N, num_features, ...); on every rank, where the union holds one value per
+            channel (its variance says nothing; torch's refuses it too).
+    """
+
+    def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
+        """`options` as torch's batch norm takes them; most layers become one by `convert`."""
+        super().__init__(num_features, **options)
+        self.group = group
+        self.counted = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(N, C, ...) -> (N, C, ...) of the same dtype."""
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
+        alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
+        if not self.training or (alone and self.counted and input.numel() > 0):
+            return super().forward(input)  # nothing to synchronise: torch's own kernel
+        own_count = input.numel() // self.num_features if self.counted else 0
+        with torch.no_grad():
+            union = self._union(_moments(input, own_count))
+            mean, variance = self._statistics(union, own_count)
+            invstd = (variance + self.eps).rsqrt()
+        numbers = mean, invstd, union.size, self.counted, self.group
+        return cast(Tensor, _Normalise.apply(input, self.weight, self.bias, *numbers))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any (N, C, ...): one class stands for BatchNorm1d, 2d and 3d."""
+
+    def _union(self, own: Moments) -> Moments:
+        """All ranks' moments as one, added up in rank order: so every rank computes the very same bits."""
+        if not dist.is_initialized():
+            return own
+        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
+        zeros = torch.zeros_like(own.mean)
+        union = Moments(torch.zeros_like(own.size), zeros, zeros)
+        for each in start_gather(packed, "statistics of batchnorm", self.group)():
+            mean, m2 = each[1:].split(self.num_features)
+            union = combined(union, Moments(each[0], mean, m2))
+        return union
+
+    def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
+        """(mean, biased variance), each (C,), to normalise by; moves the running statistics on."""
+        count, mean, m2 = union
+        # On a GPU, reading `count` would stall every layer. A union of 0 or 1 is possible only where this rank's own
+        # count, a plain number, is 0 or 1; there waiting costs little.
+        few = own_count <= 1
+        if few and count == 0:
+            if self.running_mean is None or self.running_var is None:
+                return mean, torch.ones_like(mean)
+            return self.running_mean.to(mean.dtype), self.running_var.to(mean.dtype)
+        if few and count == 1:
+            raise ValueError("batch norm in training needs more than 1 value per channel, all ranks together have 1")
+        if self.running_mean is not None and self.running_var is not None:
+            momentum = self._count_batch()
+            for running, new in ((self.running_mean, mean), (self.running_var, m2 / (count - 1))):
+                running.mul_(1 - momentum).add_((momentum * new).to(running.dtype))
+        return mean, m2 / count
+
+    def _count_batch(self) -> float:
+        """Count this batch; return its weight in the running statistics."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self.momentum
+        assert self.num_batches_tracked is not None
+        return 1.0 / float(self.num_batches_tracked)  # the plain mean of all batches so far
+
+
+def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
+
+    The layers stay the very same objects and only change their class (as torch's lazy layers do): parameters, buffers,
+    names, hooks, and layers used at two places all stay as they were. An optimizer made earlier remains right.
+
+    Raises:
+        TypeError: for another kind of batch norm (lazy, torch's own SyncBatchNorm, a subclass), named; nothing changed.
+    """
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    for name, layer in layers:
+        if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm):
+            raise TypeError(
+                f"cannot synchronise layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, BatchNorm2d and "
+                "BatchNorm3d (forward a lazy layer once first; replace others by one of these)"
+            )
+    for _, layer in layers:
+        layer.__class__ = SyncBatchNorm
+        assert isinstance(layer, SyncBatchNorm)
+        layer.group, layer.counted = group, True
+    return module
+
+
+def _moments(input: Tensor, count: int) -> Moments:
+    """The moments of (N, C, ...) over all dimensions but C; zeros for a count of 0, whatever the input holds.
+
+    Computed in float32 for half precision. They travel in float64: a count above 2^24 has no exact float32, and the
+    union then is as precise as its parts.
+    """
+    if count == 0:
+        zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
+        return Moments(zeros.new_zeros(()), zeros, zeros)
+    values = _computable(input)
+    mean = values.mean(_others(values))
+    m2 = (values - _per_channel(mean, values)).square().sum(_others(values))
+    return Moments(mean.new_full((), count, dtype=torch.float64), mean.double(), m2.double())
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) * invstd * weight + bias, where mean and invstd depend on the inputs of all ranks.
+
+    The gradient of the input, with x = input - mean, g = the output's gradient and sums over all ranks' N values:
+
+        weight * invstd * (g - sum(g) / N - x * invstd^2 * sum(g x) / N)
+
+    Source: Ioffe, Szegedy, "Batch Normalization", 2015, section 3; the sums are what the ranks exchange.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        total_count: Tensor,
+        counted: bool,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, bias, mean, invstd, total_count)
+        ctx.counted, ctx.group = counted, group
+        values = _computable(input)
+        scale = invstd if weight is None else invstd * weight
+        output = (values - _per_channel(mean, values)) * _per_channel(scale, values)
+        if bias is not None:
+            output = output + _per_channel(bias, values)
+        return output.to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight, bias, mean, invstd, total_count = ctx.saved_tensors
+        gradient = _computable(grad_output)
+        centred = _computable(input) - _per_channel(mean, gradient)
+        sums = torch.stack([gradient.sum(_others(gradient)), (gradient * centred).sum(_others(gradient))])  # (2, C)
+        if not ctx.counted:
+            sums.zero_()
+        own_sum, own_product = sums.clone()
+        # Always, even where no input gradient is wanted here: the other ranks may want theirs.
+        if dist.is_initialized():
+            sums = start_sum(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
+        grad_input = torch.zeros_like(input)
+        if ctx.counted:
+            mean_gradient, mean_product = sums / total_count.clamp(min=1)
+            scale = invstd if weight is None else invstd * weight
+            through_statistics = _per_channel(mean_gradient, gradient) + centred * _per_channel(
+                invstd.square() * mean_product, gradient
+            )
+            grad_input = ((gradient - through_statistics) * _per_channel(scale, gradient)).to(input.dtype)
+        grad_weight = None if weight is None else (own_product * invstd).to(weight.dtype)
+        grad_bias = None if bias is None else own_sum.to(bias.dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _computable(values: Tensor) -> Tensor:
+    """In the precision that sums are made in: float64 as it is, everything smaller in float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _others(values: Tensor) -> list[int]:
+    """All dimensions of (N, C, ...) but C."""
+    return [0, *range(2, values.dim())]
+
+
+def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    """(C,) -> (1, C, 1, ...), in the precision of `like`."""
+    return vector.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))

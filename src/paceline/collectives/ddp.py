@@ -1,0 +1,188 @@
+"""DDP's gradients through shared memory, by a communication hook: for scripts, `paceline launch --collectives shared`.
+
+torch fills its buckets during backward as ever. The last one to be full brings all of them through memory, for on a CPU
+no core is idle before that. They are multiplied and added as DDP does it over gloo (see `ring_sum`): same bits.
+
+Where that cannot be, DDP stays as it is, and rank 0 says why. A hook of the script's own, also one that is registered
+later, takes the place of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
+from itertools import count
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.collectives.buckets import divide
+from paceline.collectives.memory import SharedMemory
+from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
+from paceline.collectives.ranks import choose, over_memory, say
+from paceline.collectives.torch_collectives import gather_over_torch
+from paceline.collectives.transports import fit_in_memory
+from paceline.collectives.tree import Forest, Node
+from paceline.contract.variables import SHARED_MEMORY
+
+ScriptHook = Callable[[Any, Any], Future[Tensor]]
+_said: set[str] = set()
+_numbers = count(1)  # of DDPs, which all ranks make in one order
+_hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
+"""By the reducer of a DDP: ours, as long as the script has registered none."""
+
+
+def share_memory(ddp: Any, *, in_step: bool = True) -> None:
+    """Let the gradients of `ddp`, which has just been made, go through memory if they can (a collective).
+
+    `in_step`: whether all ranks make it at the same place, as torch's own collectives demand.
+    """
+    group, size = ddp.process_group, dist.get_world_size()
+    if dist.get_world_size(group) == 1:
+        return
+    why, memory = _found({  # here nothing may be asked of the others; the same is found on all ranks
+        "it was made with init_sync=False": not in_step,
+        "its process group is not that of all ranks": group is not dist.group.WORLD,
+        f"its backend is {dist.get_backend(group)}, not gloo": "cpu:gloo" not in str(dist.get_backend_config(group)),
+    }), None  # fmt: skip
+    if not why:
+        why = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
+        memory = None if why else choose().memory
+    if memory is None:
+        _say(f"DDP's gradients do not go through shared memory: {why or 'the ranks have none'}")
+        return
+    _stay_in_touch()
+    hook = _Hook(ddp, memory, next(_numbers))
+    cast(Any, dist)._register_comm_hook(ddp.reducer, None, hook)
+    _hooks[ddp.reducer] = hook
+    _say(f"DDP's gradients go through shared memory ({size} ranks)")
+
+
+def _obstacle(ddp: Any, size: int) -> str:
+    """Why this rank's gradients cannot go through memory, or would not have the same bits there; empty: they can."""
+    return _found({
+        f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
+        "not all parameters are real numbers on the CPU": not fit_in_memory(ddp._module_parameters),
+        "torch.compile's python_reducer is in use": ddp._use_python_reducer,
+        "the sums of some parameters are delayed": ddp._delay_all_reduce_params,
+        "the script has a communication hook of its own": getattr(ddp, "_comm_hooks", ()),
+        "skip_all_reduce_unused_params is set": getattr(ddp, "skip_all_reduce_unused_params", False),
+        "there are sparse gradients": any(getattr(module, "sparse", False) is True for module in ddp.modules()),
+        # there DDP divides or multiplies, as the case may be, and only by powers of two that is the same
+        f"gradient_as_bucket_view or batched_grad_copy is set, and {size} is no power of two": size & size - 1
+        and (ddp.gradient_as_bucket_view or getattr(ddp, "batched_grad_copy", False)),
+    })  # fmt: skip
+
+
+def _found(obstacles: Mapping[str, object]) -> str:
+    return next((why for why, there in obstacles.items() if there), "")
+
+
+def _say(words: str) -> None:
+    if words not in _said:
+        say(words)
+    _said.add(words)
+
+
+class _Hook:
+    """What torch calls with each bucket of one DDP; the script's own hook, once there is one."""
+
+    def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
+        self.instead: Callable[[Any], Future[Tensor]] | None = None
+        self.joined = False
+        # torch holds the hook in a place where the garbage collector sees no cycle
+        self._ddp, self._memory = weakref.ref(ddp), memory
+        self._name = "gradients" if number == 1 else f"gradients {number}"
+        self._sums: dict[Any, RingSum] = {}
+        self._waiting: list[tuple[Tensor, Future[Tensor]]] = []
+
+    def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
+        if self.instead is not None:
+            return self.instead(bucket)
+        future: Future[Tensor] = Future()
+        self._waiting.append((bucket.buffer(), future))
+        if bucket.is_last():
+            waiting, self._waiting = self._waiting, []
+            self._add_up([buffer for buffer, _ in waiting])
+            for buffer, made in waiting:
+                made.set_result(buffer)
+        return future
+
+    @torch.no_grad()
+    def _add_up(self, buffers: list[Tensor]) -> None:
+        memory, sizes, dtypes = self._memory, [len(one) for one in buffers], [one.dtype for one in buffers]
+        key = (*sizes, *dtypes)
+        if key not in self._sums:  # torch makes other buckets after the first step
+            forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+            self._sums = {key: RingSum(memory, sizes, dtypes, forest, self._name)}
+        parts = memory.size
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join's: by those who have not ended
+            parts = sum(over_memory(memory).gather(int(not self.joined), "who has joined"))
+        self._sums[key].run([buffers], factor=1.0 / parts)
+
+
+class RingSum(TreeSum):
+    """As `TreeSum` over ranks that have a leaf each, but for the order of additions."""
+
+    def _make_root(
+        self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
+    ) -> None:
+        if len(parts) == 2:  # in either order the same
+            super()._make_root(chunk, start, parts, out, divisor)
+            return
+        of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
+        at, stop = 0, start + len(out)
+        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
+            low, high = max(start, at), min(stop, at + length)
+            if low < high:
+                here, first = slice(low - start, high - start), piece.start + low - at
+                ring_sum([part[here] for part in of_rank], first, self._sizes[piece.tensor], out[here])
+            at += length
+        if divisor is not None:
+            divide(out, divisor)
+
+
+@cache
+def _stay_in_touch() -> None:
+    """Hear of what else a script may do with a DDP: register a hook, and let ranks end at different steps (Join)."""
+    torch_dist, kind = cast(Any, dist), cast(Any, DistributedDataParallel)
+    torch_dist._register_comm_hook = _giving_way(torch_dist._register_comm_hook, lambda state, hook: (hook, state))
+    builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+    torch_dist._register_builtin_comm_hook = _giving_way(
+        torch_dist._register_builtin_comm_hook, lambda asked: (builtin[asked.name], None)
+    )
+    match = kind._match_all_reduce_for_bwd_pass
+
+    @wraps(match)
+    def matched(ddp: Any) -> None:  # called on a rank that has ended, in the place of a backward
+        hook = _hooks.get(ddp.reducer)
+        if hook is not None:
+            hook.joined = True
+        match(ddp)
+        if hook is not None:
+            hook.joined = False
+
+    kind._match_all_reduce_for_bwd_pass = matched
+
+
+def _giving_way(register: Callable[..., None], read: Callable[..., tuple[ScriptHook, object]]) -> Callable[..., None]:
+    """`register` of torch's, which would refuse a second hook: the script's first one takes the place of ours."""
+
+    @wraps(register)
+    def registered(reducer: Any, *asked: Any) -> None:
+        ours = _hooks.pop(reducer, None)
+        if ours is None:
+            register(reducer, *asked)
+        else:
+            hook, state = read(*asked)
+            ours.instead = partial(hook, state)
+
+    return registered

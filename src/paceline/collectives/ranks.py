@@ -1,0 +1,283 @@
+"""How the ranks of a process group exchange tensors and messages: chosen once, by all of them together.
+
+    all ranks on one host                                  "shared"   memory
+    several hosts of equally many ranks, more than one     "hosts"    gradients: memory on each host, gloo between hosts
+    else                                                   "torch"    torch.distributed
+
+    choose()                       # a collective, at its first call
+    ranks().start_sum(numbers, "name")()
+
+Tensors on another device than the CPU always go over torch.distributed, and so does everything before the choice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.collectives import memory as handshake
+from paceline.collectives import memory_moves as moves
+from paceline.collectives.buckets import BUCKET_BYTES, buckets_of
+from paceline.collectives.hosts import Hosts, connect_hosts, group_name, hosts_of_one
+from paceline.collectives.hosts_sum import by_leaf, by_rank
+from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, meet_in_memory
+from paceline.collectives.torch_collectives import (
+    CPU,
+    AllToAll,
+    gather_over_torch,
+    gather_shares,
+    labelled,
+    start_gather,
+    start_sum,
+)
+from paceline.collectives.transports import (
+    Bucket,
+    InMemory,
+    OverHosts,
+    OverTorch,
+    Transport,
+    fit_in_memory,
+    leaving_bytes,
+)
+from paceline.collectives.tree import Forest
+from paceline.contract.variables import SHARED_MEMORY
+from paceline.errors import ExitCode, ToldElsewhere, UsageError
+
+Asked = Literal["auto", "shared", "torch"]
+_QUIET = ("switched off", "hosts")  # what nobody needs to be told
+
+
+class Ranks:
+    """Over torch.distributed. Every method but `hosts` is a collective or starts one."""
+
+    way: ClassVar[Literal["shared", "hosts", "torch"]] = "torch"
+
+    def __init__(self, group: dist.ProcessGroup | None = None, memory: SharedMemory | None = None) -> None:
+        """Of a group, the default one; `memory` is what all of them share."""
+        self._group, self.memory = group, memory
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self._group) if self.memory is None else self.memory.size
+
+    def hosts(self) -> Hosts | None:
+        """The hosts of all ranks, if they are several of equally many ranks (a collective)."""
+        group = dist.group.WORLD
+        if group is None or group.size() == 1 or not _talks_over_gloo(group) or not _are_alone(group.size()):
+            return None
+        return hosts_of_one(group, _timeout_seconds(group))
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
+        """Give all ranks the contents of rank `src`'s tensors, contiguous ones, in place."""
+        for tensor in tensors:  # as bytes: gloo knows few types
+            dist.broadcast(labelled(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
+
+    def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
+        """The `words` (anything JSON can hold) of all ranks, by rank."""
+        return gather_over_torch(words, self.size, device, name=name, start=self.start_gather)
+
+    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start to send `mine`, (n,), the same n on all ranks, to all; the returned function waits: (ranks, n)."""
+        return start_gather(mine, name, self._group)
+
+    def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+        """Start adding up a few `numbers`, (n,); the returned function waits. In the order of ranks if they are few."""
+        return start_sum(numbers, name, self._group) if self.size > 1 else lambda: numbers
+
+    def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
+        """Bring all ranks' equal shares together: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
+        return gather_shares(out, labelled(mine, name), self._group, async_op=async_op)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+        """This rank's share, `out` (n / W,), of the sum of `flat` (n,), in the backend's order (see `ring_sum`)."""
+        dist.reduce_scatter_single(labelled(out, name), flat, op=op, group=self._group)
+
+    def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
+        """Start our share of a sum over all leaves, by the tree (see `AllToAll`); the returned function waits."""
+        return AllToAll(forest, own, self._group, name).end
+
+    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+        """What sums gradients. `in_order`: of the tree; else in the cheapest order, if each rank is one leaf."""
+        return OverTorch(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
+
+
+class _InMemory(Ranks):
+    way = "shared"
+
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__(memory=memory)
+        self._shared = memory
+        self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
+        if all(tensor.is_cpu for tensor in tensors):
+            moves.broadcast_in_memory(self._shared, tensors, src, name)
+        else:
+            super().broadcast(tensors, src, name)
+
+    def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
+        return super().gather(words, name)
+
+    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+        if not mine.is_cpu:
+            return super().start_gather(mine, name)
+        rows = mine.new_empty(self.size, len(mine))
+        moves.all_gather(self._shared, mine, rows.view(-1), name)
+        return lambda: rows
+
+    def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+        if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
+            return super().start_sum(numbers, name)
+        return moves.StartedSum(self._shared, numbers, name).finish
+
+    def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
+        if not mine.is_cpu:
+            return super().all_gather(out, mine, name, async_op=async_op)
+        return moves.all_gather(self._shared, mine, out, name)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+        if not flat.is_cpu or op != dist.ReduceOp.SUM:
+            super().reduce_scatter(out, flat, name, op)
+        else:
+            moves.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
+
+    def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
+        if not own[0].is_cpu or own[0].is_complex():
+            return super().start_share_of_sum(forest, own, name)
+        share = own[0].new_empty(len(own[0]) // self.size)
+        moves.reduce_scatter(self._shared, own, forest, share, name=name)
+        return lambda: share
+
+    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+        if not fit_in_memory(parameters):
+            return super().transport(parameters, forest, in_order=in_order)
+        return InMemory(parameters, self._shared, forest)
+
+
+class _OnHosts(Ranks):
+    way = "hosts"
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__()
+        self._hosts = hosts
+
+    def hosts(self) -> Hosts:
+        return self._hosts
+
+    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+        if not fit_in_memory(parameters):
+            return super().transport(parameters, forest, in_order=in_order)
+        nesting = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
+        return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, nesting)
+
+
+_chosen: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+"""What belongs to torch's default group, and ends with it; torch keeps that group in a global of its own."""
+
+
+def ranks(group: dist.ProcessGroup | None = None) -> Ranks:
+    """How the ranks of a group, the default one, exchange; over torch.distributed if nothing was chosen."""
+    known = group or dist.group.WORLD
+    return (known and _chosen.get(known)) or Ranks(group)
+
+
+def choose(asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bulk_bytes: int = BULK_BYTES) -> Ranks:
+    """How the ranks of a group exchange, the default one or another that has all ranks in the same order.
+
+    The first call is a collective; later ones return its result. Rank 0 prints once why ranks do not share memory.
+
+    Args:
+        asked: "shared" fails if memory cannot be shared, "torch" does not try.
+        group: if it has only some of the ranks, these exchange over torch.distributed.
+        bulk_bytes: what each rank hands over in one tick.
+
+    Raises:
+        UsageError: `asked` is "shared", and it is impossible; on rank 0, ToldElsewhere on the others.
+    """
+    world = dist.group.WORLD
+    if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
+        return ranks(group)
+    if world not in _chosen:
+        _chosen[world] = _made(world, asked, bulk_bytes)
+    if group is not None:
+        _chosen[group] = _chosen[world]
+    return _chosen[world]
+
+
+def over_memory(memory: SharedMemory) -> Ranks:
+    """The ranks that share `memory`."""
+    return _InMemory(memory)
+
+
+def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Ranks:
+    if not _talks_over_gloo(group):
+        why = f"the ranks' backend is {dist.get_backend(group)}"
+        if asked == "shared":
+            raise _impossible(group, why)
+        return Ranks()
+    layout = MemoryLayout(group.size(), bulk_bytes)
+    try:
+        met = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
+    except Refusal as refusal:
+        if asked == "shared":
+            raise _impossible(group, str(refusal)) from None
+        if not str(refusal).endswith(_QUIET):
+            say(f"ranks talk over gloo, not through shared memory: {refusal}")
+        return Ranks()
+    several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
+    memory = SharedMemory(
+        met.peers,
+        place,
+        layout,
+        _timeout_seconds(group),
+        group=group_name(met.host) if several else GROUP,
+        of_all=not several,
+    )
+    # When the group is taken down, or the process ends: who waits for this rank then knows.
+    weakref.finalize(group, memory.leave)
+    if not several:
+        return _InMemory(memory)
+    say(
+        f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
+        "gloo between hosts",
+    )
+    return _OnHosts(connect_hosts(memory, met.host, met.hosts))
+
+
+def _are_alone(size: int) -> bool:
+    return len(set(gather_over_torch(handshake.host_key(), size))) == size
+
+
+def _talks_over_gloo(group: dist.ProcessGroup) -> bool:
+    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, where the program names none
+
+
+def say(words: str) -> None:
+    """Tell the user, on rank 0 of the default group."""
+    if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
+        print(f"paceline: {words}", file=sys.stderr, flush=True)
+
+
+def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
+    if group.rank() != 0:
+        return ToldElsewhere("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
+    switch = f", {SHARED_MEMORY}={os.environ[SHARED_MEMORY]}" if SHARED_MEMORY in os.environ else ""
+    return UsageError(
+        f"--collectives shared: the {group.size()} ranks cannot share memory: {why}{switch}. It takes CPU ranks of one "
+        "user, on one host or on several with equally many. Choose from: auto, torch, shared"
+    )
+
+
+def _timeout_seconds(group: dist.ProcessGroup) -> float:
+    """How long a collective of this group may take, as whoever made it has said."""
+    backend = group._get_backend(torch.device(CPU))  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()

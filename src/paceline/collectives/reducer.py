@@ -1,0 +1,226 @@
+"""The sum of gradients over virtual ranks: leaves of one tree, in buckets that leave while backward still runs.
+
+autograd would add virtual ranks up from left to right. So the gradients of each are taken away before the next one's
+backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank add up as ever: they are
+always on one rank. In this rank's last backward of a step a bucket leaves as soon as its last gradient is there, in the
+same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.collectives.across import Across, OnEachHost, of_one_host
+from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.ranks import choose
+from paceline.collectives.shards import Shards, Shares
+from paceline.collectives.transports import InMemory, Transport
+from paceline.collectives.tree import Forest, added_each
+from paceline.data.plan import Work
+from paceline.errors import UsageError
+
+
+class Reducer:
+    """Sums gradients over the leaves of a forest.
+
+        reducer = sum_by_leaf(model, Forest([(0, 2), (2, 3)], rank))
+        for virtual_rank in my_virtual_ranks:
+            with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
+                loss(...).backward()
+        reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
+
+    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. Unused on all of
+    them it keeps None: an optimizer skips None, but for a zero it would still decay the weight (AdamW) or move it by
+    old momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        transport: Transport,
+        *,
+        at_start: Callable[[], None] = lambda: None,
+        module: nn.Module | None = None,
+    ) -> None:
+        """Hook into the parameters.
+
+        Args:
+            forest: who owns which leaves.
+            transport: with the same buckets on every rank.
+            at_start: called before a step's first backward.
+            module: whose parameters they are: for their names.
+        """
+        self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
+        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._names, self._tied = _named(module)
+        self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
+        self._forget()
+        for parameter in self._bucket_of if transport.early else ():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @contextmanager
+    def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
+        """Around one backward of a virtual rank.
+
+        Args:
+            virtual_rank: ours, and not before the one of the last backward.
+            is_last: whether this is our last backward of the step: then buckets leave as they fill.
+            counted: False for a stand-in, whose gradients are thrown away.
+        """
+        if self._leaf is None and self._sent == 0:
+            self._at_start()
+        if not counted:
+            yield from self._put_aside()
+            return
+        if self._leaf not in (None, virtual_rank):
+            # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
+            for index in range(self._sent, len(self._buckets)):
+                self._add_leaf(index)
+        self._leaf, self._leaving = virtual_rank, is_last
+        try:
+            yield
+        except BaseException:
+            if self._sent == 0:  # no rank waits for anything of this step
+                self._forget()
+            raise
+        self._leaving = False
+
+    def backward(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
+        """`leaf` for a micro-batch, as `strategies.base.replica` takes it."""
+        return self.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
+
+    def _put_aside(self) -> Generator[None]:
+        """Around the backward of a stand-in: what it gives is thrown away, and gradients are what they were before."""
+        before = {parameter: parameter.grad for parameter in self._bucket_of}
+        for parameter in before:
+            parameter.grad = None
+        yield
+        for parameter, grad in before.items():
+            parameter.grad = grad
+
+    @torch.no_grad()
+    def finish(self, divisor: float | Tensor) -> bool:
+        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective).
+
+        Args:
+            divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
+
+        Returns:
+            Whether all of them are known to be finite, on all ranks alike.
+        """
+        return self._end(divisor)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Make the reducer usable again after an error in forward or backward; .grad is as the error left it.
+
+        The buckets that this rank has not sent leave now: other ranks, which may be waiting in `finish`, have sent
+        theirs, and messages of the next step must not meet those of this one.
+        """
+        self._end(None)
+
+    def _end(self, divisor: float | Tensor | None) -> bool:
+        try:
+            while self._sent < len(self._buckets):  # every rank sends every bucket, also one without a gradient
+                self._send_next()
+            return self._transport.end(divisor)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._transport.forget()
+        self._leaf: int | None = None
+        self._leaving = False
+        self._sent = 0
+        # a parameter that several modules use may get its gradient in several parts: it leaves at the end
+        self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
+        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        if bucket < self._sent:
+            raise UsageError(
+                f"{self._names.get(parameter, 'a parameter')} gets a second gradient in the step's last micro-batch, "
+                "after the first was sent to the other ranks. If activation checkpointing recomputes modules that use "
+                "it twice, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if not self._leaving:
+            return
+        self._missing[bucket].discard(parameter)
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._send_next()
+
+    @torch.no_grad()
+    def _add_leaf(self, index: int) -> None:
+        parameters = self._buckets[index]
+        check_dense(((p, p.grad) for p in parameters), self._names)
+        self._check_shapes(index)
+        if any(p.grad is not None for p in parameters):
+            # outside of every `leaf` they are those of our first one
+            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
+            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _check_shapes(self, index: int) -> None:
+        for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
+            if parameter.grad is not None and parameter.grad.numel() != numel:
+                raise UsageError(
+                    f"{self._names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
+                    f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
+                    "over ranks. Change the shape before the strategy is applied"
+                )
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        index = self._sent
+        self._sent += 1
+        self._add_leaf(index)
+        sums = self._sums[index].finish()
+        self._sums[index] = self._forest.partial_sums(added_each)  # the transport's now: let them go
+        self._transport.begin(index, sums)
+
+
+def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
+    """What sums gradients over the leaves of `forest`, in the order of its tree: the bits of one process."""
+    return _reducer(module, forest, in_order=True)
+
+
+def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
+    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective).
+
+    `group`: of those ranks, where they are not all.
+    """
+    return _reducer(module, forest, in_order=False, group=group)
+
+
+def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
+    """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
+    return Reducer(of_one_host(hosts), OnEachHost(trainable(module), hosts, across), module=module)
+
+
+def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
+    """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
+    return Reducer(forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+
+
+def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
+    parameters = trainable(module)
+    if len(forest.owned) == 1:
+        return Reducer(forest, InMemory(parameters, None, forest), module=module)
+    return Reducer(forest, choose(group=group).transport(parameters, forest, in_order=in_order), module=module)
+
+
+def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
+    """The first name of each parameter of `module`, and those that have several."""
+    names: dict[nn.Parameter, str] = {}
+    tied: set[nn.Parameter] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():
+        if names.setdefault(parameter, name) != name:
+            tied.add(parameter)
+    return names, tied

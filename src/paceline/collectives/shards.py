@@ -1,0 +1,285 @@
+"""Parameters and gradients in shares, of which each rank updates one (ZeRO stage 2).
+
+A module's parameters laid into buckets and cut into equal shares, each updated by one rank.
+
+Each rank is given the sum of its share of the gradients (`Shares`), updates that share, and an all-gather brings the
+updated shares together (ZeRO stage 2: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models"). The update of an element-wise optimizer does not depend on who else is updated beside it, so the
+result has the very same bits.
+
+Parameters are laid side by side in buckets, those that backward reaches first in the first one, and each bucket is cut
+into N equal shares: so what is exchanged are whole pieces of memory, every rank has the same amount whatever the sizes
+of the parameters, and a bucket's gradients leave as soon as they are there. With 10 elements a cut, 2 ranks:
+
+    parameters   a (6 elements), b (12)
+    bucket       a a a a a a b b b b | b b b b b b b b . .
+    rank 0 updates a and the first 4 of b, rank 1 the other 8
+
+Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state.
+examples/textbook/zero.py is the same on one page, to be run.
+
+The transport of gradients that are cut: each rank gets the sum of its share, and nobody ever holds all sums.
+
+A reduce-scatter, half of what an all-reduce sends. What a bucket's gradients took is free as soon as the bucket has
+arrived, so with one micro-batch for each rank no more than a few buckets of whole gradients exist at any time. With
+several micro-batches for each rank the gradients are added up before they leave, and so exist as a whole.
+
+    bucket, 2 ranks     rank 0 sends its gradients of share 1, and receives rank 1's of share 0
+                        rank 0 keeps the sum of share 0, rank 1 of share 1
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
+from paceline.collectives.ranks import ranks
+from paceline.collectives.transports import Bucket
+from paceline.collectives.tree import ALIGNED, Forest, Grads, round_up
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's run of a parameter's elements, [start, stop) of it flattened, as a parameter of its own."""
+
+    start: int
+    stop: int
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The elements [start, stop) of the bucket's parameter `index` lie from element `at` of a rank's share on."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class CutBucket:
+    """Parameters side by side in `weights`, (N * share,), rank r's share from element r * share on."""
+
+    parameters: Sequence[nn.Parameter]
+    weights: Tensor
+    share: int
+    runs: Sequence[Sequence[Placed]]
+    """by rank"""
+
+
+class Shards:
+    """A module's parameters, laid into buckets and cut into shares: `pieces` are those of this rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int,
+        world_size: int,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Move the data of every parameter that requires a gradient; the parameters stay the same objects.
+
+        Args:
+            module: the same on every rank.
+            rank: of this process.
+            world_size: N.
+            bucket_bytes: of each bucket.
+
+        Raises:
+            ValueError: if two parameters are views of one memory, which would be torn apart.
+        """
+        parameters = trainable(module)
+        _refuse_views(parameters)
+        self.module, self.rank, self.world_size = module, rank, world_size
+        self.buckets = [_laid(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes)]
+        self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        self._places = [p.data for p in self._parameters]
+        self._pointers = [p.data_ptr() for p in self._parameters]
+        self.pieces: dict[nn.Parameter, Piece] = {}
+        for bucket in self.buckets:
+            own = bucket.weights.view(world_size, -1)[rank]
+            for run in bucket.runs[rank]:
+                elements = nn.Parameter(own[run.at : run.at + run.stop - run.start])
+                self.pieces[bucket.parameters[run.index]] = Piece(run.start, run.stop, elements)
+
+    def shard(self, optimizer: Optimizer) -> None:
+        """Let `optimizer`, made for the module's parameters, update this rank's pieces instead, and then gather.
+
+        Its groups and all their options stay, so schedulers work as ever.
+        """
+        for group in optimizer.param_groups:
+            group["params"] = [self.pieces[p].parameter for p in group["params"] if p in self.pieces]
+        optimizer.register_step_pre_hook(self.take_assigned)
+        optimizer.register_step_post_hook(self.gather)
+
+    def shares(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
+        """By rank: (position in `parameters`, start, stop) of each of its pieces."""
+        position = {parameter: index for index, parameter in enumerate(parameters)}
+        return [
+            [(position[b.parameters[run.index]], run.start, run.stop) for b in self.buckets for run in b.runs[rank]]
+            for rank in range(self.world_size)
+        ]
+
+    @torch.no_grad()
+    def take_assigned(self, *_: object) -> None:
+        """Before an update: move values that `p.data = ...` or `p.set_(...)` has put elsewhere into the shared memory.
+
+        Raises:
+            UsageError: if they have another shape, type or device.
+        """
+        if [*map(Tensor.data_ptr, self._parameters)] == self._pointers and all(
+            map(Tensor.is_contiguous, self._parameters)
+        ):
+            return
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            if not parameter.is_set_to(place):
+                check_assigned(names.get(parameter, "a parameter"), parameter, place)
+                parameter.data = place.copy_(parameter.data.clone())
+
+    def drop_gradients(self) -> None:
+        """Let the pieces' gradients go."""
+        for piece in self.pieces.values():
+            piece.parameter.grad = None
+
+    def gather(self, *_: object) -> None:
+        """Bring all ranks' updated shares together (a collective)."""
+        if self.world_size == 1:
+            return
+        works = [
+            ranks().all_gather(
+                bucket.weights, bucket.weights.view(self.world_size, -1)[self.rank], f"weights of bucket {index}",
+                async_op=True,
+            )
+            for index, bucket in enumerate(self.buckets)
+        ]  # fmt: skip
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def check_assigned(name: str, values: Tensor, place: Tensor) -> None:
+    """Raise UsageError if `values`, assigned to parameter `name`, do not fit in its memory."""
+    wanted, found = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (place, values))
+    if wanted != found:
+        raise UsageError(
+            f"the parameter {name} was given other data (p.data = ... or p.set_(...)): {found[0]}, {found[1]} on "
+            f"{found[2]}, in place of {wanted[0]}, {wanted[1]} on {wanted[2]}. This strategy cuts parameters when "
+            "it is applied, so they must keep their shape, type and device. Change the model before that"
+        )
+
+
+def _refuse_views(parameters: Iterable[nn.Parameter]) -> None:
+    places: set[int] = set()
+    for parameter in parameters:
+        place = parameter.untyped_storage().data_ptr()
+        if place in places and parameter.numel():
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} shares its memory with another one: laid side by "
+                "side, they would be two. Use one parameter, or another strategy."
+            )
+        places.add(place)
+
+
+@torch.no_grad()
+def _laid(parameters: Sequence[nn.Parameter], world_size: int) -> CutBucket:
+    lengths = [round_up(p.numel(), ALIGNED) for p in parameters]
+    share = round_up(sum(lengths), ALIGNED * world_size) // world_size
+    weights = parameters[0].new_zeros(share * world_size)
+    runs: list[list[Placed]] = [[] for _ in range(world_size)]
+    at = 0
+    for index, (parameter, length) in enumerate(zip(parameters, lengths, strict=True)):
+        end = at + parameter.numel()
+        place = weights[at:end].view(parameter.shape)
+        parameter.data = place.copy_(parameter)
+        for rank in range(at // share if share else 0, -(-end // share) if share else 0):
+            low, high = max(at, rank * share), min(end, (rank + 1) * share)
+            if low < high:
+                runs[rank].append(Placed(index, low - at, high - at, low - rank * share))
+        at += length
+    return CutBucket(parameters, weights, share, runs)
+
+
+MOST_UNDER_WAY = 2  # buckets: one travels while the next one fills
+
+
+class Shares:
+    """Gives each piece of `shards` its gradient, where any rank has used its parameter; the parameters get none."""
+
+    early = True
+
+    def __init__(self, shards: Shards, forest: Forest) -> None:
+        self.buckets: Sequence[Bucket] = [bucket.parameters for bucket in shards.buckets]
+        self._shards, self._forest = shards, forest
+        self.forget()
+
+    def begin(self, number: int, own: list[Grads | None]) -> None:
+        """See transports.Transport."""
+        bucket = self._shards.buckets[number]
+        packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
+        self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
+        own.clear()  # the gradients are copied: let them go before those of others come
+        self._under_way.append(ranks().start_share_of_sum(self._forest, packed, f"bucket {number}"))
+        while len(self._under_way) > MOST_UNDER_WAY:
+            self._end_first()
+
+    def end(self, divisor: float | Tensor | None) -> bool:
+        """See transports.Transport."""
+        while self._under_way:
+            self._end_first()
+        if divisor is not None:
+            shares = [*zip(self._shards.buckets, self._arrived, self._used, strict=True)]
+            # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
+            flags = [share[bucket.share :] for bucket, share, used in shares if not all(used)]
+            told: list[float] = torch.cat(flags).tolist() if flags else []
+            for bucket, share, used in shares:
+                size = 0 if all(used) else len(share) - bucket.share
+                self._hand_out(bucket, divide(share[: bucket.share], divisor), told[:size] or used)
+                del told[:size]
+        return False
+
+    def forget(self) -> None:
+        """See transports.Transport."""
+        self._under_way = deque[Callable[[], Tensor]]()
+        self._arrived: list[Tensor] = []
+        self._used: list[Sequence[float]] = []
+
+    def _end_first(self) -> None:
+        self._arrived.append(self._under_way.popleft()())
+
+    def _hand_out(self, bucket: CutBucket, sums: Tensor, used: Sequence[float]) -> None:
+        for run in bucket.runs[self._shards.rank]:
+            if used[run.index]:
+                piece = self._shards.pieces[bucket.parameters[run.index]]
+                piece.parameter.grad = sums[run.at : run.at + run.stop - run.start]
+
+
+def _packed(bucket: CutBucket, grads: Grads | None, world_size: int) -> Tensor:
+    """Each rank's share of the gradients, then one number for each parameter: 1 where there is a gradient.
+
+    (n * (share + flags),): every rank needs to know of its own pieces which ones nobody has used, and a message of
+    their own would cost a round trip.
+    """
+    parameters = bucket.parameters
+    flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]
+    packed = parameters[0].new_zeros(world_size, bucket.share + round_up(len(parameters), ALIGNED))
+    places, pieces = list[Tensor](), list[Tensor]()
+    for row, runs in zip(packed, bucket.runs, strict=True):
+        for run in runs:
+            if (gradient := flat[run.index]) is not None:
+                places.append(row[run.at : run.at + run.stop - run.start])
+                pieces.append(gradient[run.start : run.stop])
+    if places:
+        torch._foreach_copy_(places, pieces)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    packed[:, bucket.share : bucket.share + len(flat)] = 1
+    for index, gradient in enumerate(flat):
+        if gradient is None:
+            packed[:, bucket.share + index] = 0
+    return packed.flatten()

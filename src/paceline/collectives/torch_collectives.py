@@ -1,0 +1,201 @@
+"""Collectives over torch.distributed alone.
+
+What every rank has to say, on every rank, over torch.distributed alone.
+
+On the CPU each rank sends it to all others at once, if it is not much: one trip there and back, however many ranks
+there are. Gloo's own all-gather and all-reduce are rings, which take one and two trips for each rank but one.
+
+Sums over the leaves of a tree by torch.distributed: on their way while something else is computed.
+
+Each rank finishes a share of every sum: an all-to-all brings it the others' subtrees of its share, and an all-gather
+brings everybody the sums. That moves as many bytes as an all-reduce, once per subtree that a rank owns.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.collectives.tree import Forest, tree_sum
+from paceline.errors import ExitCode, TrainingError
+
+CPU = torch.device("cpu")
+AT_ONCE_BYTES = 1 << 26  # of all messages to all; what is larger is not copied for each
+HEADER_BYTES = 64
+Start = Callable[[Tensor, str], Callable[[], Tensor]]
+"""Start to send (n,) to all ranks, as `start_gather` does"""
+MOST_BYTES = 1 << 16  # that a rank sends to all beyond a ring's: 50 ms at 10 Mbit/s
+
+
+def gather_over_torch(
+    words: Any,
+    size: int,
+    device: torch.device = CPU,
+    group: dist.ProcessGroup | None = None,
+    *,
+    name: str = "words",
+    start: Start | None = None,
+) -> list[Any]:
+    """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank.
+
+    `name` says what for; `start` sends in place of `start_gather`.
+    """
+    start = start or partial(start_gather, group=group)
+    if size == 1:
+        return [words]
+    payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(payload)], device=device)
+    sizes = [int(n) for n in start(length, f"length of {name}")()]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(payload)] = payload
+    received = start(padded, name)()
+    return [json.loads(bytes(own[:n].tolist())) for own, n in zip(received, sizes, strict=True)]
+
+
+def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
+    """Start to send `mine`, (n,), the same n on all ranks of a group, to all of them; the returned function waits.
+
+    Gloo pairs messages of equal length whatever they hold, so on the CPU each begins with its name, type and size.
+
+    Returns:
+        To be called once: (ranks, n), by rank. Raises TrainingError with MISMATCH if ranks have begun different ones.
+    """
+    size = dist.get_world_size(group)
+    if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
+        sent, of_all = labelled(mine, name), mine.new_empty(size * len(mine))
+        work = gather_shares(of_all, sent, group)
+        return lambda: when_done(work, of_all, sent).view(size, len(mine))
+    row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
+    rows, received = labelled(row.repeat(size), name), row.new_empty(size * len(row))
+    started = dist.all_to_all_single(received, rows, group=group, async_op=True)
+    return lambda: _contents(when_done(started, received, rows).view(size, -1), row, mine.dtype)
+
+
+@lru_cache(1024)
+def _header(name: str, dtype: torch.dtype, count: int) -> Tensor:
+    text = f"{name} [{count}] {str(dtype).removeprefix('torch.')}".encode()[:HEADER_BYTES]
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
+    headers = rows[:, :HEADER_BYTES]
+    if not torch.equal(headers, mine[:HEADER_BYTES].expand_as(headers)):
+        texts = [bytes(header.tolist()).rstrip(b"\0").decode(errors="replace") for header in headers]
+        called = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
+        raise TrainingError(
+            f"Detected mismatch between collectives: {called}. All ranks must call the same ones in the same order.",
+            ExitCode.MISMATCH,
+        )
+    return rows[:, HEADER_BYTES:].contiguous().view(dtype)
+
+
+def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
+    """Start adding up `numbers`, (n,), over the ranks of a group, the same n on all; the returned function waits.
+
+    Sent to all where that takes few bytes more than a ring: none between two.
+    """
+    size = dist.get_world_size(group)
+    more = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
+    if numbers.device.type == "cpu" and more <= MOST_BYTES:
+        gathered = start_gather(numbers, name, group)
+        return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
+    total = labelled(numbers.clone(), name)
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return lambda: when_done(work, total)
+
+
+def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
+    """What is `found`, once the work that finds it is done; gloo reads what is `sent` until then: it is kept."""
+    if work is not None:  # None only for ranks outside the group
+        work.wait()
+    return found
+
+
+def gather_shares(
+    flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = True
+) -> dist.Work | None:
+    """Bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
+
+
+def labelled(tensor: Tensor, name: str) -> Tensor:
+    """Give the collective that `tensor` is passed to a name, for whoever watches; torch itself takes no notice."""
+    vars(tensor)["collective"] = name
+    return tensor
+
+
+class AllToAll:
+    """The first half of a sum over all leaves: every rank gets all subtrees of its share, and adds them up."""
+
+    def __init__(
+        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
+    ) -> None:
+        """Begin it, with the sums of our own subtrees, each (n,), n equal shares for all ranks."""
+        self._nodes, self._own = forest.nodes(), own[0]
+        world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
+        self._share = len(own[0]) // world_size
+        self._work: dist.Work | None = None
+        if world_size > 1:  # `_own` is kept: gloo reads it until the work is done
+            self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
+            self._received = own[0].new_empty(sum(counts) * self._share)
+            self._work = dist.all_to_all_single(
+                self._received, labelled(self._own, name),
+                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
+                group=group, async_op=True,
+            )  # fmt: skip
+
+    def sum(self) -> Tensor:
+        """(n / N,): wait, and add up our share of the sum; it lies in what was received, which lives as long."""
+        if self._work is None:
+            return self._own
+        self._work.wait()
+        order = [node for nodes in self._nodes for node in nodes]
+        parts = dict(zip(order, self._received.view(-1, self._share).unbind(), strict=True))
+        return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
+
+    def end(self) -> Tensor:
+        """The same in memory of its own, so that the subtrees of all ranks may go."""
+        return self.sum() if self._work is None else self.sum().clone()
+
+
+class Exchange:
+    """One sum over all leaves, on its way: made on every rank with its own subtrees' sums, each (n,), n padded.
+
+    The next exchange may begin before this one ends, in the same order on every rank.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        own: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        name: str = "",
+        *,
+        in_order: bool = True,
+    ) -> None:
+        """`in_order`: of the tree; else, if each rank has one subtree, in the backend's order, and n is any number."""
+        self._group, self._name, self._flat = group, name, own[0]
+        self._work: dist.Work | None = None
+        self._scatter: AllToAll | None = None
+        counts = [len(nodes) for nodes in forest.nodes()]
+        if counts == [1, 1] or not in_order:  # a sum of two has one order only: then the usual all-reduce is the tree
+            self._work = dist.all_reduce(labelled(self._flat, name), group=group, async_op=True)
+        elif len(counts) > 1:
+            self._scatter = AllToAll(forest, own, group, name)
+
+    def gather(self) -> None:
+        """Wait for the subtrees of our share, add them up, and start to bring the sums of all shares together."""
+        if self._scatter is not None:
+            self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
+            self._work = gather_shares(self._flat, labelled(self._mine, self._name), self._group)
+
+    def end(self) -> Tensor:
+        """(n,): the sum, on every rank."""
+        if self._work is not None:
+            self._work.wait()
+        return self._flat

@@ -1,0 +1,317 @@
+"""Ranks of several hosts add up in memory first, and come to the very bits of one process.
+
+One host is made several by what each rank says of its own (`memory.host_key`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
+from tests.run_ranks import run_ranks
+from torch import nn
+
+from paceline.collectives import hosts_sum, transports
+from paceline.collectives import memory as handshake
+from paceline.collectives.buckets import buckets_of, trainable
+from paceline.collectives.control import gather_words, start_totals
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
+from paceline.collectives.ranks import choose
+from paceline.collectives.ranks import ranks as exchange
+from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
+from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.transports import OverHosts
+from paceline.collectives.tree import Forest, added_each, tree_sum
+from paceline.contract.variables import SHARED_MEMORY
+from paceline.data.plan import ranks_share
+from paceline.proofs.bench.memory import Traffic
+from paceline.proofs.verify.worker import verify
+from paceline.verify.spec import Spec
+from paceline.worker.guard import Guard
+from paceline.worker.world import World
+
+ranks = pytest.mark.ranks
+TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
+
+
+def plus(left: str, right: str) -> str:
+    return f"({left} + {right})"
+
+
+def whole(node: tuple[int, int]) -> str:
+    """The tree over leaves a..b, in writing."""
+    first, stop = node
+    return tree_sum({(n, n + 1): str(first + n) for n in range(stop - first)}, plus, stop - first)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 4), st.integers(0, 9))
+def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ranks(hosts, size, more):
+    world = hosts * size
+    cuts = [rank * (world + more) // world for rank in range(world + 1)]
+    parts: dict[tuple[int, int], str] = {}
+    for number in range(hosts):
+        forest = Forest([*pairwise(cuts)], number * size)
+        nesting = hosts_sum.by_leaf(forest, size)
+        nodes = forest.nodes()
+        assert nesting.lanes == max(map(len, nodes))
+        for node, subtree in zip(nesting.across.nodes()[number], nesting.within, strict=True):
+            own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
+            parts[node] = tree_sum(own, plus, subtree.leaves)
+    assert tree_sum(parts, plus, world + more) == whole((0, world + more))
+
+
+def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
+    nesting = hosts_sum.by_rank(Forest([(rank, rank + 1) for rank in range(12)], 7), 3)
+    assert (nesting.across.rank, nesting.across.leaves, nesting.lanes) == (2, 4, 1)
+    assert [(one.leaves, [*one.parts.values()]) for one in nesting.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
+
+
+def test_hosts_are_runs_of_ranks():
+    assert runs_of_hosts(["a", "a", "b", "b"]) == [range(2), range(2, 4)]
+    assert runs_of_hosts(["b", "a", "a"]) == [range(1), range(1, 3)]
+    assert runs_of_hosts(["a", "b", "a"]) == []
+
+
+def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
+    """The world begins anew, with this rank on `host`."""
+    dist.barrier()  # some may still be connecting
+    dist.destroy_process_group()
+    handshake.host_key = lambda: str(host)
+    name = f"file://{folder}/meeting-{len(list(folder.glob(f'been-{rank}-*')))}"
+    (folder / f"been-{rank}-{name.rpartition('-')[2]}").touch()
+    dist.init_process_group("gloo", init_method=name, rank=rank, world_size=world_size)
+
+
+def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
+    """.grad of `model` becomes the sum over ranks by hosts, each a tree over its ranks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def leaf(rank: int) -> list:
+        model.zero_grad(set_to_none=True)
+        for part in range(2):
+            model(rank + 100 * part).backward()
+        return [None if p.grad is None else p.grad.clone() for p in parameters]
+
+    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, added_each, size) for h in range(hosts)]
+    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, added_each, hosts)
+    for parameter, value in zip(parameters, total or [], strict=True):
+        parameter.grad = None if value is None else torch.empty_like(parameter).copy_(value.div_(3.0))
+    return model
+
+
+def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
+    """For each number of ranks a host, all numbers of virtual ranks: to the bit, and None where it is None."""
+    hosts_sum.BUNDLE_BYTES = transports.BUNDLE_BYTES = 32 << 10  # so that several are under way
+    compared = 0
+    for size, leaves in cases:
+        put_on(rank // size, rank, world_size, folder)
+        place = choose(bulk_bytes=64 << 10).hosts()
+        assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
+        for virtual_ranks in leaves:
+            shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+            forest = Forest([(share.start, share.stop) for share in shares], rank)
+            for left_out in (None, virtual_ranks - 1):
+                models = [Odd(), Odd()]
+                sums = sum_by_leaf(models[0], forest)
+                assert isinstance(sums._transport, OverHosts)
+                for step in range(2):
+                    found = by_leaf(sums, models[0], shares[rank], left_out)
+                    alone = over_torch(models[1], Forest([(0, virtual_ranks)], 0))
+                    wanted = by_leaf(alone, models[1], range(virtual_ranks), left_out)
+                    assert found == wanted, (size, virtual_ranks, left_out, step)
+                    assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
+                    compared += 1
+        model = Odd()
+        sums = sum_by_rank(model, Forest([(n, n + 1) for n in range(world_size)], rank))
+        assert isinstance(sums._transport, OverHosts)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            for part in range(2):
+                with sums.leaf(rank, is_last=part == 1):
+                    model(rank + 100 * part).backward()
+            sums.finish(3.0)
+            assert grads(model) == grads(in_order(Odd(), place.count, size))
+        compared += 1
+    return compared
+
+
+@ranks
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_six_ranks_of_two_and_of_three_hosts_come_to_the_bits_of_one_process(tmp_path):
+    cases = [(3, [6, 8]), (2, [6, 7])]
+    assert run_ranks(compare, 6, tmp_path, tmp_path, cases, timeout=100) == [4 * 4 + 2] * 6
+
+
+PLACES = {
+    "aabb": "2 hosts",
+    "abab": "the ranks are on 2 hosts, and those of one host have no consecutive numbers",
+    "aaab": "the 2 hosts have different numbers of ranks: 3, 1",
+    "abcd": "the ranks are on 4 hosts",
+}
+
+
+def meets(rank: int, world_size: int) -> list[str]:
+    """What becomes of four ranks at these places; and of the first one where a rank of the second host fails."""
+    found: list[str] = []
+    for hosts, broken in [*((hosts, False) for hosts in PLACES), ("aabb", True)]:
+        handshake.host_key = lambda here=hosts[rank]: here
+        with pytest.MonkeyPatch.context() as patch:
+            if broken and rank == 3:
+                patch.setattr(os, "memfd_create", refuse)
+            try:
+                met = meet_in_memory(rank, MemoryLayout(world_size))
+            except Refusal as refusal:
+                found.append(str(refusal))
+            else:
+                assert [peer.rank for peer in met.peers] == [rank // 2 * 2, rank // 2 * 2 + 1]
+                assert met.host == rank // 2
+                found.append(f"{met.hosts} hosts")
+    return found
+
+
+def refuse(*_: object) -> int:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def said(act) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as words:
+        act()
+    return words.getvalue()
+
+
+def sends(rank: int, world_size: int, folder: Path) -> list[object]:
+    """What is said, whether all else still works, and how much goes over the wire."""
+    Guard.of_process().watch_torch()
+    put_on(rank // 2, rank, world_size, folder)
+    words = said(lambda: (choose("shared"), choose()))
+    assert exchange().memory is None and exchange().way == "hosts"
+    model = nn.Linear(999, 1000)
+    broadcast_module(model)
+    totals = start_totals(torch.ones(4, 1, dtype=torch.float64) * rank, [1.0])().now()
+    assert (totals.sums, totals.votes) == ([24.0], [4.0])
+    world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    assert gather_words(rank, world) == [0, 1, 2, 3]
+    forest = Forest([(n, n + 1) for n in range(4)], rank)
+    sent: list[float | None] = []
+    for make in (sum_by_leaf, sum_by_rank):
+        model = nn.Linear(999, 1000)
+        sums = make(model, forest)
+        assert isinstance(sums._transport, OverHosts)
+        model.zero_grad(set_to_none=True)
+        counted = Traffic(Guard.of_process().box, world, None)
+        with sums.leaf(rank, is_last=True):
+            (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
+        sums.finish(2.0)
+        sent.append(counted.sent())
+        assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
+    put_on(rank, rank, world_size, folder)
+    assert said(choose) == "" and exchange().way == "torch"
+    put_on(rank // 2, rank, world_size, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARED_MEMORY, "off" if rank == 2 else "auto")
+        assert choose().way == exchange().way == "torch"
+    put_on(rank // 3, rank, world_size, folder)
+    return [words, *sent, said(choose)]
+
+
+def again(rank: int, world_size: int, folder: Path) -> list[float]:
+    """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
+    put_on(rank // 2, rank, world_size, folder)
+    model, forest = nn.Linear(2, 1), Forest([(n, n + 1) for n in range(4)], rank)
+    place = choose().hosts()
+    assert isinstance(place, Hosts)
+    buckets = buckets_of(trainable(model), 4)
+    sums = Reducer(forest, OverHosts(buckets, place, hosts_sum.by_leaf(forest, 2)))
+    for attempt in range(2):
+        model.zero_grad(set_to_none=True)
+        try:
+            with sums.leaf(rank, is_last=True):
+                (model.bias.sum() * (rank + 1)).backward()  # the first bucket
+                if attempt == 0 and rank % 2 == 0:
+                    raise ValueError("the user's own")
+                (model.weight.sum() * (rank + 1)).backward()
+                if attempt == 0:
+                    raise ValueError("the user's own")
+        except ValueError:
+            sums.reset()
+    sums.finish(1.0)
+    assert model.weight.grad is not None and model.bias.grad is not None
+    return [*model.weight.grad.flatten().tolist(), *model.bias.grad.tolist()]
+
+
+def both(rank: int, world_size: int, folder: Path) -> list[object]:
+    return [meets(rank, world_size), *sends(rank, world_size, folder), again(rank, world_size, folder)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list:
+    """Four ranks are started once."""
+    folder = tmp_path_factory.mktemp("four")
+    return run_ranks(both, 4, folder, folder)
+
+
+@ranks
+@pytest.mark.slow
+def test_ranks_share_memory_on_all_hosts_or_on_none(four):
+    wanted = [*PLACES.values(), "rank 3: PermissionError: [Errno 1] Operation not permitted"]
+    assert [one[0] for one in four] == [wanted] * 4
+
+
+@ranks
+@pytest.mark.slow
+def test_a_host_of_two_ranks_sends_the_gradients_once_and_no_more(four):
+    gradient_bytes = 4 * 1000 * 1000
+    for way in (2, 3):
+        for host in (four[:2], four[2:]):
+            assert gradient_bytes <= sum(one[way] for one in host) < 1.01 * gradient_bytes
+
+
+@ranks
+@pytest.mark.slow
+def test_rank_0_says_once_which_exchange_is_used(four):
+    assert four[0][1] == (
+        "paceline: gradients are added up in shared memory on each of 2 hosts (2 ranks each), and over gloo between "
+        "hosts\n"
+    )
+    assert four[0][4] == (
+        "paceline: ranks talk over gloo, not through shared memory: the 2 hosts have different numbers of ranks: 3, 1\n"
+    )
+    assert [one[number] for one in four[1:] for number in (1, 4)] == [""] * 6
+
+
+@ranks
+@pytest.mark.slow
+def test_an_error_in_a_step_leaves_nothing_in_the_next(four):
+    assert [one[5] for one in four] == [[10.0, 10.0, 10.0]] * 4
+
+
+def verified(rank: int, world_size: int, folder: Path) -> list[tuple[str, str, str | None]]:
+    put_on(rank // 2, rank, world_size, folder)
+    world = World(rank, world_size, rank % 2, 2, torch.device("cpu"), "gloo")
+    found = []
+    for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
+        spec = Spec(f"{TASKS}:{task}", {}, ["bucketed", "exact", "zero"], ["adamw"], 4, 2, 4, 0, 1.0, short_tail=True)
+        found += [(task, one.case.strategy, one.finding) for one in verify(spec, world).results]
+    assert exchange().way == "hosts"
+    return found
+
+
+@ranks
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+def test_strategies_equal_one_process_on_two_hosts_too(tmp_path):
+    everybody = run_ranks(verified, 4, tmp_path, tmp_path, timeout=220)
+    assert {(task, strategy) for task, strategy, _ in everybody[0]} >= {("unused", "exact"), ("unused", "bucketed")}
+    assert [one for one in everybody[0] if one[2] is not None] == []

@@ -1,0 +1,163 @@
+"""A rank of another host that will not come: it is named, whoever waits for whom, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.launch.launch_harness import kill_all, start, survivors
+from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
+
+from paceline.contract import boxes
+from paceline.contract.evidence import Evidence, VerdictKind
+from paceline.errors import ExitCode
+from paceline.guard.detectors import to_free, waits
+from paceline.guard.judge import judge
+from paceline.guard.report import read_verdict
+from paceline.worker.bootstrap import worker_command
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
+
+HANGS = f"""{TORCH}
+from paceline.collectives import memory as handshake
+handshake.host_key = lambda: str(rank // 2)
+from paceline.collectives.buckets import buckets_of, trainable
+from paceline.collectives.hosts_sum import by_leaf
+from paceline.collectives.reducer import Reducer
+from paceline.collectives.ranks import choose
+from paceline.collectives.transports import OverHosts
+from paceline.collectives.tree import Forest
+model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+hosts, forest = choose().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
+buckets = buckets_of(trainable(model), 1000)
+sums = Reducer(forest, OverHosts(buckets, hosts, by_leaf(forest, 2)))
+def late(gradient):
+    if rank == 3 and number == 5:
+        time.sleep(600)  # FAULT
+model[0].bias.register_hook(late)
+for number in range(100):
+    with sums.leaf(rank, is_last=True):
+        model(torch.ones(1, 300)).sum().backward()
+    sums.finish(4.0)
+"""
+STEPS = f"""{TORCH}
+from paceline.collectives import memory as handshake
+handshake.host_key = lambda: str(rank // 2)
+from paceline.collectives.reducer import sum_by_leaf
+from paceline.collectives.tree import Forest
+model = torch.nn.Linear(300, 300)
+sums = sum_by_leaf(model, Forest([(n, n + 1) for n in range(4)], rank))
+def step():
+    with sums.leaf(rank, is_last=True):
+        model(torch.ones(1, 300)).sum().backward()
+    sums.finish(4.0)
+step()
+ready()
+while rank == 3 and not (folder / "go").exists():
+    time.sleep(0.01)  # FAULT
+try:
+    step()
+except RuntimeError:
+    (folder / f"noticing-{{rank}}").write_text(str(time.monotonic()))
+    (folder / f"noticing-{{rank}}").rename(folder / f"noticed-{{rank}}")
+    dist.destroy_process_group()  # as whoever raises does on the way out
+    if rank == 2 and not (folder / "end").exists():
+        time.sleep(600)
+    raise
+"""
+IN_TIME_SECONDS = 10.0
+
+
+@pytest.mark.soak
+def test_a_rank_of_another_host_that_does_not_come_is_named_by_the_judge(tmp_path: Path) -> None:
+    with ranks(STEPS, 4, tmp_path) as everybody:
+        for one in everybody:
+            one.wait_ready()
+        for one in everybody[:3]:
+            wait(lambda one=one: boxes.read_counters(one.box).waiting, "it waits, and says so")
+        time.sleep(0.5)  # until each is where it stays
+        evidence: list[Evidence] = []
+        for number, one in enumerate(everybody):
+            answer = one.ask(seconds=20)
+            assert answer is not None
+            mine, other = f"shared on host {number // 2}", f"shared on host {1 - number // 2}"
+            assert answer.groups[mine] == (number // 2 * 2, number // 2 * 2 + 1) and other not in answer.groups
+            assert (number % 2, number % 2 + 2) in answer.groups.values()
+            evidence.append(
+                Evidence(
+                    number, "h", number, state="S", answered=True, ops=answer.ops, groups=answer.groups,
+                    stacks=answer.stacks,
+                )
+            )  # fmt: skip
+        assert [waits(one) for one in evidence[:3]] == [True] * 3
+        verdict = judge(evidence)
+        assert (verdict.kind, verdict.guilty) == (VerdictKind.BEHIND, (3,)), verdict
+        assert verdict.site == f"script.py:{everybody[0].line('# FAULT')} in <module>"
+        assert to_free(verdict, evidence) == (0, 1, 2)
+        (tmp_path / "end").touch()
+        for one in everybody[:3]:
+            boxes.release(one.box, b"{}")
+        assert [one.process.wait(20) for one in everybody[:3]] == [1] * 3
+
+
+def test_a_killed_rank_of_another_host_is_noticed_by_all(tmp_path: Path) -> None:
+    with ranks(STEPS, 4, tmp_path) as everybody:
+        for one in everybody:
+            one.wait_ready()
+        time.sleep(0.5)
+        everybody[3].process.kill()
+        everybody[3].process.wait()
+        began = time.monotonic()
+        for rank, one in enumerate(everybody[:3]):
+            wait((tmp_path / f"noticed-{rank}").exists, one.output())
+            assert float((tmp_path / f"noticed-{rank}").read_text()) - began < IN_TIME_SECONDS
+        for one in everybody[:2]:  # though rank 2, which the other host is connected with, does not end
+            assert one.process.wait(20) == 1
+            failure = one.failure()
+            assert failure is not None and failure.victim, failure
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_late_is_waited_for_by_all_hosts(tmp_path: Path) -> None:
+    with ranks(STEPS, 4, tmp_path) as everybody:
+        for one in everybody:
+            one.wait_ready()
+        time.sleep(1.0)
+        assert all(one.process.poll() is None for one in everybody)
+        (tmp_path / "go").touch()
+        assert [one.process.wait(20) for one in everybody] == [0] * 4
+
+
+@pytest.mark.soak
+def test_the_time_limit_between_hosts_is_that_of_the_process_group(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 3, which stays alive and connected; all others are gone by then."""
+    limited = STEPS.replace('("gloo")', '("gloo", timeout=__import__("datetime").timedelta(seconds=2))')
+    assert limited != STEPS
+    with ranks(limited, 4, tmp_path) as everybody:
+        assert everybody[1].process.wait(40) == 1
+        failure = everybody[1].failure()
+        assert failure is not None and failure.victim and "imed out" in failure.message, failure
+
+
+def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tmp_path: Path) -> None:
+    """In the midst of a backward, where one bucket has left already."""
+    script = tmp_path / "job.py"
+    script.write_text(HEAD + HANGS)
+    argv = list(worker_command([str(script)], sys.executable))
+    (folder := tmp_path / "attempt").mkdir()
+    one = start(folder, "", argv=argv, nproc=4, plain_store=True, stall_after="3")
+    try:
+        assert one.finish() == ExitCode.STALLED, one.stderr
+        told = read_verdict(folder / "verdict-1")
+        line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# FAULT" in text)
+        assert (told.verdict.kind, told.verdict.guilty) == (VerdictKind.BEHIND, (3,)), one.stderr
+        assert told.verdict.site == f"job.py:{line} in late"
+        assert "GUILTY: rank 3 (" in one.stderr
+        # its own host waits in memory, the other one over gloo: for it, and for who waits for it
+        assert "rank 3 did not enter all_reduce #23 'bucket 2'" in one.stderr
+        assert "rank 2 waits in reduce_scatter #28 'bucket 2'" in one.stderr
+        assert not survivors(one.mark)
+    finally:
+        kill_all(one.mark)

@@ -1,0 +1,112 @@
+"""Gradients summed in shared memory have the bits of the sum over gloo, and of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
+from tests.run_ranks import run_ranks
+from torch import Tensor, nn
+
+from paceline.collectives.ranks import choose
+from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
+from paceline.collectives.transports import InMemory
+from paceline.collectives.tree import Forest
+from paceline.data.plan import ranks_share
+
+pytestmark = pytest.mark.ranks
+
+
+def by_rank(rank: int, world_size: int) -> Forest:
+    return Forest([(each, each + 1) for each in range(world_size)], rank)
+
+
+def compare(rank: int, world_size: int, leaves: list[int]) -> int:
+    memory = choose(bulk_bytes=64 << 10).memory
+    assert memory is not None
+    compared = 0
+    for virtual_ranks in leaves:
+        shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+        forest = Forest([(share.start, share.stop) for share in shares], rank)
+        for left_out in (None, virtual_ranks - 1):
+            models = [Odd() for _ in range(3)]
+            shared = sum_by_leaf(models[0], forest)
+            assert isinstance(shared._transport, InMemory)
+            for step in range(2):
+                found = by_leaf(shared, models[0], shares[rank], left_out)
+                over_gloo = by_leaf(over_torch(models[1], forest), models[1], shares[rank], left_out)
+                alone = over_torch(models[2], Forest([(0, virtual_ranks)], 0))
+                one_process = by_leaf(alone, models[2], range(virtual_ranks), left_out)
+                assert found == one_process, (virtual_ranks, left_out, step)
+                assert found == over_gloo, (virtual_ranks, left_out, step)
+                assert found["of_nobody"] is None and found["large"] is not None
+                assert (found["of_two"] is None) == (virtual_ranks == 2 and left_out == 1)
+                compared += 1
+    if world_size == 2:  # a sum of two has one order only
+        models = [Odd(), Odd()]
+        forest = by_rank(rank, world_size)
+        several = [sum_by_rank(models[0], forest), over_torch(models[1], forest, in_order=False)]
+        assert isinstance(several[0]._transport, InMemory)
+        for model, sums in zip(models, several, strict=True):
+            for part in range(2):
+                with sums.leaf(rank, is_last=part == 1):
+                    model(rank + 5 * part).backward()
+            sums.finish(torch.tensor(3.0))
+        assert grads(models[0]) == grads(models[1])
+        compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("world_size", "leaves"),
+    [(2, [2, 3, 6]), pytest.param(3, [3, 4, 8], marks=pytest.mark.slow), pytest.param(4, [7], marks=pytest.mark.slow)],
+)
+def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path):
+    everybody = run_ranks(compare, world_size, tmp_path, leaves)
+    assert everybody == [4 * len(leaves) + (world_size == 2)] * world_size
+
+
+def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
+    """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
+    assert choose().memory is not None
+    model = nn.Conv2d(3, 5, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
+    if rank == 1:
+        model = model.to(memory_format=torch.channels_last)
+    sums = sum_by_rank(model, by_rank(rank, world_size))
+    (model.weight.square().sum() * (rank + 1)).backward()
+    sums.finish(1.0)
+    grad = model.weight.grad
+    assert grad is not None and grad.stride() == model.weight.stride()
+    assert model.bias is not None and model.bias.grad is None
+    return torch.equal(grad, torch.arange(135.0).view(5, 3, 3, 3) * 6)
+
+
+@pytest.mark.slow
+def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
+    assert run_ranks(odd_strides_of_one_rank, 2, tmp_path) == [True, True]
+
+
+def goes_on(rank: int, world_size: int) -> Tensor | None:
+    """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
+    assert choose().memory is not None
+    model = nn.Linear(2, 1, bias=False)
+    forest = Forest([(0, 2), (2, 4)], rank)
+    sums = sum_by_leaf(model, forest)
+    for attempt in range(2):
+        try:
+            for leaf in range(*forest.owned[rank]):
+                with sums.leaf(leaf, is_last=leaf % 2 == 1):
+                    (model.weight.sum() * (leaf + 1)).backward()
+                    if attempt == 0 and leaf % 2 == 1:
+                        raise ValueError("the user's own")
+        except ValueError:
+            model.zero_grad(set_to_none=True)
+    sums.finish(2.0)
+    return model.weight.grad
+
+
+def test_an_error_in_a_step_leaves_nothing_in_the_next(tmp_path):
+    for grad in run_ranks(goes_on, 2, tmp_path):
+        assert grad is not None and grad.tolist() == [[5.0, 5.0]]
