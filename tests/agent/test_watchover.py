@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.launch.launch_harness import wait_until
+from tests.launch.launch_harness import carriers, wait_until
 
 from paceline.guard.report import read_verdict
 from paceline.host.procfs import processes, read_process
@@ -56,9 +56,7 @@ class Watched:
 
     def says(self, pattern: str) -> re.Match[str]:
         wait_until(lambda: re.search(pattern, self.output.read_text()) is not None, pattern)
-        found = re.search(pattern, self.output.read_text())
-        assert found is not None
-        return found
+        return next(re.finditer(pattern, self.output.read_text()))
 
 
 @contextmanager
@@ -78,16 +76,8 @@ def under_torchrun(folder: Path, *options: str) -> Iterator[Watched]:
 
 def agents() -> list[int]:
     """Those of this test run."""
-    mark = f"PACELINE_TEST_RUN={os.environ['PACELINE_TEST_RUN']}".encode()
-    found: list[int] = []
-    for one in processes():
-        try:
-            words = Path(f"/proc/{one.pid}/cmdline").read_bytes()
-            if b"-m\0paceline.agent\0" in words and mark in Path(f"/proc/{one.pid}/environ").read_bytes():
-                found.append(one.pid)
-        except OSError:  # just ended, or another user's
-            continue
-    return found
+    of_this_run = carriers(os.environ["PACELINE_TEST_RUN"], "PACELINE_TEST_RUN")
+    return [pid for pid, words in of_this_run.items() if "-m paceline.agent" in words]
 
 
 def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_death_of_the_agent(
@@ -146,8 +136,7 @@ def test_where_it_may_the_ranks_that_wait_are_freed_and_all_are_ended_with_what_
     assert told.verdict.guilty == (1,) and told.verdict.site.startswith(f"job.py:{LINE + 1}")
     wait_until(lambda: not agents(), "the agent ends")
     child = int((tmp_path / "child").read_text())
-    left = [p.pid for p in processes() if p.runs and child in (p.pid, p.parent)]
-    assert not left
+    assert not [p.pid for p in processes() if p.runs and child in (p.pid, p.parent)]
 
 
 def test_who_failed_first_is_told_and_exit_codes_are_the_scripts_own(tmp_path: Path) -> None:

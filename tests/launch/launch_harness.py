@@ -147,10 +147,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = HARD_L
         time.sleep(0.02)
 
 
-def carriers(mark: str) -> dict[int, str]:
+def carriers(mark: str, variable: str = MARK) -> dict[int, str]:
     """The living processes with this mark in their environment: pid -> command line (a zombie's is empty)."""
     found: dict[int, str] = {}
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{variable}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():
             continue
