@@ -32,7 +32,7 @@ class ReportConfig:
     out: Path | None = field(default=None, metadata={"short": "-o"})
     """file to write. Default: report.html in the run folder; for several runs or runs of other users, here"""
     explain: bool = False
-    """add diagrams of this run: one step, samples of each rank, memory of each rank"""
+    """add diagrams of this run: the stages of a step, one step on all ranks, the samples of each rank"""
     open: bool = False
     """show the report in a browser"""
 
