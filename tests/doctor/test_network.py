@@ -61,6 +61,8 @@ def _answer_wrongly(server: socket.socket) -> None:
     with server.accept()[0] as connection:
         connection.recv(len(TOKEN), socket.MSG_WAITALL)
         connection.sendall(b"0" * len(TOKEN))
+        while data := connection.recv(100):
+            connection.sendall(data)
 
 
 def test_a_closed_port_is_refused() -> None:

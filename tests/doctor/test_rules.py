@@ -170,7 +170,10 @@ def test_errors_come_before_warnings() -> None:
 
 def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() -> None:
     links = {("n1", "n2"): Link("", 1e-4, 2e9), ("n2", "n1"): Link("", 1e-4, 1.5e9)}
-    trips = {("n1", "n2"): {"a": Link("", 3e-4), "b": Link("", 2e-4), "c": Link("closed")}, ("n2", "n1"): {}}
+    trips = {
+        ("n1", "n2"): {"a": Link("", 3e-4), "b": Link("", 2e-4), "c": Link("closed")},
+        ("n2", "n1"): {"d": Link("", 1e-4)},
+    }
     assert bandwidth(survey(links=links, reach=trips)) == (1.5e9, 2e-4)
 
 

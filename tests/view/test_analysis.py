@@ -124,7 +124,7 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
             now += 2.0
         now += 60.0
         for number in range(9):  # another epoch: no samples are counted in between
-            file.write(classic(2, number, 1.0) + "\n")
+            file.write(classic(2, 100 + number, 1.0) + "\n")
             file.flush()
             writer.look(last=True)
             now += 2.0

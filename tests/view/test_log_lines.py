@@ -38,6 +38,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
         "2026-01-31 13:05:01,500 INFO: step 10/100 loss 0.5 Throughput: 1,234.5 samples/s", "key and value",
         {"loss": 0.5, "samples/s": 1234.5},
     ),
+    ("step 7: 1,234 images/s", "key and value", {"samples/s": 1234}),
     ('{"step": 7, "loss": 0.25}', "key and value", {"loss": 0.25}),
     ("Epoch [1/5], Step [100/600], Loss: 0.25", "key and value", {"loss": 0.25}),
     ("[0-7] val_loss: 0.3 val_acc: 93%", "key and value", {"rank": "0-7", "test loss": 0.3}),

@@ -185,11 +185,15 @@ def test_a_collective_ends_where_it_was_needed(tmp_path: Path) -> None:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for one in records:
             if one["kind"] == "traced":
-                begins = one["phases"][2][1]
-                late = [[f"bucket {n}", begins + n / 1000, -1.0, 5000] for n in range(2)]  # their ends were not seen
+                data, forward, backward, optimizer, sync = one["phases"]
+                optimizer[1], sync[1] = optimizer[1] + sync[2], optimizer[1]
+                one["phases"] = [data, forward, backward, sync, optimizer]
+                begins = backward[1]
+                late = [[f"<img src={n}>", begins + n / 1000, -1.0, 5000] for n in range(2)]  # their ends were not seen
                 one["calls"] = [*late, ["totals of the step", begins, 0.001, 72]]
         path.write_text("".join(json.dumps(one) + "\n" for one in records))
     svg = next(one.svg for one in drawings(whole_run(folder)) if one.title.startswith("Step "))
+    assert "img" not in {tag for tag, _ in Elements(svg).found}
     rects = [a for tag, a in Elements(svg).found if tag == "rect"]
     calls = [a for a in rects if a["height"] == "7"]
     assert [a["class"] for a in calls] == ["f-red edge-on", "f-red edge-on", "f-yellow edge-on"] * 2
