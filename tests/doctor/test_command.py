@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.doctor import surveys
+from tests.errors import raises
 
 from paceline.cli import doctor
 from paceline.cli.doctor import main
@@ -45,7 +46,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: 
 
 
 def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--mesh tensor=4 has 4 places, and there are 2 processes"):
+    with raises("mesh-size", value="tensor=4", size=4, processes=2):
         main(["--quick", "--nproc", "2", "--mesh", "tensor=4", "--run-dir", str(tmp_path)])
 
 
