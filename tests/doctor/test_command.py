@@ -7,11 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-=======
-from tests.doctor import surveys
-from tests.errors import raises
->>>>>>> errors
 
 from paceline.cli.doctor import main
 from paceline.doctor.session import PROGRAM
@@ -45,39 +40,6 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: 
     assert "/proc cannot be written to" in capsys.readouterr().out
 
 
-<<<<<<< HEAD
-=======
-def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
-    with raises("mesh-size", value="tensor=4", size=4, processes=2):
-        main(["--quick", "--nproc", "2", "--mesh", "tensor=4", "--run-dir", str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "the same on all hosts: the packaged MNIST"),
-        (("mnist-cnn",), "the same on all hosts: the packaged MNIST"),
-        (("mnist-cnn", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
-        (("own.py:task", "--data-dir", PACKAGED), f"the same on all hosts: {PACKAGED}"),
-        (("own.py:task",), "not compared: only the task knows where they are"),
-    ],
-)
-def test_data_are_called_packaged_only_where_they_are(
-    arguments: tuple[object, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    def surveyed(wanted: Wanted, programs: object) -> Survey:
-        return surveys.survey(wanted={"task": wanted.task, "data_dir": wanted.data_dir})
-
-    monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text("def task(data_dir=None): ...\n")
-    monkeypatch.setattr(doctor, "survey", surveyed)
-    main([*map(str, arguments), "--json"])
-    [check] = [one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "data"]
-    assert (said in check["summary"], check["done"]) == (True, not said.startswith("not compared"))
-
-
->>>>>>> errors
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
