@@ -144,8 +144,9 @@ def ranks_of(strategy: str, title: str, options: str = "") -> int:
 
 @cache
 def parsed(options: str, nproc: int) -> TrainConfig:
-    """The configuration without a strategy: parsing takes long."""
-    return command.parse([*words_of(options, nproc), "--dry-run"])
+    """The configuration without a strategy, which is not checked: parsing takes long."""
+    with mock.patch.object(command, "check_values"):
+        return command.parse([*words_of(options, nproc), "--dry-run"])
 
 
 def checked(strategy: str, title: str) -> Found:
@@ -154,6 +155,7 @@ def checked(strategy: str, title: str) -> Found:
     config = replace(parsed(options, ranks_of(strategy, title, options)), strategy=strategy)
     with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(command, "parse", return_value=config):
         try:
+            check_values(config)
             return int(command.main([])), ""
         except PacelineError as error:
             return int(error.exit_code), message(str(error), strategy)
