@@ -1459,7 +1459,15 @@ def weightless(kind: str) -> Any:
             mask = (target >= 0).double()
             losses = nn.functional.cross_entropy(outputs, target.clamp(min=0), reduction="none")
             return (losses * mask).sum() / mask.sum(), mask.sum()
-        return nn.functional.cross_entropy(outputs, target), (target != -100).sum()
+        classes = torch.tensor([1.0, 2.0, 4.0])
+        if kind.startswith("class"):
+            target, ones = i % 3, torch.ones(len(i))
+            weight = classes[target].sum() if kind == "class_weights" else ones.sum()
+            return nn.functional.cross_entropy(outputs, target, classes), weight
+        weight = {"unweighted": None, "shifted": (target[1:] != -100).sum() + 1}.get(kind, (target != -100).sum())
+        if kind in ("unweighted", "shifted"):
+            target = torch.where(i % 8 == 1, -100, i % 3)
+        return nn.functional.cross_entropy(outputs, target), weight
 
     model = net()
     optimizer = sgd(model.parameters())
@@ -1474,7 +1482,9 @@ def weightless(kind: str) -> Any:
     return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
 
 
-CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in ("labels", "masked", "constant")}
+CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in (
+    "labels", "masked", "constant", "class_weights", "class_unweighted", "unweighted", "shifted",
+)}  # fmt: skip
 
 
 def changed_by_the_loop(start: float | int, by: float) -> Any:

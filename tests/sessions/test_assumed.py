@@ -55,7 +55,7 @@ EQUAL = [
     "dropped_in_parts",
     "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
-    "weightless_labels", "weightless_masked", "weightless_constant", "statistics_data",
+    "weightless_labels", "weightless_masked", "weightless_constant", "weightless_class_weights", "statistics_data",
     "adagrad",
 ]  # fmt: skip
 
@@ -113,6 +113,7 @@ WRONG = {
     "unsavable_state": USAGE, "unsavable_saved": USAGE,
     "unprepared_weights": USAGE, "unprepared_in_parts": USAGE, "losses_stacked": USAGE,
     "outside_epochs": USAGE,
+    "weightless_class_unweighted": USAGE, "weightless_unweighted": USAGE, "weightless_shifted": USAGE,
     "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
     "buffer_by_loop": USAGE, "buffer_by_loop_float": USAGE, "hook_all": USAGE, "hook_any": USAGE, "max_norm": USAGE,

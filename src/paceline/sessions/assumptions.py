@@ -55,11 +55,12 @@ PLACE = Assumption(
     "places-differ",
 )
 COUNT = Assumption(
-    "The weight of a mean is the number of samples in the batch.",
+    "The weight of a mean is the number of samples in the batch, or weight=.",
     "In each batch of a custom collate function: samples are counted by the sizes of its tensors. Otherwise it is the "
-    "planned number.",
-    "a look at the batch's tensors",
-    "",
+    "planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if losses are means of cross_entropy or nll_loss, the weights "
+    "must be proportional to the targets that count.",
+    "a look at the batch's tensors; one message in these steps",
+    "weights-not-of-targets",
 )
 BACKWARD = Assumption(
     "Every gradient comes from s.backward.",

@@ -24,7 +24,7 @@ from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
-from paceline.sessions.assumptions import DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
+from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.gate import Gate
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loader import Loader
@@ -43,7 +43,7 @@ from paceline.worker.world import World
 TRACK_EVERY = 50  # steps between two reports of the loss
 SLOW_SECONDS = 1.0  # to read a few samples: then they are read once only
 
-
+SAME_RATIO = 1e-6  # counts are sums in float32
 CHANGED_DATA = (
     "If the loop draws or changes its data, the data must be the same after a resume. Draw them from the number of the "
     "epoch, random.Random(epoch), or at the start of the epoch from torch's, Python's or numpy's global generator"
@@ -436,10 +436,25 @@ class Loop(Ranks):
         found = self._steps.foreign_leaves()
         try:
             self._leaves.compare(found if follows else ())
+            self._check_weights()
         except UsageError:
             self._is_damaged = True
             raise
         self._leaves.keep(found if begins else ())
+
+    def _check_weights(self) -> None:
+        """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
+        own = [None if count is None else (float(count), float(weight)) for count, weight in self._steps.targets]
+        by_rank: list[list[Any]] = gather_words(own, self.world)
+        if any(one is None for found in by_rank for one in found):
+            return  # another loss, or several: how they are to be weighted is not known
+        ratios = [count / weight for found in by_rank for count, weight in found if weight]
+        if ratios and max(ratios) - min(ratios) > SAME_RATIO * max(ratios):
+            counts = "; ".join(
+                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in found)
+                for rank, found in enumerate(by_rank)
+            )
+            raise told_once(COUNT.error(counts), self.world)
 
     def _report(self, plan: BatchPlan, loss: float) -> Report:
         step, steps = self._where["batch"], plan.known_steps

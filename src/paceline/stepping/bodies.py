@@ -1,7 +1,7 @@
 """One run of a loop's body, on one micro-batch: what it has done, and the loss that it gives."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from paceline.data.plan import Work
 from paceline.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
+MEAN = 1  # torch's number of reduction="mean"
 
 
 @dataclass
@@ -77,6 +78,17 @@ def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
         raise UsageError(code="bodies-differ", first=first.words, other=body.words)
     if rates != body.rates:
         raise UsageError(code="learning-rate-in-step")
+
+
+def targets_of(loss: Tensor) -> Tensor | None:
+    """The number of targets over which torch's cross_entropy or nll_loss averaged `loss`; None for all other losses.
+
+    Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
+    """
+    node: Any = loss.grad_fn
+    if type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != MEAN:
+        return None
+    return node._saved_total_weight
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.seeding import Streams
 from paceline.stepping import nonfinite
-from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, weighted
+from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, targets_of, weighted
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
@@ -68,6 +68,8 @@ class Steps:
         self._value: Tensor | None = None  # the last loss, of which the graph is known
         self._own_code, self._linear_checks = "", 0  # an own autograd function in the graphs of a step's earlier losses
         self.body: Body | None = None
+        self.targets: list[tuple[Tensor | None, float | Tensor]] = []
+        """of each backward in the step: the targets over which its loss is a mean, and its weight"""
         self.outside: Streams | None = None
         """the random streams outside the body at hand"""
         self.in_backward = False
@@ -89,6 +91,7 @@ class Steps:
         if any(part.replica.in_lockstep for part in self.parts):
             bodies = as_many_as_any(bodies, self._world)
         self._where, self.in_step, again, self._own_code = where, True, True, ""
+        self.targets = []
         self.phases.begin(len(bodies))
         self._begin_sums(one_each, alone=len(bodies) == 1)
         while again:
@@ -179,6 +182,7 @@ class Steps:
             body.has_failed = False
             return
         last, self._value = body.is_last and not more, loss
+        self.targets.append((targets_of(loss) if reduction == "mean" and not body.weights else None, weighed.weight))
         # a mean; or a task's (B,), which was checked to be one for each sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         self._sums.count(loss, weighed, reduction, body, plain=plain)
