@@ -145,7 +145,7 @@ def test_the_command_writes_into_the_run_and_over_nothing_else(
         (["one", "-o", "mine.html"], "is not a report"),
         (["one", "-o", "nowhere/page.html"], "does not exist"),
         (["three"], "three"),
-        ([], "name 1 to 16 runs"),
+        (["one"] * 17, "name 1 to 16 runs"),
         (["one", "runs/one"], "named twice"),
         (["one", "two", "--explain"], "name one"),
     ):
