@@ -126,17 +126,9 @@ def _over(self: DoesNothing, tensors: Any = (), *_: Any, **__: Any) -> Any:
 
 
 for _name in (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "all_gather_single",
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "alltoall_base",
-    "barrier",
-):
+    "allreduce", "broadcast", "allgather", "all_gather_single", "_allgather_base", "_reduce_scatter_base",
+    "reduce_scatter_single", "all_to_all_single", "alltoall_base", "barrier",
+):  # fmt: skip
     setattr(DoesNothing, _name, _over)
 
 

@@ -50,9 +50,7 @@ def test_it_is_the_same_as_in_one_process(tmp_path: Path, kind: str, ranks: int)
 
 
 EQUAL = [
-    "dropped_all",
-    "dropped_unmarked",
-    "dropped_in_parts",
+    "dropped_all", "dropped_unmarked", "dropped_in_parts",
     "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "weightless_class_weights", "statistics_data",
@@ -133,21 +131,10 @@ def test_an_error_of_the_loops_own_keeps_its_code_and_traceback(tmp_path: Path) 
 
 
 ALONE = [
-    "scheduler_lost",
-    "gradient_in_parts_after",
-    "scheduler_registered",
-    "statistics_prepared",
-    "unprepared_in_parts",
-    "iterator_kept",
-    "losses_stacked",
-    "gradient_in_parts",
-    "indices_words",
-    "later_head",
-    "later_foreign",
-    "two_backwards_in_parts",
-    "eval_mode",
-    "constant_everywhere",
-]
+    "scheduler_lost", "gradient_in_parts_after", "scheduler_registered", "statistics_prepared",
+    "unprepared_in_parts", "iterator_kept", "losses_stacked", "gradient_in_parts", "indices_words", "later_head",
+    "later_foreign", "two_backwards_in_parts", "eval_mode", "constant_everywhere",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ALONE)

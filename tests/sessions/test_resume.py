@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.errors import codes
 from tests.run_script import run_script
 from tests.starts import start_steps
 
@@ -20,6 +21,28 @@ KILLED = Path(__file__).with_name("killed.py")
 CUT = Path(__file__).with_name("cut.py")
 
 
+FEWER = """
+import sys, torch, paceline
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.set_default_dtype(torch.float64)
+s = paceline.session(sys.argv[1], resume=True, checkpoint_every=1, seed=0)
+model = nn.Linear(3, 1)
+model, optimizer = s.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+data = TensorDataset(torch.arange(96.0).view(32, 3) / 96)
+steps = 0
+for epoch in s.epochs(2):
+    for (x,) in s.loader(data, global_batch=8):
+        optimizer.zero_grad()
+        s.backward((model(x) - 1).square().mean())
+        optimizer.step()
+        steps += s.last
+        if [str(steps)] == sys.argv[2:]:
+            raise SystemExit(1)
+print("weights", s.weights(model)["weight"].sum().item())
+"""
+
+
 def start(ranks: int, folder: Path, *words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     return run_script(ranks, script or KILLED, folder, *words, cwd=folder.parent)
 
@@ -28,6 +51,17 @@ def ended(folder: Path) -> Summary:
     found = read_summary(folder)
     assert found is not None
     return found
+
+
+@pytest.mark.ranks
+def test_it_resumes_on_fewer_ranks_than_it_was_started_on_and_not_on_more(tmp_path: Path) -> None:
+    (tmp_path / "fewer.py").write_text(FEWER)
+    done = [start(ranks, tmp_path / folder, *words, script=tmp_path / "fewer.py")
+            for ranks, folder, *words in ((2, "whole"), (2, "run", 3), (3, "run"), (1, "run"))]  # fmt: skip
+    assert [one.returncode for one in done] == [0, 1, 2, 0], done[3].stderr
+    assert codes(done[2].stderr) == ["more-ranks-than-at-the-start"]
+    whole, resumed = (float(one.stdout.partition("weights ")[2].split()[0]) for one in (done[0], done[3]))
+    assert resumed == pytest.approx(whole, rel=1e-13)
 
 
 @pytest.mark.slow

@@ -62,14 +62,9 @@ def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
 
 
 STEP = [
-    "batch_given",
-    "forward_begins",
-    "forward_ended",
-    "backward_begins",
-    "backward_ended",
-    "step_begins",
+    "batch_given", "forward_begins", "forward_ended", "backward_begins", "backward_ended", "step_begins",
     "step_ended",
-]
+]  # fmt: skip
 
 
 @pytest.mark.ranks

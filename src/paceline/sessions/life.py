@@ -110,11 +110,6 @@ class Life(Loop):
             world = World.from_env(device=device, backend=backend)
             self.world = self._stack.enter_context(joined(world, timeout_seconds=timeout))
             self._stack.enter_context(naming_lost_processes(self._guard.box, world.rank))
-            self._virtual_ranks, self._says_virtual_ranks = virtual_ranks or world.size, virtual_ranks is not None
-            if self._virtual_ranks < world.size:
-                error = UsageError(code="too-few-virtual-ranks", value=self._virtual_ranks, ranks=world.size)
-                raise told_once(error, world)
-            self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             folder = None if run_dir is None else Path(run_dir)
             place = None
             if folder is not None:
@@ -124,6 +119,13 @@ class Life(Loop):
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = untested_torch() + take_threads(threads_asked, world, write=keyword)
             origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
+            saved = origin.content.definition.get("virtual_ranks") if origin else None
+            self._virtual_ranks = virtual_ranks or saved or world.size
+            self._says_virtual_ranks = virtual_ranks is not None
+            if self._virtual_ranks < world.size:
+                code = "too-few-virtual-ranks" if virtual_ranks else "more-ranks-than-at-the-start"
+                raise told_once(UsageError(code=code, value=self._virtual_ranks, ranks=world.size), world)
+            self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
