@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.memory import BULK_BYTES, SharedMemory
 from paceline.collectives.memory_moves import barrier
 from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.ranks import choose, ranks
 from paceline.collectives.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
@@ -70,7 +70,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     began = time.perf_counter()
     for _ in range(3):
         call()
-    seconds = max(ranks().gather(time.perf_counter() - began, "words")) / 3
+    seconds = max(communicator().gather(time.perf_counter() - began, "words")) / 3
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
@@ -83,9 +83,9 @@ def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tupl
         call()
     microseconds = (time.perf_counter() - began) / count * 1e6
     cpu_seconds = time.process_time() - cpu_before
-    told = ranks().gather([microseconds, cpu_seconds], "words")
+    told = communicator().gather([microseconds, cpu_seconds], "words")
     foreign = foreign_share(before, look(), sum(cpu for _, cpu in told))
-    quiet = ranks().gather(foreign <= FOREIGN_SHARE, "words")[0]
+    quiet = communicator().gather(foreign <= FOREIGN_SHARE, "words")[0]
     return max(each for each, _ in told), quiet
 
 
@@ -157,7 +157,7 @@ def act(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{arguments.meet}/store", arguments.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
-    memory = choose("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20))).memory
+    memory = make_communicator("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20))).memory
     assert memory is not None
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else SIZES_BYTES
     rounds = 2 if arguments.quick else arguments.rounds

@@ -15,8 +15,8 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives.across import Across
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import BLOCK, Bf16, Int8, LowRank
-from paceline.collectives.ranks import choose
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -49,7 +49,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
     found: dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]] = {}
     for size in SIZES:
         put_on(rank // size, rank, world_size, folder)
-        place = choose().hosts()
+        place = make_communicator().hosts()
         assert place is not None
         assert (place.rank, place.count, place.number, place.memory.size) == (rank, 4 // size, rank // size, size)
         for way in WAYS:

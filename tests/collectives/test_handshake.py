@@ -18,9 +18,9 @@ import torch.distributed as dist
 from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory as handshake
+from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import gather_words, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
-from paceline.collectives.ranks import choose, ranks
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.worker.world import World
@@ -111,8 +111,8 @@ def test_a_refusal_at_any_stage_is_one_of_all_ranks(tmp_path):
 
 def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
     with contextlib.redirect_stderr(io.StringIO()) as said, stage("memfd refused" if rank == 1 else ""):
-        assert choose().memory is None
-        assert choose().memory is None
+        assert make_communicator().memory is None
+        assert make_communicator().memory is None
     totals = start_totals(torch.ones(2, 1, dtype=torch.float64) * rank, [1.0])().now()
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     return said.getvalue(), [totals.sums, totals.votes], gather_words(rank, world)
@@ -129,7 +129,7 @@ def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp
 def demanded(rank: int, world_size: int) -> str:
     with stage("switched off" if rank == 1 else ""):
         try:
-            choose("shared")
+            make_communicator("shared")
         except (UsageError, ToldElsewhere) as error:
             return f"{type(error).__name__}: {error}"
     return "made"
@@ -149,8 +149,8 @@ def leaves_nothing(rank: int, world_size: int) -> list[bool]:
         return "memfd:paceline-shared" in Path("/proc/self/maps").read_text()
 
     found = [mapped()]
-    memory = choose().memory
-    assert memory is not None and memory is choose().memory is ranks().memory
+    memory = make_communicator().memory
+    assert memory is not None and memory is make_communicator().memory is communicator().memory
     gather_words_everywhere = gather_words(rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo"))
     assert gather_words_everywhere == [*range(world_size)]
     found.append(mapped())

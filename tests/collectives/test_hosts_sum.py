@@ -23,11 +23,11 @@ from torch import nn
 from paceline.collectives import hosts_sum, transports
 from paceline.collectives import memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
+from paceline.collectives.communicator import communicator as exchange
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import gather_words, start_totals
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
-from paceline.collectives.ranks import choose
-from paceline.collectives.ranks import ranks as exchange
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.transports import OverHosts
@@ -116,7 +116,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = choose(bulk_bytes=64 << 10).hosts()
+        place = make_communicator(bulk_bytes=64 << 10).hosts()
         assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
@@ -195,8 +195,8 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     """What is said, whether all else still works, and how much goes over the wire."""
     Guard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
-    words = said(lambda: (choose("shared"), choose()))
-    assert exchange().memory is None and exchange().way == "hosts"
+    words = said(lambda: (make_communicator("shared"), make_communicator()))
+    assert exchange().memory is None and exchange().kind == "hosts"
     model = nn.Linear(999, 1000)
     broadcast_module(model)
     totals = start_totals(torch.ones(4, 1, dtype=torch.float64) * rank, [1.0])().now()
@@ -217,20 +217,20 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
         sent.append(counted.sent())
         assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.full((1000, 999), 5.0))
     put_on(rank, rank, world_size, folder)
-    assert said(choose) == "" and exchange().way == "torch"
+    assert said(make_communicator) == "" and exchange().kind == "torch"
     put_on(rank // 2, rank, world_size, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED_MEMORY, "off" if rank == 2 else "auto")
-        assert choose().way == exchange().way == "torch"
+        assert make_communicator().kind == exchange().kind == "torch"
     put_on(rank // 3, rank, world_size, folder)
-    return [words, *sent, said(choose)]
+    return [words, *sent, said(make_communicator)]
 
 
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
     model, forest = nn.Linear(2, 1), Forest([(n, n + 1) for n in range(4)], rank)
-    place = choose().hosts()
+    place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
     sums = Reducer(forest, OverHosts(buckets, place, hosts_sum.by_leaf(forest, 2)))
@@ -304,7 +304,7 @@ def verified(rank: int, world_size: int, folder: Path) -> list[tuple[str, str, s
     for task in ("dropout", "batchnorm", "tokens", "unused", "strided"):
         spec = Spec(f"{TASKS}:{task}", {}, ["bucketed", "exact", "zero"], ["adamw"], 4, 2, 4, 0, 1.0, short_tail=True)
         found += [(task, one.case.strategy, one.finding) for one in verify(spec, world).results]
-    assert exchange().way == "hosts"
+    assert exchange().kind == "hosts"
     return found
 
 

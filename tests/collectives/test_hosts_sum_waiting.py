@@ -26,11 +26,11 @@ handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.hosts_sum import by_leaf
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.transports import OverHosts
 from paceline.collectives.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, forest = choose().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
+hosts, forest = make_communicator().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
 buckets = buckets_of(trainable(model), 1000)
 sums = Reducer(forest, OverHosts(buckets, hosts, by_leaf(forest, 2)))
 def late(gradient):

@@ -10,9 +10,9 @@ from tests.collectives.memory_harness import in_threads
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
+from paceline.collectives.communicator import memory_communicator
 from paceline.collectives.memory_moves import all_gather, barrier, broadcast_in_memory, reduce_scatter
 from paceline.collectives.memory_sum import ALIGNED, TreeSum, cut, root_of, spare_count
-from paceline.collectives.ranks import over_memory
 from paceline.collectives.tree import Forest, added, middle, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
@@ -157,7 +157,7 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = over_memory(memory).gather({"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
+        words = memory_communicator(memory).gather({"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
         return mine, [(one["rank"], len(one["text"])) for one in words]
 
     for found, words in in_threads(3, act):

@@ -11,7 +11,7 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.replicate import broadcast_module, check_same_model
 from paceline.contract.variables import SHARED_MEMORY
 
@@ -59,7 +59,7 @@ def changed(name: str) -> nn.Module:
 
 
 def checks(rank: int, world_size: int) -> dict[str, str]:
-    assert (choose().memory is None) == (os.environ[SHARED_MEMORY] == "off")
+    assert (make_communicator().memory is None) == (os.environ[SHARED_MEMORY] == "off")
     for src in (0, 2):
         module, wanted = Odd(rank), tensors(Odd(src))
         before = {name: (t.stride(), t.data_ptr()) for name, t in tensors(module).items()}

@@ -11,9 +11,9 @@ from tests.collectives.memory_harness import in_threads
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.ddp import RingSum
 from paceline.collectives.memory_sum import ring_part
-from paceline.collectives.ranks import choose
 from paceline.collectives.tree import Forest
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -39,7 +39,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
     for tensor in expected:
         if len(tensor):
             dist.all_reduce(tensor.mul_(1 / world_size))
-    memory = choose().memory
+    memory = make_communicator().memory
     assert memory is not None
     found = RingSum(memory, *map(list, zip(*asked, strict=True)), forest(world_size, rank)).run(
         [own], factor=1 / world_size

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.collectives.broken import Broken
 from tests.collectives.test_tree import SIZES, VIRTUAL, Mixed, bits, forest_of, take_step, wanted_gradients
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
@@ -272,16 +273,6 @@ def storages() -> dict[int, int]:
             storage = one.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("planted")
 
 
 def errors(rank: int, world_size: int) -> None:

@@ -8,7 +8,7 @@ from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
 from paceline.collectives.transports import InMemory
 from paceline.collectives.tree import Forest
@@ -22,7 +22,7 @@ def by_rank(rank: int, world_size: int) -> Forest:
 
 
 def compare(rank: int, world_size: int, leaves: list[int]) -> int:
-    memory = choose(bulk_bytes=64 << 10).memory
+    memory = make_communicator(bulk_bytes=64 << 10).memory
     assert memory is not None
     compared = 0
     for virtual_ranks in leaves:
@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path
 
 def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
     """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
-    assert choose().memory is not None
+    assert make_communicator().memory is not None
     model = nn.Conv2d(3, 5, 3)
     with torch.no_grad():
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
@@ -90,7 +90,7 @@ def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
 
 def goes_on(rank: int, world_size: int) -> Tensor | None:
     """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
-    assert choose().memory is not None
+    assert make_communicator().memory is not None
     model = nn.Linear(2, 1, bias=False)
     forest = Forest([(0, 2), (2, 4)], rank)
     sums = sum_by_leaf(model, forest)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.collectives.broken import Broken
 from tests.collectives.odd_model import over_torch
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
@@ -344,16 +345,6 @@ def overlap(rank: int, world_size: int) -> None:
     (plain,) = torch.autograd.grad(layers(torch.ones(2, 8)).sum(), [first.weight])
     assert first.weight.grad is not None
     torch.testing.assert_close(first.weight.grad, plain * 8)
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("planted")
 
 
 def errors(rank: int, world_size: int) -> None:

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.collectives.memory_moves import barrier
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.worker.guard import Guard
-memory = choose().memory
+memory = make_communicator().memory
 barrier(memory)
 ready()
 while rank == WHO and not (folder / "go").exists():
@@ -60,8 +60,8 @@ def test_a_killed_rank_is_noticed_and_named_by_all(tmp_path: Path) -> None:
 
 LEFT = f"""{TORCH}
 from paceline.collectives.memory_moves import barrier
-from paceline.collectives.ranks import choose
-memory = choose().memory
+from paceline.collectives.communicator import make_communicator
+memory = make_communicator().memory
 barrier(memory)
 barrier(memory)
 if rank == 1:
@@ -170,8 +170,8 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
 
 BUSY = f"""{TORCH}
 from paceline.collectives.control import start_totals
-from paceline.collectives.ranks import choose
-choose()
+from paceline.collectives.communicator import make_communicator
+make_communicator()
 finish = start_totals(torch.ones(2, 2, dtype=torch.float64))
 while not (folder / "go").exists():
     time.sleep(0.01)  # FAULT

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
 from paceline.checkpoint.whole import sha256_of, whole
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
@@ -308,7 +308,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
             replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
             train(replica, 3, accumulation=2)
             digests.append(sha256_of(whole(replica.state(), replica.world)))
-        memory = choose().memory
+        memory = make_communicator().memory
         found[size] = (memory is not None and memory.bulk.tick > 100, digests)
     return found
 

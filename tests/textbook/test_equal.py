@@ -27,8 +27,8 @@ from zero import ShardedOptimizer
 import pipeline as pipelining
 from paceline.collectives import buckets
 from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.norm import SharedNorm
-from paceline.collectives.ranks import choose
 from paceline.collectives.reducer import sum_to_shares
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
@@ -243,7 +243,7 @@ def fill(layer: nn.Linear) -> None:
 
 def everything(rank: int, _: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
-        choose("torch" if size == 3 else "auto")
+        make_communicator("torch" if size == 3 else "auto")
         for page in (replicate, five_lines, reduce, batchnorm, by_leaf, scatter, zero, tensor, pipeline):
             page(rank, size)
 

@@ -44,8 +44,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import by_type
+from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.ranks import over_memory, ranks
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, TrainingError, UsageError
 from paceline.worker.guard import Guard
@@ -232,7 +232,9 @@ def gather_words(words: Any, world: World) -> list[Any]:
 
     They carry the name of the function that gathers them: ranks that gather for different purposes fail.
     """
-    return [words] if world.size == 1 else ranks(world.group).gather(words, f"words of {_caller()}", world.device)
+    if world.size == 1:
+        return [words]
+    return communicator(world.group).gather(words, f"words of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -250,7 +252,7 @@ def by_all(world: World) -> Gather:
 
 def by_host(host: Hosts) -> Gather:
     """Among the ranks of this host."""
-    those, first = over_memory(host.memory), host.number * host.memory.size
+    those, first = memory_communicator(host.memory), host.number * host.memory.size
     return lambda words: dict(enumerate(those.gather(words, "words of a host"), first))
 
 
@@ -348,7 +350,7 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
     """
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
     slots = torch.cat([leaves.flatten(), sent(votes, leaves.device)])
-    finish, (_, columns) = ranks().start_sum(slots, NAME), leaves.shape
+    finish, (_, columns) = communicator().start_sum(slots, NAME), leaves.shape
 
     def wait() -> Pending[Totals]:
         everything = finish()
@@ -371,7 +373,7 @@ def sum_over_ranks(
     Raises:
         TrainingError: with MISMATCH, if they do not; ToldElsewhere on all ranks but one.
     """
-    exchange = ranks(group)
+    exchange = communicator(group)
     if group is not None or name != LOOP_NUMBERS or (size := exchange.size) == 1:
         return exchange.start_sum(numbers, name)()
     hashes = [0.0] * size
@@ -408,7 +410,7 @@ def gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] 
     sizes = [[math.prod(shape) * getattr(torch, kind).itemsize for kind, shape in kinds] for _, kinds in told]
     padded = mine.new_zeros(max(map(sum, sizes)))
     padded[: len(mine)] = mine
-    parts = ranks().start_gather(padded, name)() if len(padded) else [padded] * world.size
+    parts = communicator().start_gather(padded, name)() if len(padded) else [padded] * world.size
     found: list[Any] = []
     for (described, kinds), of_rank, part in zip(told, sizes, parts, strict=True):
         pieces = part[: sum(of_rank)].split(of_rank)

@@ -25,9 +25,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
+from paceline.collectives.communicator import make_communicator, memory_communicator, say
 from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
-from paceline.collectives.ranks import choose, over_memory, say
 from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.collectives.transports import fit_in_memory
 from paceline.collectives.tree import Forest, Node
@@ -55,7 +55,7 @@ def share_memory(ddp: Any, *, in_step: bool = True) -> None:
     }), None  # fmt: skip
     if not why:
         why = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
-        memory = None if why else choose().memory
+        memory = None if why else make_communicator().memory
     if memory is None:
         _say(f"DDP's gradients do not go through shared memory: {why or 'the ranks have none'}")
         return
@@ -125,7 +125,7 @@ class _Hook:
             self._sums = {key: RingSum(memory, sizes, dtypes, forest, self._name)}
         parts = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join's: by those who have not ended
-            parts = sum(over_memory(memory).gather(int(not self.joined), "who has joined"))
+            parts = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
         self._sums[key].run([buffers], factor=1.0 / parts)
 
 

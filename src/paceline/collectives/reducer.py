@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline.collectives.across import Across, OnEachHost, of_one_host
 from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.ranks import choose
 from paceline.collectives.shards import Shards, Shares
 from paceline.collectives.transports import InMemory, Transport
 from paceline.collectives.tree import Forest, added_each
@@ -213,7 +213,8 @@ def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.P
     parameters = trainable(module)
     if len(forest.owned) == 1:
         return Reducer(forest, InMemory(parameters, None, forest), module=module)
-    return Reducer(forest, choose(group=group).transport(parameters, forest, in_order=in_order), module=module)
+    transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
+    return Reducer(forest, transport, module=module)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.ranks import choose, ranks
+from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.torch_collectives import CPU
 
 MAX_NAMED_RANKS = 8  # in an error message
@@ -34,7 +34,7 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
     device = next((t.device for t in tensors.values()), _default_device())
-    exchange = choose(group=group)  # a collective: made by all ranks, however their models differ
+    exchange = make_communicator(group=group)  # a collective: made by all ranks, however their models differ
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
     check_same_model(exchange.gather(mine, "words of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
@@ -50,7 +50,7 @@ def broadcast(
     """
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
-        ranks(group).broadcast([*copies.values()], src, name)
+        communicator(group).broadcast([*copies.values()], src, name)
     for tensor, copy in copies.items():
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)

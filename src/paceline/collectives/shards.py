@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
-from paceline.collectives.ranks import ranks
+from paceline.collectives.communicator import communicator
 from paceline.collectives.transports import Bucket
 from paceline.collectives.tree import ALIGNED, Forest, Grads, round_up
 from paceline.errors import UsageError
@@ -154,7 +154,7 @@ class Shards:
         if self.world_size == 1:
             return
         works = [
-            ranks().all_gather(
+            communicator().all_gather(
                 bucket.weights, bucket.weights.view(self.world_size, -1)[self.rank], f"weights of bucket {index}",
                 async_op=True,
             )
@@ -226,7 +226,7 @@ class Shares:
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
         own.clear()  # the gradients are copied: let them go before those of others come
-        self._under_way.append(ranks().start_share_of_sum(self._forest, packed, f"bucket {number}"))
+        self._under_way.append(communicator().start_share_of_sum(self._forest, packed, f"bucket {number}"))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._end_first()
 

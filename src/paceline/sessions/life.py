@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
-from paceline.collectives.ranks import choose
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -114,7 +114,7 @@ class Life(Loop):
             place = None
             if folder is not None:
                 place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
-            choose()
+            make_communicator()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = untested_torch() + take_threads(threads_asked, world, write=keyword)

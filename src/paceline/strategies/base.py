@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Held, Source, take_over
 from paceline.collectives.buckets import trainable
+from paceline.collectives.communicator import say
 from paceline.collectives.control import Pending, scaled
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.norm import scale_to_norm, total_norm
-from paceline.collectives.ranks import say
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError

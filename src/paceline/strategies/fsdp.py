@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.collectives.buckets import divide_each, sparse_gradient
+from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks
-from paceline.collectives.ranks import ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
@@ -130,14 +130,14 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return ranks(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
+        return communicator(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
 
 
 class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        ranks(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
+        communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
 
 
 class _Shares:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import Held, Source, Under, take_over
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
+from paceline.collectives.communicator import say
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.ranks import say
 from paceline.strategies.base import Replica
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Held, Source, Under, needed
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
+from paceline.collectives.communicator import make_communicator, say
 from paceline.collectives.control import told_once
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
-from paceline.collectives.ranks import choose, say
 from paceline.collectives.reducer import sum_on_each_host
 from paceline.collectives.transports import fit_in_memory
 from paceline.data.plan import Work
@@ -73,11 +73,11 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     given = [name for name in ("compress", "local_steps") if asked[name] is not None]
     if not given:
         return None
-    parameters, exchange = trainable(model), choose()
+    parameters, exchange = trainable(model), make_communicator()
     place = exchange.hosts()
     if place is not None and fit_in_memory(parameters):
         return place
-    if world.size > 1 and exchange.way != "shared":
+    if world.size > 1 and exchange.kind != "shared":
         raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
     words = " ".join(flag(name, asked[name]) for name in given)
     say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")

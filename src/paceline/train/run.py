@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from paceline import __version__
+from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
-from paceline.collectives.ranks import choose, ranks
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
@@ -68,7 +68,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
         config = with_defaults(config, world.size)
         world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
-            choose(config.launch.collectives)
+            make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
             rehearsed = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
@@ -175,7 +175,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "gpu": None if world.device.type == "cpu" else device_words(world.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
-        "collectives": ranks().way,
+        "collectives": communicator().kind,
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": holds_for(world.device),

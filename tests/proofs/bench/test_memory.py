@@ -54,7 +54,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     import msgspec
 
     from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
-    from paceline.collectives.ranks import choose
+    from paceline.collectives.communicator import make_communicator
     from paceline.config import TrainConfig
     from paceline.proofs.bench import worker
     from paceline.proofs.bench.training import Ground
@@ -64,7 +64,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]
     order = MeasureOrder([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    choose()
+    make_communicator()
     worker.measure_candidates(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
     lines = Path(folder, CHUNKS).read_bytes().splitlines() if rank == 0 else []
     found = [msgspec.json.decode(one, type=Measurement) for one in lines]

@@ -19,7 +19,7 @@ from tests.proofs.verify.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS,
 from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory_sum
-from paceline.collectives.ranks import choose
+from paceline.collectives.communicator import make_communicator
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.verify.worker import collect_bits, verify
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
@@ -44,7 +44,7 @@ def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list
 def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    assert choose("shared", bulk_bytes=BULK_BYTES).memory is not None
+    assert make_communicator("shared", bulk_bytes=BULK_BYTES).memory is not None
     with planted((memory_sum, "DIRECT_BYTES", 0)):  # as gradients of any size that matters
         return {
             m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.collectives import batchnorm, ranks, transports
+from paceline.collectives import batchnorm, communicator, transports
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, Totals
@@ -246,7 +246,7 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = all_reduce_gradients, ranks.buckets_of, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = all_reduce_gradients, communicator.buckets_of, DDP.DistributedDataParallel
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
@@ -263,7 +263,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (MANUAL, "all_reduce_gradients", all_but_last),
-        (ranks, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (communicator, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, BUCKETED),
         (DDP, "DistributedDataParallel", ignoring_last),
     )

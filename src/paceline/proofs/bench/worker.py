@@ -30,9 +30,9 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.whole import sha256_of, whole
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
-from paceline.collectives.ranks import choose
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
 from paceline.mesh import OF_MODEL, mesh_of
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     config = configuration.load(folder.resolve() / CONFIG, ours=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
-        choose(config.launch.collectives)
+        make_communicator(config.launch.collectives)
         with together(world):
             ground = load_ground(config, order.candidates, world)
         measure_candidates(order, ground)

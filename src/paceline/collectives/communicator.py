@@ -1,13 +1,13 @@
-"""How the ranks of a process group exchange tensors and messages: chosen once, by all of them together.
+"""Communicators exchange tensors and messages between the ranks of a process group. All ranks choose the kind once.
 
     all ranks on one host                                  "shared"   memory
     several hosts of equally many ranks, more than one     "hosts"    gradients: memory on each host, gloo between hosts
-    else                                                   "torch"    torch.distributed
+    otherwise                                              "torch"    torch.distributed
 
-    choose()                       # a collective, at its first call
-    ranks().start_sum(numbers, "name")()
+    make_communicator()                       # a collective, at its first call
+    communicator().start_sum(numbers, "name")()
 
-Tensors on another device than the CPU always go over torch.distributed, and so does everything before the choice.
+torch.distributed always sends tensors on other devices than the CPU, and all tensors before the choice.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
 
 Asked = Literal["auto", "shared", "torch"]
-_QUIET = ("switched off", "hosts")  # what nobody needs to be told
+_QUIET = ("switched off", "hosts")  # reasons that are not printed
 
 
-class Ranks:
-    """Over torch.distributed. Every method but `hosts` is a collective or starts one."""
+class Communicator:
+    """Uses torch.distributed. Every method except `hosts` is a collective or starts one."""
 
-    way: ClassVar[Literal["shared", "hosts", "torch"]] = "torch"
+    kind: ClassVar[Literal["shared", "hosts", "torch"]] = "torch"
 
     def __init__(self, group: dist.ProcessGroup | None = None, memory: SharedMemory | None = None) -> None:
-        """Of a group, the default one; `memory` is what all of them share."""
+        """`group`: None for all ranks. `memory`: the memory that the ranks share."""
         self._group, self.memory = group, memory
 
     @property
@@ -70,48 +70,48 @@ class Ranks:
         return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
     def hosts(self) -> Hosts | None:
-        """The hosts of all ranks, if they are several of equally many ranks (a collective)."""
+        """The hosts of all ranks, if there are several with the same number of ranks (a collective)."""
         group = dist.group.WORLD
         if group is None or group.size() == 1 or not _talks_over_gloo(group) or not _are_alone(group.size()):
             return None
         return hosts_of_one(group, _timeout_seconds(group))
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
-        """Give all ranks the contents of rank `src`'s tensors, contiguous ones, in place."""
+        """Copy the contiguous tensors of rank `src` into those of all ranks."""
         for tensor in tensors:  # as bytes: gloo knows few types
             dist.broadcast(labelled(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
     def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
-        """The `words` (anything JSON can hold) of all ranks, by rank."""
+        """The `words` (a JSON value) of all ranks, by rank."""
         return gather_over_torch(words, self.size, device, name=name, start=self.start_gather)
 
     def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start to send `mine`, (n,), the same n on all ranks, to all; the returned function waits: (ranks, n)."""
+        """Start an all-gather of `mine`, (n,) on all ranks. The returned function waits and returns (ranks, n)."""
         return start_gather(mine, name, self._group)
 
     def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start adding up a few `numbers`, (n,); the returned function waits. In the order of ranks if they are few."""
+        """Start an all-reduce of a few `numbers`, (n,), in the order of ranks. The returned function waits."""
         return start_sum(numbers, name, self._group) if self.size > 1 else lambda: numbers
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
-        """Bring all ranks' equal shares together: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
+        """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
         return gather_shares(out, labelled(mine, name), self._group, async_op=async_op)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
-        """This rank's share, `out` (n / W,), of the sum of `flat` (n,), in the backend's order (see `ring_sum`)."""
+        """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
         dist.reduce_scatter_single(labelled(out, name), flat, op=op, group=self._group)
 
     def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
-        """Start our share of a sum over all leaves, by the tree (see `AllToAll`); the returned function waits."""
+        """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
         return AllToAll(forest, own, self._group, name).end
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
-        """What sums gradients. `in_order`: of the tree; else in the cheapest order, if each rank is one leaf."""
+        """The all-reduce of gradients. `in_order`: in the order of the tree, else in the cheapest order."""
         return OverTorch(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
 
 
-class _InMemory(Ranks):
-    way = "shared"
+class _MemoryCommunicator(Communicator):
+    kind = "shared"
 
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory=memory)
@@ -163,8 +163,8 @@ class _InMemory(Ranks):
         return InMemory(parameters, self._shared, forest)
 
 
-class _OnHosts(Ranks):
-    way = "hosts"
+class _HostsCommunicator(Communicator):
+    kind = "hosts"
 
     def __init__(self, hosts: Hosts) -> None:
         super().__init__()
@@ -180,24 +180,26 @@ class _OnHosts(Ranks):
         return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, nesting)
 
 
-_chosen: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
-"""What belongs to torch's default group, and ends with it; torch keeps that group in a global of its own."""
+_chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+"""ends with torch's default group, which torch keeps in a global variable"""
 
 
-def ranks(group: dist.ProcessGroup | None = None) -> Ranks:
-    """How the ranks of a group, the default one, exchange; over torch.distributed if nothing was chosen."""
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The communicator of a group (default: all ranks). It uses torch.distributed if none was made."""
     known = group or dist.group.WORLD
-    return (known and _chosen.get(known)) or Ranks(group)
+    return (known and _chosen.get(known)) or Communicator(group)
 
 
-def choose(asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bulk_bytes: int = BULK_BYTES) -> Ranks:
-    """How the ranks of a group exchange, the default one or another that has all ranks in the same order.
+def make_communicator(
+    asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bulk_bytes: int = BULK_BYTES
+) -> Communicator:
+    """Make the communicator of a group: the default one, or one with all ranks in the same order.
 
-    The first call is a collective; later ones return its result. Rank 0 prints once why ranks do not share memory.
+    The first call is a collective. Later calls return its result. Rank 0 prints once why ranks do not share memory.
 
     Args:
         asked: "shared" fails if memory cannot be shared, "torch" does not try.
-        group: if it has only some of the ranks, these exchange over torch.distributed.
+        group: if it has only some of the ranks, they use torch.distributed.
         bulk_bytes: what each rank hands over in one tick.
 
     Raises:
@@ -205,7 +207,7 @@ def choose(asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bul
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
-        return ranks(group)
+        return communicator(group)
     if world not in _chosen:
         _chosen[world] = _made(world, asked, bulk_bytes)
     if group is not None:
@@ -213,17 +215,17 @@ def choose(asked: Asked = "auto", group: dist.ProcessGroup | None = None, *, bul
     return _chosen[world]
 
 
-def over_memory(memory: SharedMemory) -> Ranks:
-    """The ranks that share `memory`."""
-    return _InMemory(memory)
+def memory_communicator(memory: SharedMemory) -> Communicator:
+    """The communicator of the ranks that share `memory`."""
+    return _MemoryCommunicator(memory)
 
 
-def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Ranks:
+def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicator:
     if not _talks_over_gloo(group):
         why = f"the ranks' backend is {dist.get_backend(group)}"
         if asked == "shared":
             raise _impossible(group, why)
-        return Ranks()
+        return Communicator()
     layout = MemoryLayout(group.size(), bulk_bytes)
     try:
         met = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
@@ -232,25 +234,19 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Ranks:
             raise _impossible(group, str(refusal)) from None
         if not str(refusal).endswith(_QUIET):
             say(f"ranks talk over gloo, not through shared memory: {refusal}")
-        return Ranks()
+        return Communicator()
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
-    memory = SharedMemory(
-        met.peers,
-        place,
-        layout,
-        _timeout_seconds(group),
-        group=group_name(met.host) if several else GROUP,
-        of_all=not several,
-    )
-    # When the group is taken down, or the process ends: who waits for this rank then knows.
+    name, seconds = group_name(met.host) if several else GROUP, _timeout_seconds(group)
+    memory = SharedMemory(met.peers, place, layout, seconds, group=name, of_all=not several)
+    # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
-        return _InMemory(memory)
+        return _MemoryCommunicator(memory)
     say(
         f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
         "gloo between hosts",
     )
-    return _OnHosts(connect_hosts(memory, met.host, met.hosts))
+    return _HostsCommunicator(connect_hosts(memory, met.host, met.hosts))
 
 
 def _are_alone(size: int) -> bool:
