@@ -191,8 +191,8 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
 
 
 @cache
-def is_forked_frozen() -> bool:
-    """Whether this process began with frozen objects (worker/preload.py). To count 600,000 of them takes 70 ms."""
+def inherited_frozen_objects() -> bool:
+    """Whether a fork gave this process frozen objects (worker/preload.py). Counting 600,000 objects takes 70 ms."""
     return gc.get_freeze_count() > 0
 
 
@@ -202,7 +202,7 @@ def without_garbage() -> Generator[None]:
 
     An event of CUDA is such garbage now and then, and where a forked process deletes one, CUDA aborts the process.
     """
-    users = is_forked_frozen() or gc.get_freeze_count()
+    users = inherited_frozen_objects() or gc.get_freeze_count()
     gc.freeze()
     try:
         yield

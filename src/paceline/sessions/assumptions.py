@@ -58,7 +58,7 @@ COUNT = Assumption(
     "The weight of a mean is the number of samples in the batch, or weight=.",
     "In each batch of a custom collate function: samples are counted by the sizes of its tensors. Otherwise it is the "
     "planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if losses are means of cross_entropy or nll_loss, the weights "
-    "must be proportional to the targets that count.",
+    "must be proportional to the targets that count. A sum or a product of losses is not checked.",
     "a look at the batch's tensors; one message in these steps",
     "weights-not-of-targets",
 )

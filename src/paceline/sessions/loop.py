@@ -403,7 +403,7 @@ class Loop(Ranks):
         return {"task": self._name, "strategy": self._strategy, **known}
 
     def _between(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False) -> None:
-        self._look_at_leaves()
+        self._check_periodically()
         done = self._steps.end()
         batch = self._where["batch"]
         samples = loader.samples(plan, bodies[0].work.epoch, batch)
@@ -427,8 +427,8 @@ class Loop(Ranks):
                 savable(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
-    def _look_at_leaves(self) -> None:
-        """After steps 1, 2, 4, 8, ..., and the step that follows each: is a tensor trained by hand?"""
+    def _check_periodically(self) -> None:
+        """In steps 1, 2, 4, 8, ... and the step after each: check tensors trained by hand and weights of losses."""
         step = self._course.step + 1
         begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
         if not (begins or follows) or (self.size == 1 and self._steps.phases.alone):

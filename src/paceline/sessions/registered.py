@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Held, Source
 from paceline.collectives.control import gather_words, told_once
-from paceline.data.loader import is_forked_frozen
+from paceline.data.loader import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
@@ -222,7 +222,7 @@ def _joined(value: Any, source: Source) -> Any:
 
 def instances(kind: type) -> list[Any]:
     """All instances of a class in this process, including those that are frozen for forks. Takes about 0.1 s."""
-    frozen, enabled = is_forked_frozen() or gc.get_freeze_count(), gc.isenabled()
+    frozen, enabled = inherited_frozen_objects() or gc.get_freeze_count(), gc.isenabled()
     gc.disable()
     try:
         gc.unfreeze()
