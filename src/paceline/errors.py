@@ -1,15 +1,15 @@
-"""The errors of paceline as a tree, and the exit code that each ends the process with.
+"""The errors of paceline, and the exit code of each.
 
     PacelineError            1  the run failed
-    |-- UsageError           2  wrong use: nothing was trained, nothing was written over
-    |-- TrainingError        *  training cannot go on: a disk that is full (1), ranks that called different
+    |-- UsageError           2  wrong use: paceline trained and overwrote nothing
+    |-- TrainingError        *  training cannot continue: a full disk (1), ranks that called different
     |   |                       collectives (4), a loss that is not finite (5), replicas that differ (6)
-    |   `-- StallError       *  the guard has freed this rank: another one stood still (3) or went another way (4)
-    `-- ToldElsewhere        *  another rank reports what happened; this one only ends, with the same code
+    |   `-- StallError       *  the guard unblocked this rank: a different rank hangs (3) or called other operations (4)
+    `-- ToldElsewhere        *  another rank reports the error; this rank ends with the same code
 
-A process killed by signal n ends with 128 + n. docs/exit-codes.md holds the table for users.
+A process killed by signal n ends with 128 + n. docs/exit-codes.md has the table for users.
 
-An error has a `code` and fields; its text is in messages/, one file for each package, and is rendered by a front end:
+An error has a `code` and fields. Its text is in messages/, one file per package. A front end renders it:
 
     {value}           a field; a list is joined
     {--epochs}        an option: --epochs on the command line, epochs in a session
@@ -17,7 +17,7 @@ An error has a `code` and fields; its text is in messages/, one file for each pa
     {--device=value}  an option with the value of a field
     {setting}         the option that the field `setting` names
 
-The table [session] of a file has other texts for sessions. An error without a code is its text.
+The table [session] of a file has the texts for sessions. An error without a code has only a text.
 """
 
 import difflib
@@ -83,11 +83,11 @@ class _Fields(dict[str, Any]):
 
 
 class PacelineError(Exception):
-    """The base of every error that the user sees as words instead of a traceback."""
+    """The base of every error that paceline prints without a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
     code: str = ""
-    """what is wrong, in kebab-case"""
+    """identifies the error, in kebab-case"""
     write: Write = staticmethod(flag)
     """how the front end that shows this error writes an option"""
     front_end: str = ""
@@ -95,9 +95,9 @@ class PacelineError(Exception):
     after: str = ""
 
     def __init__(self, text: str = "", *, code: str = "", **fields: Any) -> None:
-        """Either a code and fields (`value` is what was asked for, `allowed` lists the valid choices), or a text.
+        """Takes a code and fields (`value`: the wrong value, `allowed`: the valid choices), or a text.
 
-        With a code, a text is what another process has rendered.
+        A text with a code was rendered by another process.
         """
         super().__init__(text or code)
         self.code, self.fields = code, fields
@@ -115,7 +115,7 @@ class PacelineError(Exception):
 
     @property
     def setting(self) -> str:
-        """The option that is wrong, the first one in the text, as in the settings: global_batch."""
+        """The wrong option: the first one in the text, as in the settings (global_batch)."""
         return next(iter(self._rendered()[1]), "")
 
     @property
@@ -125,13 +125,13 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """Wrong use, found before the first step: says what was asked, what is true, and what to do."""
+    """Wrong use. The text states the request, the facts, and what to do."""
 
     exit_code = ExitCode.USAGE
 
     @classmethod
     def of(cls, error: PacelineError, *, before: str = "", after: str = "") -> "UsageError":
-        """`error` as wrong use, with text `before` or `after` its own."""
+        """`error` as wrong use, with a text `before` or `after` it."""
         if not error.code:
             return cls(f"{before}{error}{after}")
         found = cls(code=error.code, **error.fields)
@@ -140,7 +140,7 @@ class UsageError(PacelineError):
 
 
 class TrainingError(PacelineError):
-    """Training cannot go on; says at which step and on which rank."""
+    """Training cannot continue. The text has the step and the rank."""
 
     def __init__(self, text: str = "", exit_code: ExitCode | None = None, **fields: Any) -> None:
         super().__init__(text, **fields)
@@ -148,13 +148,13 @@ class TrainingError(PacelineError):
 
 
 class StallError(TrainingError):
-    """This rank is innocent: the guard broke up the collective in which it waited for a rank that never came."""
+    """The guard ended the collective in which this rank waited for a rank that did not enter it."""
 
     exit_code = ExitCode.STALLED
 
 
 class ToldElsewhere(PacelineError):  # noqa: N818 - no error to anybody
-    """Another rank reports what happened; this one ends silently, with the same exit code."""
+    """Another rank reports the error. This rank ends silently with the same exit code."""
 
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)

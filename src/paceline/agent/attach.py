@@ -1,9 +1,9 @@
 """The agent of ranks that another launcher (torchrun, srun, mpirun) started: `paceline watchover`.
 
-There is one on each node. The ranks attach to it through a socket (`contract/attach.py`). It watches them as an agent
-watches workers that it started, with these differences: it starts and restarts nobody, it ends ranks only if its plan
-allows that (`may_end`), and it ends with the last of them. Once the ranks have met in torch's store, the agents of
-several nodes know each other: node 0's judges, the others follow it.
+Each node has one. The ranks attach to it through a socket (`contract/attach.py`). It watches them as an agent watches
+workers that it started. It differs in three ways: it does not start or restart ranks, it ends ranks only if its plan
+allows it (`may_end`), and it ends with the last rank. After the ranks have met in torch's store, the agents of several
+nodes connect to each other. The agent of node 0 diagnoses, the others follow it.
 """
 
 import fcntl
@@ -53,9 +53,9 @@ PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF
 
 
 def exit_code(pid: int, pidfd: int) -> int | None:
-    """How a process that has ended, and need not be our child, ended: as `subprocess` has it; None: nobody knows.
+    """The exit code of an ended process, which need not be a child, as in `subprocess`; None if it is unknown.
 
-    Its parent may have waited for it, or not yet: /proc shows the one, since Linux 6.15 the descriptor the other.
+    /proc has it until the parent waits for the process. Since Linux 6.15 the descriptor has it afterwards.
     """
     status = None
     with suppress(OSError, ValueError):
@@ -71,7 +71,7 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
 
 class ForeignProcess:
-    """A process that is no child of the agent's."""
+    """A process that is not a child of the agent."""
 
     def __init__(self, pid: int) -> None:
         """Raises OSError when there is none."""
@@ -90,7 +90,7 @@ class ForeignProcess:
         return self.code
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal; one that has ended, or says that it does, gets none: its exit code is its own."""
+        """Send a signal, unless the process has ended or announced its exit code."""
         with suppress(OSError):
             if self.poll() is None:
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -102,7 +102,7 @@ class ForeignProcess:
 
 
 class AttachedWorkers(Workers):
-    """The ranks of one node that have attached; none is ended unless `plan.may_end`.
+    """The attached ranks of one node. Only `plan.may_end` allows to end them.
 
     Raises:
         OSError: `plan.attach` is no socket.
@@ -122,7 +122,7 @@ class AttachedWorkers(Workers):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are here, or were."""
+        """The ranks that have attached."""
         return tuple(worker.rank for worker in self._workers)
 
     @property
@@ -132,11 +132,11 @@ class AttachedWorkers(Workers):
 
     @property
     def running(self) -> list[ForeignProcess]:
-        """The processes of which no end is known."""
+        """The processes that run."""
         return [one for one in self._processes.values() if one.code is None]
 
     def orphans(self) -> list[int]:
-        """The pids of those that run, and whose launcher does not any more."""
+        """The pids of running ranks whose launcher has ended."""
         now = {rank: read_process(one.pid) for rank, one in self._processes.items() if one.code is None}
         return [one.pid for rank, one in now.items() if one and one.runs and one.parent != self._parents[rank]]
 
@@ -298,7 +298,7 @@ class AttachOrders(Orders):
 
 
 class AttachedFollower(Follower):
-    """The agent of another node than the first: it does what node 0's asks, and starts nobody."""
+    """The agent of a node other than node 0. It follows the agent of node 0 and starts no ranks."""
 
     def __init__(self, plan: NodePlan, orders: Orders, attached: AttachedWorkers) -> None:
         super().__init__(plan, orders, Inherited(), lambda: None)
@@ -387,7 +387,7 @@ class AttachedHead:
         return len(self._generation.samples()) == self.plan.world_size
 
     def _take_in_nodes(self) -> bool:
-        """Take in the other nodes' agents that have come; whether there are any."""
+        """Accept the agents of other nodes that have connected; whether there are any."""
         before = [*self._generation.members]
         for member in self.cluster.here:
             if member not in before:
@@ -410,7 +410,7 @@ class AttachedHead:
     # ---- judging ----
 
     def _judge(self, monitor: Monitor, samples: Sequence[Sample]) -> None:
-        """Judge what is to be judged now, and report it once."""
+        """Run the detectors that are due, and report a finding once."""
         now = time.monotonic()
         if (due := due_seconds(samples)) is not None:
             # who only lost others, or was interrupted by them, cannot be told from a part of the ranks

@@ -1,1 +1,1 @@
-"""Says whether a set of machines is fit to train on: each host is asked over the path that a run takes."""
+"""Checks whether machines can train together. Doctor reaches each host in the same way as a run."""

@@ -1,4 +1,4 @@
-"""What a session tells its observer. `paceline verify` observes a loop in this way, and the loop runs unchanged."""
+"""Events of a session for an observer. `paceline verify` observes an unchanged loop with it."""
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,52 +18,52 @@ Apply = Callable[..., Replica]  # a strategy whose options are known
 
 
 class Observer:
-    """Each method is an event, and does nothing here. Without an observer an event is one comparison with None.
+    """Each method is an event and does nothing here. Without an observer an event costs one comparison with None.
 
-    An observed session writes no files, and prints nothing by itself.
+    An observed session writes no files and prints nothing itself.
     """
 
     options: Mapping[str, Any] = {}
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
-    """training ends after so many steps; the script continues"""
+    """number of steps after which training ends; the script continues"""
     parts: Sequence[Trainee] = ()
-    """the models that were prepared so far"""
+    """the prepared models"""
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
-        """A model was given to s.prepare. What is returned makes its replica."""
+        """s.prepare got a model. The returned function makes its replica."""
         return apply
 
     def on_register(self, thing: object) -> None:
-        """An object was given to s.register."""
+        """s.register got an object."""
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
-        """A loader was made. `per_virtual_rank`: its batch size is that of each virtual rank."""
+        """The loop made a loader. `per_virtual_rank`: its batch size is that of each virtual rank."""
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:
-        """A body begins, on a micro-batch, or on a batch of an evaluation (no `work`). Returns what the loop gets."""
+        """A body begins, on a micro-batch or a batch of an evaluation (no `work`). Returns the inputs for the loop."""
         return inputs
 
     def on_batch_end(self) -> None:
         """The body of a training loop has ended. Its random streams are still the current ones."""
 
     def on_backward(self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body | None) -> None:
-        """s.backward was called."""
+        """s.backward begins."""
 
     def on_gradients(self, body: Body | None) -> None:
         """s.backward returns. In the step's last body .grad is the gradient of the global batch's mean."""
 
     def on_update(self, part: Trainee) -> None:
-        """An optimizer updates a model now, with the gradients as they are."""
+        """An optimizer updates a model with the current gradients."""
 
     def on_step(self, record: StepRecord) -> None:
         """A step has ended."""
 
     def on_numbers(self, named: Mapping[str, float]) -> None:
-        """s.log was given numbers, or s.mean returns one."""
+        """s.log got numbers, or s.mean returns one."""
 
     def on_print(self, words: Sequence[Any]) -> None:
-        """The session or the loop prints on rank 0. Every rank is told."""
+        """The session or the loop prints on rank 0. Every rank gets this event."""
 
     def on_end(self) -> None:
         """The session ends without an error."""
@@ -83,5 +83,5 @@ def observed_by(observer: Observer) -> Generator[None]:
 
 
 def current_observer() -> Observer | None:
-    """That of a session that begins now."""
+    """The observer of a session that begins now."""
     return _observers[-1] if _observers else None
