@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
+from tests.errors import raises
 
 from paceline.cli import launch
 from paceline.errors import UsageError
@@ -127,5 +128,5 @@ def test_what_cannot_be_checked_is_refused_before_anything_starts(
 
 def test_only_python_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"name the \.py file"):
+    with raises("check-not-python", value="ls"):
         launch.main(["--check", "--nproc", "2", "--", "ls"])

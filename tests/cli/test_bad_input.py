@@ -41,7 +41,7 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("train mnist-cnn --nproc 0", "--nproc"),
         ("train mnist-cnn --nproc two", "--nproc"),
         ("train mnist-cnn --device tpu", "--device"),
-        ("train mnist-cnn --device cuda", "no NVIDIA GPU"),
+        ("train mnist-cnn --device cuda", "[no-cuda]"),
         ("train mnist-cnn --stem small", "has no --stem"),
         ("train mnist-cnn --nproc 2 --strategy single", "single-process"),
         ("train mnist-cnn --nproc 2 --strategy dp", "manual, bucketed, ddp"),
@@ -53,12 +53,12 @@ sys.exit(99 if "torch" in sys.modules else code)
         ("train no.such.module:task", "there is no module 'no'"),
         ("train paceline.nope:task", "there is no module 'paceline.nope'"),
         ("train nofile.py:task", "there is no file"),
-        ("train nofile.py:", "no Python name"),
+        ("train nofile.py:", "[not-a-name]"),
         ("train mnist-cnn --run-dir /proc/run", "cannot be written"),
-        ("train mnist-cnn --nproc 2 --run-dir full", "never written over"),
+        ("train mnist-cnn --nproc 2 --run-dir full", "[run-dir-not-empty]"),
         ("verify mnist-cn", "Did you mean 'mnist-cnn'"),
-        ("verify mnist-cnn --ranks 1,x", "whole numbers"),
-        ("verify mnist-cnn --ranks 0", "whole numbers"),
+        ("verify mnist-cnn --ranks 1,x", "[not-whole-numbers]"),
+        ("verify mnist-cnn --ranks 0", "[not-whole-numbers]"),
         ("verify mnist-cnn --strategies ddp,megatron", "unknown strategy 'megatron'"),
         ("verify mnist-cnn --optimizers lion", "unknown optimizer"),
         ("verify mnist-cnn --json nowhere/x.json", "does not exist"),
@@ -120,7 +120,7 @@ def test_nproc_within_a_launcher_that_decided_otherwise(paceline):
     }
     run = paceline("train", "mnist-cnn", "--nproc", 2, env=env, command=("-c", WITHOUT_TORCH))
     assert run.returncode == 2
-    assert "leave out --nproc" in run.stderr
+    assert "[nproc-within-launcher]" in run.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -1,6 +1,7 @@
 """The loader: the plan's samples, in its order, with augmentation that belongs to the sample."""
 
 import gc
+import json
 import os
 import pickle
 import random
@@ -180,7 +181,7 @@ def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for
 
 
 LOSING = """
-import os, sys
+import json, os, sys
 import tests.data.test_loader as here
 from paceline.errors import TrainingError
 
@@ -190,7 +191,7 @@ try:
         here.once(here.Odd(), box)
 except TrainingError as error:
     lost = next(worker for worker in here.read_loaders(box.descriptor) if worker.item == 13)
-    print(lost.number, lost.pid, error, flush=True)
+    print(json.dumps([lost.number, lost.pid, error.code, error.fields]), flush=True)
 os._exit(0)
 """
 
@@ -199,10 +200,10 @@ def test_a_killed_process_is_named_with_its_sample():
     # In a process of its own: torch raises from its handler of SIGCHLD, wherever the main thread is.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", LOSING], capture_output=True, text=True, check=True, env=env)
-    number, pid, words = run.stdout.split(" ", 2)
-    assert words.startswith(f"rank 3 lost a process that loads data: number {number} (pid {pid}), while it loaded ")
-    assert "sample 13 of epoch 1" in words
-    assert LOADER_KILLED.search(words)  # by which the agent knows that a restart may help
+    number, pid, code, fields = json.loads(run.stdout)
+    assert (code, fields["rank"], fields["pid"], fields["number"]) == ("loader-process-lost", 3, pid, f" {number}")
+    assert "sample 13 of epoch 1" in fields["item"]
+    assert LOADER_KILLED.search(fields["reason"])  # by which the agent knows that a restart may help
 
 
 def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):

@@ -303,7 +303,7 @@ def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> 
     assert done.returncode == 0 and not file.exists()
     assert "beside the task lies json.py, numpy.py: the installed module of that name is imported" in done.stderr
     done = users.victim.paceline("train", "json.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "other")
-    assert done.returncode == 2 and "json is an installed module, too, which comes first" in done.stderr
+    assert done.returncode == 2 and "[task-file-shadowed]" in done.stderr
 
 
 # ---- B3: what cannot be read -----------------------------------------------------------------------------------------

@@ -301,4 +301,4 @@ def test_a_missing_ssh_is_wrong_use(tmp_path: Path) -> None:
         "run(Plan(agents=(Command('n1', ('/no/such/ssh',)),), nodes=(NodePlan(argv=(), nproc=1),)), None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert "UsageError: there is no program '/no/such/ssh' here: install the OpenSSH client" in done.stderr
+    assert "UsageError: there is no program '/no/such/ssh' on this machine. Install the OpenSSH client" in done.stderr

@@ -159,7 +159,7 @@ class Going(nn.Module):
         return self.third(self.second(y)) + (y if self.way == "past" else 0)
 
 
-@pytest.mark.parametrize(("way", "words"), [("left out", "has not called second"), ("past", "meta|in another way")])
+@pytest.mark.parametrize(("way", "words"), [("left out", "did not call second"), ("past", "meta|a different path")])
 def test_another_way_through_the_model_is_an_error_and_no_number(way, words):
     models, (first, second), _ = in_stages(Going, torch.randn(2, 4), "second")
     for model in models:

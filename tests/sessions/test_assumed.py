@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sample(7)
 SCRIPT = Path(__file__).with_name("assumed.py")
 ONCE = [1] * 40
 USAGE, DIVERGED = 2, 6
-LOST = ("no checkpoint has it", "no longer has the list")
+LOST = ("no checkpoint has it", "no longer uses the list")
 
 
 def run(ranks: int, kind: str, folder: Path, *more: str) -> tuple[int, Any, str]:
@@ -150,7 +150,7 @@ def test_alone_it_is_the_plain_loop(tmp_path: Path, kind: str) -> None:
 
 
 WORDS = {
-    "buffer_by_loop": "outside of the model's forward", "buffer_by_loop_float": "outside of the model's forward",
+    "buffer_by_loop": "outside the model's forward", "buffer_by_loop_float": "outside the model's forward",
     "unfrozen_later": "0.weight, which was frozen in s.prepare",
 }  # fmt: skip
 

@@ -188,7 +188,7 @@ def refused(rank: int, size: int) -> list[str]:
 def test_a_model_without_sequences_that_can_be_shared_is_refused(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, tmp_path)
     words = (
-        "no layer of this model takes sequences that 2 ranks can share: words (B, T) or vectors (B, T, C), T a multiple"
+        "no layer of this model takes sequences that 2 ranks can split: words (B, T) or vectors (B, T, C), T a multiple"
     )
     assert len(first) == 2 and all(words in one or "ToldElsewhere" in one for one in (*first, *second))
     assert sum("UsageError" in one for one in (*first, *second)) >= 2

@@ -168,12 +168,12 @@ def test_a_task_may_say_otherwise() -> None:
 @pytest.mark.parametrize(
     ("model", "ranks", "asked", "words"),
     [
-        (GPT(heads=1), 2, None, r"attn.0 \(Attention\) has 1 head, which 2 ranks cannot share. Choose tensor from: 1"),
+        (GPT(heads=1), 2, None, r"attn.0 \(Attention\) has 1 head, which 2 ranks cannot split.*Choose tensor from: 1"),
         (Encoder(), 4, None, r"looks \(MultiheadAttention\) has 2 heads"),
-        (nn.GRU(4, 4), 2, None, "no layer of this model is known to be one that can be cut"),
+        (nn.GRU(4, 4), 2, None, "found no layer of this model that it can shard"),
         (GPT(), 2, {"mlp.7": "colwise"}, "no module matches 'mlp.7'"),
         (GPT(), 2, {"mlp.0": "columns"}, "Choose from: colwise, rowwise, qkv, heads, vocabulary, whole"),
-        (GPT(), 2, {"norm": "rowwise"}, r"norm \(LayerNorm\) cannot be cut as rowwise"),
+        (GPT(), 2, {"norm": "rowwise"}, r"norm \(LayerNorm\) cannot be sharded as rowwise"),
         (GPT(), 3, {"*": "whole", "mlp.0": "colwise"}, "tensor=3 does not divide its dimension 0"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_tied_weight_is_found_by_either_name(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "told"),
     [
-        ({"module.0.weight": torch.ones(4, 2)}, "nothing of it fits the model. It has module.0.weight; the model has"),
+        ({"module.0.weight": torch.ones(4, 2)}, "no entry of it fits the model. It has module.0.weight; the model has"),
         ({"0.weight": torch.ones(9, 9)}, "shapes differ: 0.weight (4, 2) here, (9, 9) there"),
-        ({"epoch": 3, "model": {}}, "is no state_dict: save model.state_dict() alone (it has epoch, model)"),
+        ({"epoch": 3, "model": {}}, "is not a state_dict. Save only model.state_dict() (it has epoch, model)"),
         (model, "cannot be read: "),  # a pickle that runs code
     ],
 )

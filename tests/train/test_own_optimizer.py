@@ -174,14 +174,14 @@ def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
         ("kept", {"schedule": "linear"}, "--schedule linear: the task says its own schedule"),
         ("scheduled", {"warmup_steps": 3}, "--warmup-steps 3: the task says its own schedule"),
         ("lbfgs", {}, "LBFGS computes the loss several times"),
-        ("nothing", {}, "has given a NoneType, not a torch.optim.Optimizer"),
-        ("plateau", {}, "has given a ReduceLROnPlateau: it must be a scheduler of torch that steps without a score"),
+        ("nothing", {}, "returned a NoneType, not a torch.optim.Optimizer"),
+        ("plateau", {}, "returned a ReduceLROnPlateau. It must return a torch scheduler that steps without a score"),
         ("unsaved", {}, "a object in the state of a scheduler or optimizer cannot be saved"),
-        ("plain", {"optimizer": "mine.py:slow_sgd"}, "mine.py:slow_sgd sets learning rates of its own"),
-        ("plain", {"optimizer": "mine.py:no_lr"}, "mine.py:no_lr: it takes no lr"),
+        ("plain", {"optimizer": "mine.py:slow_sgd"}, "mine.py:slow_sgd sets custom learning rates"),
+        ("plain", {"optimizer": "mine.py:no_lr"}, "mine.py:no_lr takes no lr"),
         ("plain", {"optimizer": "mine.py:sgd", "weight_decay": 0.1}, "--weight-decay 0.1: mine.py:sgd is not given it"),
         ("plain", {"optimizer": "torch.optim:RMSprop", "momentum": 0.5}, "--momentum 0.5: torch.optim:RMSprop is not"),
-        ("plain", {"optimizer": "mine.py:not_callable"}, "that module has no such class or function"),
+        ("plain", {"optimizer": "mine.py:not_callable"}, "this module has no such class or function"),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_words(mine, monkeypatch, name, wish, told):
@@ -262,7 +262,7 @@ def test_other_groups_are_refused_on_resume(train, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("mine.py:whole --strategy zero", "Adafactor may look at a whole one"),
+        ("mine.py:whole --strategy zero", "Adafactor may need a whole parameter"),
         ("mine.py:foreign", "that is not in the model"),
     ],
 )

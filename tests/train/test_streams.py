@@ -141,8 +141,8 @@ CONFIG = TrainConfig(task="streamed_task.py:task")
     ("change", "words"),
     [
         ({}, "--schedule cosine needs the number of steps, and a stream has no length. Give --steps, or --schedule"),
-        ({"data": replace(CONFIG.data, tail="pad")}, "--tail pad: a stream cannot be asked for samples again"),
-        ({"data": replace(CONFIG.data, num_workers=2)}, "--num-workers 2: a stream is read by one process"),
+        ({"data": replace(CONFIG.data, tail="pad")}, "--tail pad: a stream cannot repeat samples"),
+        ({"data": replace(CONFIG.data, num_workers=2)}, "--num-workers 2: only one process reads a stream"),
         ({"model": replace(CONFIG.model, batchnorm="sync")}, "--batchnorm sync must know a step's micro-batches"),
         ({"task": "scheduled"}, "Task(make_schedule=...) needs the number of steps"),
         ({"data_are": iter([1])}, "of type list_iterator, can be read once"),
@@ -168,8 +168,8 @@ def test_streams_that_cannot_be_read_again_or_are_to_be_judged_are_refused_befor
     paceline, task_file: Path
 ) -> None:
     for name, words in (
-        ("noisy", "give other samples when they are read again"),
-        ("stream_to_judge", "the test data are a stream: what is evaluated must have samples by number"),
+        ("noisy", "give different samples when they are read again"),
+        ("stream_to_judge", "the test data are a stream, but evaluation needs samples by index"),
     ):
         chance = ("--set", "kind=Onward") if name == "noisy" else ()
         done = paceline("train", f"{task_file}:{name}", "--steps", 3, *chance)

@@ -69,11 +69,11 @@ def test_an_unknown_format_is_refused_with_its_first_line(tmp_path: Path, capsys
     log = tmp_path / "x.log"
     log.write_text("\n\x1b[2Jhello\nworld\n")
     with pytest.raises(
-        UsageError, match=r"no line of a known kind: 3 lines, the first 'hello'. Expected(.|\n)*Train Ep"
+        UsageError, match=r"no line in a known format: 3 lines, the first 'hello'. Expected(.|\n)*Train Ep"
     ):
         analyze.main([str(log)])
     log.write_text("")
-    with pytest.raises(UsageError, match="has no line of a known kind"):
+    with pytest.raises(UsageError, match="has no line in a known format"):
         analyze.main([str(log)])
     with pytest.raises(UsageError, match="unknown run"):
         analyze.main([str(tmp_path / "nix")])

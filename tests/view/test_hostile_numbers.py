@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.errors import raises
 from tests.view.folders import make_run
 
 from paceline.cli import report, trace
@@ -139,5 +140,5 @@ def test_a_name_does_not_steer_the_terminal(
 def test_a_pipe_or_device_is_not_replaced(command: Any, tmp_path: Path) -> None:
     folder, pipe = make_run(tmp_path / "run", steps=12), tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UsageError, match="no plain file"):
+    with raises("out-not-a-file"):
         command.main([str(folder), "-o", str(pipe), *(["--overwrite"] if command is trace else [])])

@@ -270,7 +270,7 @@ def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
         lost = next((one for one in read_loaders(box.descriptor) if one.pid == int(found[1])), None)
         doing = "while it loaded" if lost and lost.busy else "after it had loaded"
         item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}" if lost else ""
-        number = f" number {lost.number % SLOTS_OF_A_LOADER}" if lost else ""
+        number = f" {lost.number % SLOTS_OF_A_LOADER}" if lost else ""
         raise TrainingError(
             code="loader-process-lost", rank=rank, number=number, pid=int(found[1]), item=item, reason=found[0].strip()
         ) from error

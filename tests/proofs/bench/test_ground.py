@@ -97,7 +97,7 @@ def test_data_on_which_no_batch_of_that_size_can_be_measured_are_refused(
 
 def test_several_loader_processes_for_a_stream_are_refused_as_in_training(config: TrainConfig) -> None:
     config = replace(config, data=replace(config.data, num_workers=2))
-    with pytest.raises(UsageError, match="--num-workers 2: a stream is read by one process"):
+    with pytest.raises(UsageError, match="--num-workers 2: only one process reads a stream"):
         load_ground(config, candidates(64), ALONE)
     one = replace(config, data=replace(config.data, num_workers=1))
     assert load_ground(one, candidates(64), ALONE).notes

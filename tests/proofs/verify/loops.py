@@ -378,7 +378,7 @@ def lr_by_number_of_ranks() -> None:
         trained(s, usual(s), optimizer=lambda p: SGD(p, lr=0.1 * s.size))
 
 
-@bug("the learning rate changes from micro-batch to micro-batch", "warm-up counted by each rank's own samples")
+@bug("the learning rate changes between the micro-batches", "warm-up counted by each rank's own samples")
 def lr_by_rank() -> None:
     with paceline.session() as s:
 
@@ -509,7 +509,10 @@ def output_by_rank() -> None:
         trained(s, usual(s), net(Shifted(8, 8)))
 
 
-@bug("Say more=True", "two losses: right up to rounding, and refused where every bit counts")
+@bug(
+    "Use s.backward(loss, more=True) in all but the last",
+    "two losses: right up to rounding, and refused where every bit counts",
+)
 def two_backwards_for_the_same_bits() -> None:
     with paceline.session() as s:
 

@@ -57,7 +57,7 @@ def test_the_command_prints_one_digest_for_all_world_sizes(paceline, tmp_path):
 def test_strategies_that_promise_no_bits_are_refused(paceline):
     run = paceline("verify", "mnist-cnn", "--bitwise", "--strategies", "exact,bucketed")
     assert run.returncode == 2
-    assert "--bitwise is for the strategies that promise it: exact, zero; got exact,bucketed" in run.stderr
+    assert "only for strategies that guarantee the same bits: exact, zero; got exact,bucketed" in run.stderr
 
 
 # ---- planted ------------------------------------------------------------------------------------------------------
