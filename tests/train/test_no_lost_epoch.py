@@ -80,12 +80,13 @@ def test_a_metric_of_the_wrong_kind_is_refused_before_the_first_step(tmp_path: P
 def test_an_evaluation_that_fails_costs_no_step(tmp_path: Path, task: str, why: str) -> None:
     code, told, saved = train(tmp_path, task)
     assert (code, saved) == (1, [5]) and why in told and "rescued" not in told
+    assert told.count("--global-batch 16") == 1  # two ranks of 8
 
 
 def test_a_sample_that_cannot_be_read_costs_no_step_and_is_no_full_disk(tmp_path: Path) -> None:
     code, told, saved = train(tmp_path, "corrupt_train", 1)
     assert code == 1 and 0 < saved[-1] < 5 and re.search(f"step {saved[-1]} is saved", told)
-    assert 'raise OSError("sample 34' in told and "rescued" not in told
+    assert 'raise OSError("sample 34' in told and "rescued" not in told and "--global-batch" not in told
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])

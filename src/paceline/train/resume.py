@@ -213,8 +213,7 @@ def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: b
     if origin is None and not fresh:
         with together(world):
             run_folder.check_not_finished(place.folder)
-        if place.attempt > 1:
-            place.notices.append("there is no checkpoint: it begins again at step 0")
+        place.notices.append(f"found no checkpoint in {place.folder}: training starts at step 0")
     return origin
 
 

@@ -65,7 +65,12 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
         world, config.run.run_dir, str(config.task), prepared=run_dir, resume=config.checkpoint.resume == "auto",
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
-        config = with_defaults(config, world.size)
+        asked, config = config.data, with_defaults(config, world.size)
+        if asked.batch_size and world.size > 1 and not (asked.global_batch or asked.virtual_ranks):
+            place.notices.append(
+                f"--batch-size {asked.batch_size} is per rank: the global batch changes with the number of ranks. "
+                f"To keep it: --global-batch {config.data.global_batch}"
+            )
         world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
             make_communicator(config.launch.collectives)
