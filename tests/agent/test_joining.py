@@ -140,7 +140,7 @@ def test_a_run_that_was_not_started_for_more_takes_nobody(tmp_path: Path) -> Non
         first = run.agents[1]
         run.start(1)
         assert run.agents[1].wait(20) == 2
-        assert "this run takes no hosts: it was started with --nodes 2" in run.said(1)
+        assert "this run does not accept hosts: it was started with --nodes 2" in run.said(1)
         run.agents[1] = first
         end(run, 0, 1)
 

@@ -288,9 +288,11 @@ class Newcomers:
         """
         plan, cluster, hello = self._plan, self._crew, one.hello
         if not plan.elastic:
-            raise UsageError(f"this run takes no hosts: it was started with --nodes {plan.nodes}, not with MIN:MAX")
+            raise UsageError(
+                f"this run does not accept hosts: it was started with --nodes {plan.nodes}, not with MIN:MAX"
+            )
         if hello.nodes != plan.nodes or not (0 < hello.node < plan.nodes or hello.node == -1):
-            raise UsageError(f"it came as node {hello.node} of {hello.nodes}, this run has {plan.nodes}")
+            raise UsageError(f"the host joined as node {hello.node} of {hello.nodes}, but this run has {plan.nodes}")
         there = {there.hello.node: there for there in (*cluster.here, *cluster.waiting) if not there.leaves}
         if (rival := there.get(hello.node)) is not None:
             facts, silent = rival.hello.facts, time.monotonic() - rival.link.heard_seconds

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):
-        what = "--bitwise" if config.bitwise else f"{config.task}, a loop of your own"
+        what = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
         raise UsageError(code="verify-mesh", what=what)
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")

@@ -19,8 +19,8 @@ class Elsewhere(torch.Tensor):
     """Stands for a gradient that ranks hold in shares: whoever computes with it would compute with nothing."""
 
     words = (
-        "on a gradient that is cut over ranks: under this strategy each rank holds a share of it only. To clip, call "
-        "s.clip_grad_norm(max_norm)"
+        "on a gradient that is sharded over ranks: under this strategy each rank holds only a shard of it. To clip, "
+        "call s.clip_grad_norm(max_norm)"
     )
 
     @classmethod
@@ -42,7 +42,7 @@ class Replaced(Elsewhere):
     """Stands for a parameter that the model had before it was cut: it would keep its first values for ever."""
 
     words = (
-        "on a parameter from before s.prepare: strategy 'fsdp' has cut it over ranks, and the model has another now. "
+        "on a parameter from before s.prepare: strategy 'fsdp' has sharded it, and the model now has a different one. "
         "Take model.parameters() after s.prepare"
     )
 

@@ -277,7 +277,7 @@ class Loop(Ranks):
             self._is_damaged = True
             return GRADIENTS.error(gradients[0].differing_gradients())
         if "data" in differing:
-            return DATA.error(f"at {self._at}: the loop has changed it in another way on each rank")
+            return DATA.error(f"at {self._at}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._is_damaged = True
             return PARAMETERS.error(f"some ranks have frozen parameters that others train, at {self._at}")

@@ -118,8 +118,8 @@ def _cut(
 
     cutting = cut_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
     if wish.strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these
-        words = f"{cutting.used_elsewhere[0]} is cut, and the model uses it beside its own layer"
-        advice = "Say 'whole' for that in Task(parallelize=...), or take another strategy"
+        words = f"{cutting.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
+        advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
         raise told_once(UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=words, advice=advice), world)
     lines = cutting.table(model, samples, plan.global_batch // world.data.size)
     along = world.along("tensor")

@@ -89,7 +89,7 @@ def rescue_alone(replica: Replica, run_dir: Path) -> str:
     """As `rescue`, without the other ranks: no collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
         advice = "resume from the newest checkpoint"
-        return f"the weights are cut over all ranks, and none can save them alone: {advice}"
+        return f"the weights are sharded over all ranks, and no rank can save them alone: {advice}"
     return rescue(replica.weights(), run_dir)
 
 

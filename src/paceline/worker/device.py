@@ -42,7 +42,7 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
     if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
         raise UsageError(
             f"{workers} processes on this node need {workers} GPUs, torch sees {count}. "
-            f"Start at most {plural(count, 'process', 'processes')} per node, let several share a GPU "
+            f"Start at most {plural(count, 'process', 'processes')} per node, let several processes share a GPU "
             "(--backend gloo), or use --device cpu."
         )
     return torch.device(kind, index % count)

@@ -159,7 +159,7 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
     if rung.exact and policy == "sync":
         return "has local batch norm only"
     if rung.sharded and optimizer not in ELEMENT_WISE:
-        return f"cuts parameters into pieces, and {optimizer.__name__} may look at a whole one"
+        return f"shards parameters, and {optimizer.__name__} may use a whole one"
     if world.mesh is not None and not rung.on_mesh:
         return "cannot train a part of a model"
     if rung.one_process and world.data.size > 1:
