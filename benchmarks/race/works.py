@@ -105,4 +105,4 @@ WORKS = {
     "W3gs": Work("GPT, 2.7 M", partial(GPT, layers=6, width=192, heads=6), "text", 4, "adamw", 3e-4),
     "tiny": Work("MLP, 13 k, to see whether the script works", partial(mlp, 16), "images", 4, "adamw", 1e-3),
 }
-SMALL = ("W3s", "W3gs", "tiny")
+SMALL = ("W3s", "W3gs", "W3g1", "tiny")
