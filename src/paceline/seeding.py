@@ -5,6 +5,7 @@ rank, micro-batch), the augmentation of (epoch, sample). So a run draws the same
 a resume.
 """
 
+import ctypes
 import hashlib
 import math
 import random
@@ -33,23 +34,23 @@ def random_stream(seed: int, device: torch.device) -> Generator["Streams"]:
     All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either. Yields
     the streams outside.
     """
-    on_gpu = device.type not in ("cpu", "meta")
-    with preserved_streams() as outside, torch.random.fork_rng([device], enabled=on_gpu, device_type=device.type):
+    with preserved_streams() as outside:
         seed_streams(seed)
-        if on_gpu:
+        if device.type in ("cpu", "meta"):
+            yield outside
+            return
+        with torch.random.fork_rng([device], device_type=device.type):
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
             with torch.accelerator.device_index(device.index):
                 torch.get_device_module(device).manual_seed(seed)
-        yield outside
+            yield outside
 
 
 def seed_streams(seed: int) -> None:
     """Let torch, `random` and (if it is loaded) numpy continue from `seed`."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy_random = _numpy_random()
-    if numpy_random:
-        numpy_random.seed(seed % 2**32)
+    _NUMPY.seed(seed % 2**32)
 
 
 class Streams:
@@ -59,16 +60,13 @@ class Streams:
         self._keep()
 
     def _keep(self) -> None:
-        numpy_random = _numpy_random()
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        self._numpy = numpy_random.get_state() if numpy_random else None
+        self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
     def put_back(self) -> None:
         """Let the streams continue from there."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
-        if self._numpy is not None:
-            _numpy_random().set_state(self._numpy)
+        _NUMPY.put_back(self._numpy)
 
     @contextmanager
     def current(self) -> Generator[None]:
@@ -122,6 +120,60 @@ def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
         numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
     if len(on_device):
         torch.get_device_module(device).set_rng_state(on_device.clone(), device)
+
+
+class _NumpyStream:
+    """numpy's global generator, saved and restored in each step.
+
+    numpy's `get_state` and `set_state` take 130 us, as they convert 624 words one by one. If the words in memory show
+    that nobody has drawn, both are avoided. A cached normal number is not in these words; if there is one, numpy's own
+    functions are used.
+    """
+
+    _BYTES = 4 * 625  # 624 words and a position
+
+    def __init__(self) -> None:
+        self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
+        self._seeded = b""  # the words after the last seed
+
+    def seed(self, seed: int) -> None:
+        """Let it continue from `seed`, 0 <= seed < 2**32."""
+        if numpy_random := _numpy_random():
+            numpy_random.seed(seed)
+            self._seeded = self._words()
+
+    def state(self) -> Any:
+        """Where it is; None if numpy is not loaded."""
+        if not (numpy_random := _numpy_random()):
+            return None
+        words, state = self._words(), self._saved[1]
+        if not words or words != self._saved[0]:
+            state = numpy_random.get_state()
+            has_cached_number = bool(state[3])
+            self._saved = (b"" if has_cached_number else words), state
+        return state
+
+    def put_back(self, state: Any) -> None:
+        """Let it continue from a `state`."""
+        if state is None:
+            return
+        words = self._words()
+        if words and words == self._seeded and state is self._saved[1] and self._saved[0]:
+            ctypes.memmove(self._address(), self._saved[0], self._BYTES)
+        else:
+            _numpy_random().set_state(state)
+            self._saved = b"", None  # the same words may have a cached number now
+
+    def _address(self) -> int:
+        return _numpy_random().get_bit_generator().ctypes.state_address
+
+    def _words(self) -> bytes:
+        """Its words, and how many are used; empty if it is another generator than numpy's default."""
+        is_default = type(_numpy_random().get_bit_generator()).__name__ == "MT19937"
+        return ctypes.string_at(self._address(), self._BYTES) if is_default else b""
+
+
+_NUMPY = _NumpyStream()
 
 
 def _numpy_random() -> Any:

@@ -109,6 +109,8 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
     Through float32 at least: a GPU would turn a scalar tensor into the type of `total` first, and 70,000 tokens are
     infinite in float16.
     """
+    if isinstance(divisor, float) and divisor == 1.0:
+        return total
     if total.element_size() < 4:
         return total.copy_(total.float().div_(divisor))
     return total.div_(divisor)
@@ -125,7 +127,12 @@ def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
 
 
 def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
-    """The tensors of each type together, and `number` as a kernel for many of them takes it: a GPU's in their type."""
+    """The tensors of each type together, and `number` as a kernel for many of them takes it: a GPU's in their type.
+
+    None if the host knows that `number`, a factor or divisor, is 1.
+    """
+    if isinstance(number, float) and number == 1.0:
+        return
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.dtype].append(tensor)

@@ -105,22 +105,21 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
     if not costs(device):
         # A sum is several times faster than a look at each element, and never finite where an element is not. As a
         # sum of finite elements may overflow, too, each element is then looked at.
-        sums = [one.sum(dtype=torch.promote_types(one.dtype, torch.float32)) for one in gradients]
-        quick = torch.stack(sums).isfinite().all()
+        sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
+        perhaps = torch.tensor([float(not math.isfinite(torch.stack(sums).sum()))], dtype=torch.float64)
     else:  # one kernel for many of them, and it cannot overflow
-        quick = nn.utils.get_total_norm(gradients, math.inf).isfinite()
-    perhaps = (~quick).double().view(1)
+        perhaps = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).double().view(1)
     return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
 
 
-def scaled(gradients: Sequence[Tensor], factor: Tensor, device: torch.device) -> Pending[bool]:
+def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> Pending[bool]:
     """Multiply gradients, all on `device`, by the scalar `factor`; the same question of them, answered on the way."""
     # on the CPU that kernel takes as much memory again; and the factor it takes is a float32
     if not gradients or not costs(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
         for group, number in by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite(gradients, device)
-    factor = factor.float()
+    factor = factor.float() if isinstance(factor, Tensor) else torch.full((), factor, device=device)
     # an element is looked at before it is multiplied: by more than one, it may overflow then
     perhaps = (factor.abs() > 1).float().view(1)
     torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -354,6 +353,8 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
 
     def wait() -> Pending[Totals]:
         everything = finish()
+        if len(leaves) == 1:
+            return Pending(everything, lambda found: Totals(found[:columns], found[columns:]))
         rows = everything[: leaves.numel()].view(leaves.shape).unbind()
         sums = tree_sum({(v, v + 1): row for v, row in enumerate(rows)}, torch.add, len(rows))
         numbers = torch.cat([sums, everything[leaves.numel() :]])

@@ -114,9 +114,12 @@ class InMemory:
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
-        nothing: Grads = [None] * len(self._parameters)
-        first, flats = self._own[0] or nothing, [_flat(grads) for grads in self._own]
-        results = _divided(flats[0] or nothing, divisor) if self._sum is None else self._sum.run(flats, divisor)
+        first = self._own[0] or [None] * len(self._parameters)
+        results: Sequence[Tensor | None] = first
+        if self._sum is not None:
+            results = self._sum.run([_flat(grads) for grads in self._own], divisor)
+        elif divisor is not None:
+            divide_each([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
             for parameter, strides, grad, result in zip(self._parameters, self._strides, first, results, strict=True):
                 give(parameter, strides, grad, result)
@@ -194,9 +197,3 @@ def _laid_out(bucket: Bucket, strides: Sequence[Strides], grads: Grads | None) -
 
 def _flat(grads: Grads | None) -> Flat | None:
     return None if grads is None else [flat(grad) for grad in grads]
-
-
-def _divided(sums: Sequence[Tensor | None], divisor: float | Tensor | None) -> Sequence[Tensor | None]:
-    if divisor is not None:
-        divide_each([total for total in sums if total is not None], divisor)
-    return sums

@@ -82,6 +82,7 @@ MARKS_AT = BOX_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: of the box, and of a record.
+_SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that it took
@@ -120,7 +121,7 @@ class Box:
 
     def tick(self) -> None:
         """Say that something has moved."""
-        self.put("changes", self.get("changes") + 1)
+        self._words[_CHANGES] += 1
 
     def note_stops(self, noted: bool) -> None:
         """Say whether signals that ask to stop wait for the next step's end; also where the guard is off."""
@@ -141,9 +142,9 @@ class Box:
             for passed, spent_ns in self.on_device(phase):
                 self._spend(passed, spent_ns)
         self._phase, self._since_ns = phase, now
-        self.put("phase_since_ns", now)
-        self.put("phase", phase)
-        self.tick()
+        self._words[_SINCE] = now
+        self._words[_PHASE] = phase
+        self._words[_CHANGES] += 1
         return before
 
     def _spend(self, phase: Phase, spent_ns: int) -> None:

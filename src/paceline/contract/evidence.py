@@ -37,10 +37,11 @@ class Phase(IntEnum):
     CHECKPOINT = 8
     CLOSE = 9  # after the last step
 
-    @property
-    def word(self) -> str:
-        """For people."""
-        return self.name.lower()
+    word: str
+    """for people"""
+
+    def __init__(self, _: int) -> None:
+        self.word = self._name_.lower()  # made once: each step reads it several times
 
 
 class Op(msgspec.Struct, frozen=True, omit_defaults=True):

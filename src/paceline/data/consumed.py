@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MODULUS = 2**64
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+_LAST_SHIFT = np.uint64(31)
 
 
 def fingerprint(indices: Tensor) -> int:
@@ -28,12 +31,11 @@ def fingerprint(indices: Tensor) -> int:
 
 def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hash of each of `numbers`, as a new array."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)  # else sample 0 would have hash 0, and would never be missed
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    z = numbers + _STEP  # else sample 0 would have hash 0, and would never be missed
+    for shift, factor in _ROUNDS:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> _LAST_SHIFT
     return z
 
 

@@ -10,6 +10,7 @@ The k-th global batch never depends on the number of (virtual) ranks, every samp
 uneven (by one) rather than padded: the step weights by samples, so nothing needs to be repeated or left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -97,13 +98,19 @@ class BatchPlan:
 
     def parts(self, epoch: int, step: int) -> int:
         """How many micro-batches this step has: `accumulation`, less those that would be empty on every rank."""
-        largest_share = -(-len(self.global_indices(epoch, step)) // self.virtual_ranks)
-        return min(self.accumulation, largest_share)
+        return self._parts(self.global_indices(epoch, step))
+
+    def _parts(self, whole: Tensor) -> int:
+        return min(self.accumulation, -(-len(whole) // self.virtual_ranks))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
-        """(n,) int64: micro-batch `part` of the virtual rank's share, which is cut into nearly equal parts."""
-        share = self.indices(epoch, step, virtual_rank)
-        return share.tensor_split(self.parts(epoch, step))[part]
+        """(n,) int64: micro-batch `part` of the virtual rank's share, which is split into nearly equal parts."""
+        return self.microbatches(self.global_indices(epoch, step), virtual_rank)[part]
+
+    def microbatches(self, whole: Tensor, virtual_rank: int) -> Sequence[Tensor]:
+        """All micro-batches of the virtual rank's share of a global batch `whole`, (n,) int64."""
+        share = whole[virtual_rank :: self.virtual_ranks]
+        return (share,) if (parts := self._parts(whole)) == 1 else share.tensor_split(parts)
 
 
 @dataclass(frozen=True)
@@ -133,16 +140,15 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many.
     Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
     """
-    parts = range(plan.parts(epoch, step))
-    if merged:
-        groups = [(share[0], part, [plan.microbatch(epoch, step, v, part) for v in share]) for part in parts]
-    else:
-        groups = [(v, part, [plan.microbatch(epoch, step, v, part)]) for v in share for part in parts]
     whole = plan.global_indices(epoch, step)
     stand_in, size = whole[:1], len(whole)
+    shares = [plan.microbatches(whole, v) for v in share]
+    if merged:
+        groups = [(share[0], part, torch.cat(of_all)) for part, of_all in enumerate(zip(*shares, strict=True))]
+    else:
+        groups = [(v, part, own) for v, parts in zip(share, shares, strict=True) for part, own in enumerate(parts)]
     work: list[Work] = []
-    for virtual_rank, part, shares in groups:
-        indices = torch.cat(shares)
+    for virtual_rank, part, indices in groups:
         if len(indices):
             work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
         elif merged:

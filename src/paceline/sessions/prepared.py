@@ -35,8 +35,8 @@ from paceline.train.alike import checksum
 from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
 
 NO_OTHER_BACKWARD = (
-    ". Or it was torch.autograd.grad, for a gradient penalty say: strategy 'fsdp' has the weights only for a moment, "
-    "and cannot compute it. Use another strategy"
+    ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
+    "for a moment, and cannot compute it. Use another strategy"
 )
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
@@ -294,7 +294,7 @@ class Prepared(Trainee):
         self._carried = None
 
     @torch.no_grad()
-    def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """As `Trainee.synchronise`."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)

@@ -128,7 +128,7 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
     loss, counted = added_in(loss), body.work.counted
     if loss.numel() == 1 and (loss.ndim == 1 or len(body.work.indices) > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
-        loss = loss.reshape(())
+        loss = loss.reshape(()) if loss.ndim else loss
         weight = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if loss.ndim == 0:
         if reduction == "sum":

@@ -283,13 +283,15 @@ class Steps:
 
         The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
         """
-        late, totals, host = costs(self._world.device), None, self._host
+        late, totals, host, loss = costs(self._world.device), None, self._host, 0.0
         if host is not None and self._sums.samples:  # no other host is waited for
-            loss, rest = 0.0, self._sums.put_off(finish)
+            rest = self._sums.put_off(finish)
         else:
             totals = finish()
-            rest = self._sums.rest(totals.numbers)
-            loss = 0.0 if late else self._sums.take(totals.now())
+            told = None if late else totals.now()
+            rest = self._sums.rest(totals.numbers if told is None else told.sums)
+            if told is not None:
+                loss, rest = self._sums.take(told), float(rest)  # gradients are not divided by a number that is 1
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)

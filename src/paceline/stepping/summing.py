@@ -82,6 +82,7 @@ class Sums:
         self.without_gradient = False
         """whether a loss of this rank was constant, or had no weight"""
         self._samples, self._plain, self._by_samples = 0, True, True
+        self._is_counted = False  # whether `rows` are those of a round that is over
         self._reduction: Reduction | None = None
         self._awaited: Finish | None = None
         self._said_scale = 0.0
@@ -99,6 +100,9 @@ class Sums:
         self._by_samples = weighed.by_samples
         if shared and not same(weighed.weight, body.weights[-1]):
             raise UsageError(code="weights-differ", first=float(body.weights[-1]), other=float(weighed.weight))
+        if self._is_counted:
+            self._is_counted = False
+            self.rows.zero_()
         if body.work.counted and self._world.leads:  # of several that compute the same
             loss_sum, weight_sum = self._row(body.work.virtual_rank).unbind()
             weighed.add_to(loss_sum)
@@ -137,13 +141,13 @@ class Sums:
             self.scale = near(self._guess or samples)
         return float(self.scale)
 
-    def exact_scale(self, totals: Tensor) -> Tensor:
+    def exact_scale(self, totals: Tensor) -> float | Tensor:
         """The weight of the global batch, from the totals over ranks, on their device."""
-        self.scale = self.weight_of(totals)
-        return self.scale
+        self.scale = scale = self.weight_of(totals)
+        return scale
 
-    def rest(self, totals: Tensor) -> Tensor:
-        """What the summed gradients still have to be divided by, a scalar on the device of the totals over ranks."""
+    def rest(self, totals: Tensor | Sequence[float]) -> float | Tensor:
+        """What the summed gradients still have to be divided by, from totals that are read or on their device."""
         return self.weight_of(totals) / (1.0 if self.scale is None else self.scale)
 
     @property
@@ -159,10 +163,10 @@ class Sums:
             said.append(self._said_scale)
         return start_totals(self.rows, said)
 
-    def put_off(self, finish: Finish) -> Tensor:
+    def put_off(self, finish: Finish) -> float:
         """Wait for the totals in `await_totals` only; the rest, as each of the `samples` weighs 1."""
         self._awaited = finish
-        return torch.ones((), dtype=torch.float64)
+        return 1.0
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
         """Wait for the totals that were put off, after the update.
@@ -205,11 +209,10 @@ class Sums:
         self.result.loss += loss
         return loss
 
-    def weight_of(self, totals: Tensor) -> Tensor:
-        """From the totals over ranks, on their device, what sums of losses are divided by, a scalar there."""
-        if self._reduction == "sum":
-            return torch.ones_like(totals[1])
-        return totals[1] if self._counted_before is None else torch.full_like(totals[1], self._counted_before)
+    def weight_of(self, totals: Tensor | Sequence[float]) -> float | Tensor:
+        """From the totals over ranks, read or on their device, what sums of losses are divided by."""
+        known = 1.0 if self._reduction == "sum" else self._counted_before
+        return totals[1] if known is None else known
 
     def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
         """From the totals over ranks the mean loss and its weight; a new round begins.
@@ -225,8 +228,7 @@ class Sums:
         self.divisor = weight_total
         known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = known or self.scale == weight_total
-        self.rows.zero_()
-        self.in_round = 0
+        self.in_round, self._is_counted = 0, True
         if self._one_each:
             self.scale, self.is_guess = None, False
         return loss_total / weight_total, weight_total

@@ -118,7 +118,7 @@ class Trainee:
     def drop(self) -> None:
         """After a backward whose gradients this model does not want, or has not got."""
 
-    def synchronise(self, divisor: Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         `agreed`: hosts that step by themselves ask each other, so that all return the same. Returns what

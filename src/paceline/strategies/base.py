@@ -48,7 +48,7 @@ class Replica:
     """(micro-batch, is it the step's last here?): surrounds all that is computed for it: random stream, buffers"""
     backward: Callable[[Work, bool], AbstractContextManager[Any]]
     """(work, is it the step's last backward here?): surrounds each backward inside `body`"""
-    sync_gradients: Callable[[Tensor], bool | Pending[bool] | None]
+    sync_gradients: Callable[[float | Tensor], bool | Pending[bool] | None]
     """(divisor, a scalar): sums .grad over ranks and divides it: the gradient of the global batch's mean. Whether
     it was found to be finite on the way, on all ranks alike: True, or still to be read, or None, nobody has looked"""
     reset: Callable[[], None]
@@ -110,7 +110,7 @@ def replica(
     *,
     virtual_ranks: int | None = None,
     module: nn.Module | None = None,
-    sync_gradients: Callable[[Tensor], bool | Pending[bool] | None] | None = None,
+    sync_gradients: Callable[[float | Tensor], bool | Pending[bool] | None] | None = None,
     reset: Callable[[], None] = lambda: None,
     around: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
@@ -166,7 +166,7 @@ def replica(
         with random_stream(batch.random_seed, world.device) as outside, buffers.of(batch.work):
             yield outside
 
-    def sync_all_gradients(total_weight: Tensor) -> bool | Pending[bool] | None:
+    def sync_all_gradients(total_weight: float | Tensor) -> bool | Pending[bool] | None:
         for name, parameter in frozen.items():
             if parameter.requires_grad:
                 raise UsageError(code="unfrozen-later", name=name)
@@ -236,6 +236,6 @@ def replica(
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor, device: torch.device) -> Pending[bool]:
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device) -> Pending[bool]:
     """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
     return scaled([p.grad for p in parameters if p.grad is not None], factor, device)

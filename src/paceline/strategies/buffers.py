@@ -10,7 +10,7 @@ buffers of normalization layers are averaged; for all others see `paceline.check
 import hashlib
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -103,6 +103,8 @@ class VirtualBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember all buffers as they are, for `put_back`."""
+        if not self._slots:
+            return
         self._adopt()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
@@ -145,12 +147,15 @@ class VirtualBuffers:
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
-    @contextmanager
-    def of(self, work: Work) -> Generator[None]:
+    def of(self, work: Work) -> AbstractContextManager[None]:
         """Inside, the module has the buffers of this work's virtual rank; a stand-in's changes are forgotten.
 
         Except those of synchronised batch norm: its statistics are global, so a stand-in's are everybody's.
         """
+        return self._inserted(work) if self._slots or not self._names_checked else nullcontext()
+
+    @contextmanager
+    def _inserted(self, work: Work) -> Generator[None]:
         self._adopt()
         self._forwarded = True
         own = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}

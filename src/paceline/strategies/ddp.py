@@ -63,7 +63,7 @@ def ddp(
     known = {p: get_gradient_edge(p).node for p in parameters}
     pointers = [p.data_ptr() for p in parameters]
 
-    def sync_gradients(total_weight: Tensor) -> Pending[bool]:
+    def sync_gradients(total_weight: float | Tensor) -> Pending[bool]:
         nonlocal pointers
         if (now := [*map(Tensor.data_ptr, parameters)]) != pointers:
             _check_hooked(model, known)

@@ -95,7 +95,7 @@ def fsdp(
     optimizer.register_step_post_hook(shares.forget_gradients)
     used = _Used(model, blocks, shares.uncut)
 
-    def sync_gradients(total_weight: Tensor) -> None:
+    def sync_gradients(total_weight: float | Tensor) -> None:
         used.agree(model, world)
         divide_each([held.tensor for held in shares.gradients()], total_weight)
 

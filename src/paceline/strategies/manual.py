@@ -27,7 +27,7 @@ def manual(
     parameters = trainable(model)
     names = {p: name for name, p in model.named_parameters()}
 
-    def sync_gradients(total_weight: Tensor) -> None:
+    def sync_gradients(total_weight: float | Tensor) -> None:
         check_dense(((p, p.grad) for p in parameters), names)
         all_reduce_gradients(parameters, total_weight)
 

@@ -119,7 +119,7 @@ def pipelined(
     made = of_parts(part, world, {}, is_elsewhere)
     shared = _shared(dict(model.named_parameters()), holders, world)
 
-    def sync_gradients(total_weight: Tensor) -> None:
+    def sync_gradients(total_weight: float | Tensor) -> None:
         part.sync_gradients(total_weight)
         for group, parameters in shared:
             flat = pack(parameters, [p.grad for p in parameters])

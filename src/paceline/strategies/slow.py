@@ -50,7 +50,7 @@ def between_hosts(
     if outer is None:
         return _with_feedback(common(sync_gradients=reducer.finish), hosts, across)
 
-    def sync_gradients(total_weight: Tensor) -> bool:
+    def sync_gradients(total_weight: float | Tensor) -> bool:
         # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
         return reducer.finish(total_weight / hosts.count)
 

@@ -33,7 +33,7 @@ class Passes:
 
     def samples(self, record: StepRecord) -> int:
         """Of the global batch that a step was on."""
-        return len(self._plan.global_indices(self.epoch(record.step), (record.step - 1) % self._plan.steps_per_epoch))
+        return record.microbatches[0].work.global_samples
 
     def note(self, record: StepRecord) -> None:
         """A step is done (a collective)."""

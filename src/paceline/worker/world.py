@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -55,7 +56,7 @@ class World:
         """
         return self if self.mesh is None else self.along("batch")
 
-    @property
+    @cached_property
     def leads(self) -> bool:
         """Whether, of the ranks that work on the same samples, this one speaks for all: it is where the loss is."""
         last = self.along("pipeline")

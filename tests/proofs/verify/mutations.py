@@ -103,8 +103,8 @@ def wrong_sync(sync: Callable[[Replica, list[Work], Tensor], None], *modules: Mo
             with right.body(batch, is_last):
                 yield
 
-        def sync_gradients(total_weight: Tensor) -> None:
-            sync(right, works, total_weight)
+        def sync_gradients(total_weight: float | Tensor) -> None:
+            sync(right, works, torch.as_tensor(total_weight, dtype=torch.float64))
             works.clear()
 
         return replace(right, body=body, sync_gradients=sync_gradients)
@@ -349,7 +349,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
 
         def sync_gradients(total_weight: Tensor) -> None:
             before_sync()
-            right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
+            right.sync_gradients(float(right.world.size))
             seen.clear()
 
         return replace(right, body=body, sync_gradients=sync_gradients)

@@ -316,8 +316,8 @@ def _of_mean(loss: Tensor, weight: float | Tensor | None, reduction: Reduction) 
     return whole / loss.numel()
 
 
-def _undivided(sync_gradients: Callable[[Tensor], Any], divisor: Tensor) -> Any:
-    return sync_gradients(torch.ones_like(divisor))
+def _undivided(sync_gradients: Callable[[float | Tensor], Any], _divisor: float | Tensor) -> Any:
+    return sync_gradients(1.0)
 
 
 def _version(gradient: Tensor | None) -> int:

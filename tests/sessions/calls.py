@@ -1,0 +1,75 @@
+"""Counts what a step costs the host: Python calls and torch operations per step, in a plain loop or in a session."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+FIRST, STEPS = 10, 20  # the first steps check more
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steps(kind: str) -> Iterator[None]:
+    torch.manual_seed(0)
+    inputs = torch.randn(64 * 40, 20)
+    model: Any = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    targets = inputs[:, :1]
+    if kind == "plain":
+        for batch in torch.randperm(len(inputs)).split(64):
+            x, y = inputs[batch], targets[batch]
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            yield
+        return
+    s = paceline.session()
+    model, optimizer = s.prepare(model, optimizer)
+    loader = s.loader(DataLoader(TensorDataset(inputs, targets), batch_size=64, shuffle=True))
+    for _ in s.epochs(1):
+        for x, y in loader:
+            optimizer.zero_grad()
+            s.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            yield
+
+
+def counted(kind: str) -> dict[str, float]:
+    calls, running = 0, steps(kind)
+    for _ in range(FIRST):
+        next(running)
+
+    def note(_frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    for _ in range(STEPS):
+        next(running)
+    sys.setprofile(None)
+    with Operations() as operations:
+        for _ in range(4):
+            next(running)
+    return {"calls": calls / STEPS, "operations": operations.count / 4}
+
+
+if __name__ == "__main__":
+    Path(f"{sys.argv[1]}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(counted(sys.argv[1])))

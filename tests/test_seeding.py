@@ -1,0 +1,68 @@
+"""Random streams: draws inside depend on the seed only, and draws outside are those of a program without streams."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.seeding import Streams, random_stream
+
+CPU = torch.device("cpu")
+INSIDE: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "uniform": lambda: np.random.rand(3),
+    "normal": np.random.randn,  # leaves a cached number, which is not in the generator's words
+    "seeded": lambda: np.random.seed(5),
+    "nested": lambda: drawn(8),
+}
+
+
+def drawn(seed: int) -> list[float]:
+    with random_stream(seed, CPU):
+        return everything()
+
+
+def everything() -> list[float]:
+    return [np.random.randn(), np.random.rand(), random.random(), torch.rand(1).item()]
+
+
+def outside(inside: Callable[[], Any] | None) -> list[float]:
+    """An odd number of normal draws between any two streams: every second state has a cached number."""
+    np.random.seed(3)
+    random.seed(3)
+    torch.manual_seed(3)
+    found: list[float] = []
+    for number in range(6):
+        if inside is not None:
+            with random_stream(number, CPU):
+                inside()
+        found += everything() if number % 3 else [np.random.randn()]
+    return found
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_draws_outside_a_stream_are_untouched(inside: str) -> None:
+    assert outside(INSIDE[inside]) == outside(None)
+
+
+@pytest.mark.parametrize("before", INSIDE)
+def test_draws_inside_a_stream_depend_on_its_seed_only(before: str) -> None:
+    want = drawn(7)
+    INSIDE[before]()
+    assert drawn(7) == want != drawn(6)
+
+
+def test_streams_that_are_put_back_have_their_cached_normal_number() -> None:
+    np.random.seed(3)
+    want = [np.random.randn(), np.random.randn()]
+    np.random.seed(3)
+    found = [np.random.randn()]
+    streams = Streams()
+    np.random.randn()  # uses the cached number: the same words, without one
+    drawn(1)
+    streams.put_back()
+    drawn(1)
+    assert [*found, np.random.randn()] == want
