@@ -207,7 +207,7 @@ bench-epoch: $(STAMP)  ## one epoch of the MNIST CNN, from the command to the ac
 	$(BIN)/python benchmarks/epoch.py --out benchmarks/results/epoch.json
 
 bench-hosts: $(STAMP)  ## two hosts, network namespaces with a link of 1 Gbit/s between them (root)
-	$(BIN)/python benchmarks/two_hosts.py --rate 1gbit --out benchmarks/results/two-hosts.json
+	$(BIN)/python benchmarks/two_hosts.py --rate 1gbit --per-host 2 --out benchmarks/results/two-hosts.json
 
 bench-scale: $(STAMP)  ## does `paceline scale` name what was planted, and is its estimate right? (root)
 	$(BIN)/python benchmarks/scale_causes.py --out benchmarks/results/scale.json
