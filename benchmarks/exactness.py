@@ -30,13 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checkpoint.snapshot import SnapshotWriter
+from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.resume import Content
+from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
 from paceline.stepping.votes import Votes
-from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
@@ -46,7 +47,6 @@ from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
-from paceline.train.resume import Content
 from paceline.train.saving import Saver
 from paceline.worker.world import World, joined
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
-from paceline.store.store import Checkpoints, write_file
+from paceline.checkpoint.format import FORMAT, Manifest, Piece, ShardFile
+from paceline.checkpoint.manager import Checkpoints, write_file
 
 SIZE = 3000  # elements of one shard, a byte each
 HEADER = 128  # bytes before them, which say so

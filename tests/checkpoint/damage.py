@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.checkpoint.checkpoint_harness import SIZE, leftovers, newest, shard_bytes, shard_name
 
-from paceline.store.store import Checkpoints, write_file
+from paceline.checkpoint.manager import Checkpoints, write_file
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:

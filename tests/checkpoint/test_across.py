@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoint import across
 from paceline.checkpoint.across import OtherHosts
-from paceline.checkpoint.snapshot import SnapshotWriter, newest
+from paceline.checkpoint.snapshots import SnapshotWriter, newest
 from paceline.checkpoint.state import Held
 from paceline.worker.world import World
 

@@ -14,8 +14,8 @@ import pytest
 from tests import warm
 from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved
 
-from paceline.store.files import room_for
-from paceline.store.store import Checkpoints
+from paceline.checkpoint.files import room_for
+from paceline.checkpoint.manager import Checkpoints
 
 pytestmark = pytest.mark.sample(3)
 

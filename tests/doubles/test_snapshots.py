@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.doubles.syncs import HostReads, on_the_cpu
 
-from paceline.checkpoint.snapshot import SnapshotWriter, newest
+from paceline.checkpoint.snapshots import SnapshotWriter, newest
 from paceline.checkpoint.state import Held
 
 

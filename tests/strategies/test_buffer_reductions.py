@@ -14,8 +14,8 @@ from tests.strategies.test_odd_models import Kept
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from paceline.checkpoint.exported import exported
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.export import exported
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share

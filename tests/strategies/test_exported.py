@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import AdamW
 
 from paceline import BatchPlan, Loading, load_steps, train_step
-from paceline.checkpoint.exported import exported, state_names
+from paceline.checkpoint.export import exported, state_names
+from paceline.checkpoint.format import Damaged
 from paceline.data.arrays import ArrayDataset
-from paceline.store.manifest import Damaged
 from paceline.strategies import STRATEGIES
 
 V = 5

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share

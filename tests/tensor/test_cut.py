@@ -14,11 +14,11 @@ from tests.tensor.models import GPT, HUGGING_FACE, OWN, Encoder, loss, sentences
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.format import Piece, cover
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.whole import whole
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
-from paceline.store.manifest import Piece, cover
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
 from paceline.tensor.plan import cuts_of, find_plan

@@ -14,7 +14,7 @@ from tests.tensor.models import GPT, loss, sentences, task
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.whole import whole
 from paceline.data.plan import ranks_share
 from paceline.mesh import Mesh

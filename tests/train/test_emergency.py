@@ -11,13 +11,13 @@ from tests.errors import raises
 from torch import nn
 
 from paceline import World, joined
-from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
+from paceline.checkpoint.resume import Content
+from paceline.checkpoint.shards import ShardFiles
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import TrainingError
-from paceline.store.store import Checkpoints, Claim, Fenced
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.resume import Content
 from paceline.train.saving import is_writer, save_alone
 
 CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.resume import Content
+from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.state import Held
 from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.stepping.votes import Votes
-from paceline.store.store import Checkpoints, Claim
-from paceline.train.resume import Content
 from paceline.train.saving import Saver
 from paceline.worker.world import World
 

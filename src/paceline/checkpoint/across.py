@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.shard import TYPES, fill, layout
-from paceline.checkpoint.snapshot import SENT_BYTES
+from paceline.checkpoint.format import Piece
+from paceline.checkpoint.shards import TYPES, fill, layout
+from paceline.checkpoint.snapshots import SENT_BYTES
 from paceline.checkpoint.state import Held
 from paceline.collectives.control import gather_words
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
-from paceline.store.manifest import Piece
 from paceline.worker.world import World
 
 MOST_SHARE = 0.05  # of the time of training: on a slow network not every snapshot is taken

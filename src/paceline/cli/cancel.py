@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.published import entries
 from paceline.cli.commands import command_line
 from paceline.cli.finding import (
     Means,
@@ -26,7 +27,6 @@ from paceline.launch.submission import Submission, last_submission
 from paceline.observe.folder import CHECKPOINTS, LOCK
 from paceline.observe.summary import LIVE
 from paceline.observe.terminal import clean
-from paceline.store.published import entries
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0

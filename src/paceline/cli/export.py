@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from paceline.checkpoint.manager import Checkpoints, Damaged
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import check_out_file, check_positive
@@ -17,7 +18,6 @@ from paceline.disk.reading import is_file, is_folder, names, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
 from paceline.observe.folder import BEST_WEIGHTS, CHECKPOINTS, WEIGHTS
 from paceline.observe.summary import read_summary
-from paceline.store.store import Checkpoints, Damaged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +123,7 @@ def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             found = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if found is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
-        from paceline.checkpoint.exported import of_checkpoint
+        from paceline.checkpoint.export import of_checkpoint
 
         return of_checkpoint(*found, config.model), f"step {found[1].step} of {run_dir.name}"
     except Damaged as error:

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.checkpoint.resume import origin_of, placed
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
@@ -43,7 +44,6 @@ from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.keeping import Rhythm
 from paceline.train.preemption import noticing
-from paceline.train.resume import origin_of, placed
 from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard

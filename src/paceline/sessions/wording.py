@@ -7,13 +7,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.resume import Origin, Place
 from paceline.collectives.control import check_equal, together
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.observe import folder as run_folder
-from paceline.train.resume import Origin, Place
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
 from paceline.worker.world import World

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from paceline.checkpoint.cut import parameter_of
-from paceline.checkpoint.exported import state_names
+from paceline.checkpoint.export import state_names
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import whole
 from paceline.collectives.buckets import pack, unpack

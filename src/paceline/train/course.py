@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.exported import state_names
+from paceline.checkpoint.export import state_names
+from paceline.checkpoint.resume import Content, Origin, Place
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of
 from paceline.collectives.control import check_equal, told_once
@@ -30,7 +31,7 @@ from paceline.train.fit import StepRecord
 from paceline.train.keeping import Keeping, Rhythm
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records, Traces
-from paceline.train.resume import Content, Holder, Origin, Place
+from paceline.train.saving import Holder
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World

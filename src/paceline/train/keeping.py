@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.checkpoint.across import OtherHosts
-from paceline.checkpoint.snapshot import SnapshotWriter, inherited
+from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.resume import Content, Origin, Place, newest_origin
+from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.collectives.control import gather_words, together
 from paceline.contract.evidence import Phase
@@ -18,10 +20,8 @@ from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.observe.writers import EventWriter
 from paceline.stepping.votes import Votes
-from paceline.store.store import Checkpoints, Claim
 from paceline.train.alike import check_replicas
-from paceline.train.resume import Content, Holder, Origin, Place, newest_origin
-from paceline.train.saving import Saver, is_writer, save_alone
+from paceline.train.saving import Holder, Saver, is_writer, save_alone
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 

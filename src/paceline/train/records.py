@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from paceline.checkpoint.resume import Place
 from paceline.collectives.control import gather_words
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
@@ -25,7 +26,6 @@ from paceline.observe.writers import EventWriter
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
-from paceline.train.resume import Place
 from paceline.worker.world import World
 
 LAST = 8  # steps that are always in detail

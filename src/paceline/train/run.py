@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from paceline import __version__
+from paceline.checkpoint.resume import Origin, Place, origin_of, placed
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
@@ -29,7 +30,6 @@ from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import Parts, prepare
-from paceline.train.resume import Origin, Place, origin_of, placed
 from paceline.train.training import Training
 from paceline.train.weights import begin_with
 from paceline.worker.device import device_words

@@ -19,17 +19,38 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import ShardLayout, fill, layout, rank_part
+from paceline.checkpoint.files import room_for
+from paceline.checkpoint.format import FORMAT, Manifest, Piece, ShardFile
+from paceline.checkpoint.manager import Checkpoints, Claim, Report, write_file
+from paceline.checkpoint.resume import Content
+from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.state import Held
 from paceline.collectives.control import gather_words
 from paceline.errors import PacelineError, TrainingError
 from paceline.observe.events import Checkpointed
+from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
-from paceline.store.files import room_for
-from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
-from paceline.store.store import Checkpoints, Claim, Report, write_file
-from paceline.train.resume import Content, Holder
 from paceline.worker.world import World
+
+
+@dataclass(frozen=True)
+class Holder:
+    """All models of a training, as one state to be saved."""
+
+    parts: Sequence[Trainee]
+    world: World
+    virtual_ranks: int
+    others: Callable[[], list[Held]] = list
+    """gives the tensors of what is saved beside models, the same on all ranks"""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a share only of any of them."""
+        return any(part.replica.sharded for part in self.parts)
+
+    def state(self) -> list[Held]:
+        """All tensors of all models, and the others."""
+        return [*(held for part in self.parts for held in part.state()), *self.others()]
 
 
 @dataclass

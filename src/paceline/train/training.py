@@ -6,6 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from paceline.checkpoint.resume import Origin, Place
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -25,7 +26,6 @@ from paceline.train.keeping import Rhythm
 from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
-from paceline.train.resume import Origin, Place
 from paceline.train.sharing import waited_line
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
 from paceline.worker.guard import Guard

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.exported import of_checkpoint
+from paceline.checkpoint.export import of_checkpoint
+from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.state import Held
 from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives.control import check_equal, together
@@ -22,7 +23,6 @@ from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.store.store import Checkpoints, Report
 from paceline.strategies.base import Replica
 
 MOST = 5  # names in a line

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.resume import Place
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
-from paceline.train.resume import Place
 from paceline.worker.device import device_words
 
 

@@ -20,9 +20,9 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
+from paceline.checkpoint import fence
+from paceline.checkpoint.manager import Checkpoints, Fenced
 from paceline.errors import TrainingError
-from paceline.store import fence
-from paceline.store.store import Checkpoints, Fenced
 
 
 @pytest.mark.parametrize("newer", [(1, 1), (2, 0)])

@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from tests.errors import raises
 from torch import Tensor
 
-from paceline.checkpoint import shard
-from paceline.checkpoint.shard import WORDS, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.format import Damaged, Piece
+from paceline.checkpoint.shards import OURS, WORDS, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
-from paceline.store.manifest import Damaged, Piece
 
 META = {"step": 7, "words": "Grüße"}
 
@@ -226,7 +225,7 @@ def file_of(header: Any, data: bytes, length: int | None = None) -> bytes:
 
 
 def words(pieces: str | None = None, ours: str | None = "{}") -> dict[str, str]:
-    known = {"pieces": pieces, shard.OURS: ours}
+    known = {"pieces": pieces, OURS: ours}
     return {key: value for key, value in known.items() if value is not None}
 
 

@@ -20,12 +20,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import LENGTH_BYTES, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.format import Piece
+from paceline.checkpoint.shards import LENGTH_BYTES, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import Held
 from paceline.collectives.control import costs, gather_words
 from paceline.collectives.replicate import broadcast
 from paceline.contract.birth import WorkerBirth
-from paceline.store.manifest import Piece
 from paceline.worker.world import World
 
 Pair = tuple[int, int]

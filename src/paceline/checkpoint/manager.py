@@ -17,12 +17,12 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from paceline.checkpoint.fence import Claim, Fenced, holding, take
+from paceline.checkpoint.files import sync_folder, write_file
+from paceline.checkpoint.format import Damaged, Manifest, decode_manifest, encode_manifest
+from paceline.checkpoint.published import MANIFEST, Entry, check_checkpoint, check_files, entries, folder_name
 from paceline.disk import writing
 from paceline.errors import TrainingError, UsageError
-from paceline.store.fence import Claim, Fenced, holding, take
-from paceline.store.files import sync_folder, write_file
-from paceline.store.manifest import Damaged, Manifest, decode_manifest, encode_manifest
-from paceline.store.published import MANIFEST, Entry, check_checkpoint, check_files, entries, folder_name
 
 __all__ = ["Checkpoints", "Claim", "Damaged", "Entry", "Fenced", "Report", "write_file"]
 

@@ -21,7 +21,7 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
-from paceline.store.store import Checkpoints, Damaged, Entry
+from paceline.checkpoint.manager import Checkpoints, Damaged, Entry
 
 
 def spoil(root: Path, step: int) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.snapshot import Pair, SnapshotWriter, inherited, newest
+from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited, newest
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
 
 WRITER = """
 import sys, torch
-from paceline.checkpoint.snapshot import SnapshotWriter
+from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 first, second, step = map(int, sys.argv[1:])
@@ -256,7 +256,7 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
     origin = found(1, 1)
     script = """
 import sys, torch, resource
-from paceline.checkpoint.snapshot import SnapshotWriter
+from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.checkpoint.state import Held
 from paceline.contract.birth import WorkerBirth
 first, second = map(int, sys.argv[1:])

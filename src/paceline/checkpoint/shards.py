@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.checkpoint.files import LENGTH_BYTES, REALS
+from paceline.checkpoint.format import Damaged, Piece, cover
 from paceline.checkpoint.state import Held, place
 from paceline.errors import UsageError
-from paceline.store.files import LENGTH_BYTES, REALS
-from paceline.store.manifest import Damaged, Piece, cover
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import fill, layout, rank_part
-from paceline.checkpoint.snapshot import SnapshotWriter, inherited
+from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
+from paceline.checkpoint.manager import Checkpoints, write_file
+from paceline.checkpoint.resume import Origin, Place, Remembered, from_disk
+from paceline.checkpoint.shards import fill, layout, rank_part
+from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
-from paceline.store.manifest import FORMAT, Manifest, ShardFile
-from paceline.store.store import Checkpoints, write_file
-from paceline.train.resume import Origin, Place, Remembered, from_disk
 from paceline.train.run import _origin
 from paceline.worker.world import World
 

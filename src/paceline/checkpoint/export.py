@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.reductions import OPEN, UNCHANGED, RankValue, Seen, inferred, observed, reduced
-from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.state import Source
 from paceline.errors import UsageError, unknown
-from paceline.store.manifest import Damaged, Manifest
 
 BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
 REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")

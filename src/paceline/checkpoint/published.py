@@ -5,9 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.checkpoint.files import check_file, check_folder, read_whole
+from paceline.checkpoint.format import Damaged, Manifest, decode_manifest
 from paceline.disk.reading import names
-from paceline.store.files import check_file, check_folder, read_whole
-from paceline.store.manifest import Damaged, Manifest, decode_manifest
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 1 << 24  # about 100,000 pieces

@@ -16,7 +16,7 @@ from tests.checkpoint.checkpoint_harness import (
     steps_in,
 )
 
-from paceline.store.store import write_file
+from paceline.checkpoint.manager import write_file
 
 
 @pytest.fixture

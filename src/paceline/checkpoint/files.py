@@ -12,10 +12,10 @@ from typing import Annotated
 
 import msgspec
 
+from paceline.checkpoint.format import Damaged, ShardFile
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import read
-from paceline.store.manifest import Damaged, ShardFile
 
 READ_BYTES = 1 << 20
 LENGTH_BYTES = 8  # of the number that begins a file

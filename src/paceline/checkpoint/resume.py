@@ -1,7 +1,7 @@
 """Where a run writes, and the state that it goes on from: a snapshot in memory, or the newest whole checkpoint."""
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,15 +9,13 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.snapshot import inherited, newest, snapshot_of
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.manager import Checkpoints, Damaged, Report
+from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
 from paceline.observe import folder as run_folder
-from paceline.stepping.trainee import Trainee
-from paceline.store.store import Checkpoints, Damaged, Report
 from paceline.worker.world import World
 
 
@@ -216,23 +214,3 @@ def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: b
         if place.attempt > 1:
             place.notices.append("there is no checkpoint: it begins again at step 0")
     return origin
-
-
-@dataclass(frozen=True)
-class Holder:
-    """All models of a training, as one state to be saved."""
-
-    parts: Sequence[Trainee]
-    world: World
-    virtual_ranks: int
-    others: Callable[[], list[Held]] = list
-    """gives the tensors of what is saved beside models, the same on all ranks"""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank holds a share only of any of them."""
-        return any(part.replica.sharded for part in self.parts)
-
-    def state(self) -> list[Held]:
-        """All tensors of all models, and the others."""
-        return [*(held for part in self.parts for held in part.state()), *self.others()]
