@@ -43,11 +43,11 @@ from paceline.strategies.base import replica
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.alike import check_replicas
+from paceline.train.checkpointing import Saver
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
-from paceline.train.saving import Saver
 from paceline.worker.world import World, joined
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever

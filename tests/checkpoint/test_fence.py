@@ -20,8 +20,8 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
-from paceline.checkpoint import fence
-from paceline.checkpoint.manager import Checkpoints, Fenced
+from paceline.checkpoint import manager
+from paceline.checkpoint.manager import Checkpoints, Claim, Fence, Fenced
 from paceline.errors import TrainingError
 
 
@@ -96,7 +96,7 @@ def test_a_fence_that_names_no_claim_is_never_guessed_at(tmp_path, text, allowed
 @pytest.mark.timeout(20)
 def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, 1)
-    monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)
     with (tmp_path / ".fence").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with raises("fence-locked", raised=TrainingError):
@@ -107,8 +107,8 @@ def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tm
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path, monkeypatch):
     saved(tmp_path, 1)
-    monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
-    with fence.holding(tmp_path / ".fence", fence.Claim(1, 0)):
+    monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)
+    with Fence(tmp_path / ".fence").holding(Claim(1, 0)):
         links = {link: link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
         held = next(int(link.name) for link, file in links.items() if file == tmp_path / ".fence")
         childs = os.dup(held)  # the same open file, as after a fork

@@ -10,13 +10,14 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
-from paceline.checkpoint.manager import Checkpoints, write_file
+from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import Origin, Place, Remembered, from_disk
 from paceline.checkpoint.shards import fill, layout, rank_part
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
+from paceline.disk.writing import write_new
 from paceline.errors import PacelineError
 from paceline.train.run import _origin
 from paceline.worker.world import World
@@ -32,11 +33,11 @@ def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
     """What the ranks of a run do together, one after the other."""
     tmp, files = checkpoints.begin(step), []
     for rank in range(world_size):
-        part, places = layout(rank_part(state(step), rank, world_size))
+        places = layout(rank_part(state(step), rank, world_size))
         buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-        fill(buffer, part, places, {})
+        fill(buffer, places, {})
         name = f"shard-{rank}-of-{world_size}.safetensors"
-        files.append(ShardFile(name, *write_file(tmp / name, [buffer.numpy().data]), places.pieces))
+        files.append(ShardFile(name, *write_new(tmp / name, [buffer.numpy().data]), places.pieces))
     manifest = Manifest(
         format=FORMAT, step=step, attempt=1, generation=0, world_size=world_size, virtual_ranks=2, scalars={},
         files=tuple(files), **CONTENT,

@@ -29,9 +29,9 @@ META = {"step": 7, "words": "Grüße"}
 
 
 def written(path: Path, part: list[Held], meta: dict[str, Any] | None = None) -> tuple[Path, tuple[Piece, ...]]:
-    ordered, places = layout(part)
+    places = layout(part)
     buffer = torch.full((places.total_bytes,), 255, dtype=torch.uint8)  # what was in the memory before
-    fill(buffer, ordered, places, META if meta is None else meta)
+    fill(buffer, places, META if meta is None else meta)
     path.write_bytes(buffer.numpy().tobytes())
     return path, places.pieces
 
@@ -143,9 +143,9 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
         [Held("a", torch.ones(50)), Held("b", torch.ones(3))],
         [Held("a", torch.zeros(50)), Held("b", torch.ones(3))],
     )
-    ordered, places = layout(old)
+    places = layout(old)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-    fill(buffer, ordered, places, {"step": 1})
+    fill(buffer, places, {"step": 1})
     before = buffer.numpy().tobytes()
     moments: list[bytes] = []
 
@@ -158,7 +158,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
     code = inspect.unwrap(fill).__code__  # behind torch.no_grad
     try:
         sys.settrace(trace)
-        fill(buffer, layout(new)[0], places, {"step": 2})
+        fill(buffer, layout(new), {"step": 2})
     finally:
         sys.settrace(None)
     after = buffer.numpy().tobytes()
@@ -193,21 +193,21 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: Path) -> None:
     part = [Held("a", torch.ones(3))]
-    ordered, places = layout(part, room_bytes=100)
+    places = layout(part, room_bytes=100)
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     with raises("description-too-long"):
-        fill(buffer, ordered, places, {"much": "x" * 5000})
+        fill(buffer, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
     assert read_meta(path) is None
-    ordered, places = layout(part, room_bytes=6000)
-    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), ordered, places, {"much": "ü" * 400})
+    places = layout(part, room_bytes=6000)
+    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
 
 
 def test_the_room_is_enough_for_many_long_names() -> None:
     part = [Held("optimizer/" + 'ä"\\' * 40 + str(i), torch.ones(2), torch.Size([10**9]), 10**8) for i in range(300)]
-    ordered, places = layout(part)
-    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), ordered, places, META)
+    places = layout(part)
+    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, META)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])

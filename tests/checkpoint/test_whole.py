@@ -11,9 +11,8 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint.shards import WORDS
+from paceline.checkpoint.shards import WORDS, sha256_of, whole
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of, whole
 from paceline.worker.world import World
 
 

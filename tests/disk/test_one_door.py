@@ -22,7 +22,6 @@ PAST_THE_DOOR = {
 ALLOWED = {
     ("cli/finding.py", "iterdir"): "/proc",
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
-    ("checkpoint/files.py", "open"): "a folder, to be synced",
     ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
     ("host/sweep.py", "read_bytes"): "/proc",
     ("agent/janitor.py", "open"): "/dev/null",

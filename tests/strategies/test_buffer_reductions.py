@@ -110,9 +110,9 @@ def world_of(rank: int, size: int) -> World:
 
 
 def saved(buffers: VirtualBuffers, rank: int, size: int, folder: str) -> None:
-    part, places = layout(rank_part(buffers.hold(), rank, size))
+    places = layout(rank_part(buffers.hold(), rank, size))
     memory = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(memory, part, places, {})
+    fill(memory, places, {})
     Path(folder, f"{rank}").write_bytes(memory.numpy().tobytes())
 
 

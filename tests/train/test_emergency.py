@@ -18,7 +18,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.saving import is_writer, save_alone
+from paceline.train.checkpointing import is_writer, save_alone
 
 CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
 
@@ -79,7 +79,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
         {"evaluated": 3},
         1,
     )
-    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+    source = ShardFiles.of(path, manifest)
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()
     for name, tensor in held.items():

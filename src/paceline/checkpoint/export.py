@@ -38,7 +38,7 @@ def of_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, T
     names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # an older one notes no names
     if model > len(names):
         raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
-    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+    source = ShardFiles.of(path, manifest)
     return exported(source, f"{model}/" if model > 1 else "", names[model - 1], manifest.virtual_ranks)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.manager import Checkpoints, Damaged, Report
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
@@ -119,7 +120,7 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
             evaluated = int(manifest.scalars.get("evaluated", 0))
             loop: dict[str, Any] = manifest.scalars.get("loop", {})
             content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
-            source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+            source = ShardFiles.of(path, manifest)
             return Origin(manifest.step, content, source, str(path))
         complaints.append(f"{path.name} cannot be used: {complaint}")
         if world.rank == 0:

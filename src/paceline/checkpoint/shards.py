@@ -1,25 +1,30 @@
-"""Lays out one rank's part of a state as the bytes of a safetensors file, on disk or in memory.
+"""Shards of a state: what one rank holds of it, saves of it and reads of it; and the whole state, brought together.
 
-The bytes are laid out once; after that, saving a state means copying tensors into their places. Any safetensors reader
-can open them; what paceline needs besides is in the file's own metadata.
+The bytes of a rank's part are laid out as a safetensors file, on disk or in memory. Any safetensors reader can open it.
+What paceline needs in addition is in the metadata of the file.
 """
 
+import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.files import LENGTH_BYTES, REALS
-from paceline.checkpoint.format import Damaged, Piece, cover
-from paceline.checkpoint.state import Held, place
+from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
+from paceline.checkpoint.state import Held, Source, place
+from paceline.collectives.control import gather_words
 from paceline.errors import UsageError
+from paceline.worker.world import World
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -46,37 +51,40 @@ def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where each tensor of a rank's part lies: `pieces[i]` at byte `offsets[i]` after a header of `header_bytes`."""
+    """A rank's part of a state as a file: `part[i]` is at byte `offsets[i]` after a header of `header_bytes`."""
 
+    part: tuple[Held, ...]
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
     header_bytes: int
     total_bytes: int
 
+    def header(self, meta: Mapping[str, str]) -> bytes:
+        """The description of the tensors, and `meta`."""
+        table: dict[str, Any] = {"__metadata__": dict(meta)}
+        for piece, held, offset in zip(self.pieces, self.part, self.offsets, strict=True):
+            pair = [2] if piece.dtype in REALS else []
+            dtype, shape = REALS.get(piece.dtype, piece.dtype), [*held.tensor.shape, *pair]
+            table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + held.tensor.nbytes]}
+        return json.dumps(table, separators=(",", ":")).encode()
 
-def layout(part: Sequence[Held], *, room_bytes: int = 4096) -> tuple[list[Held], ShardLayout]:
-    """`part` in the order of the file (large elements first, so that each lies aligned), and the places.
 
-    `room_bytes` stay free for metadata.
+def layout(part: Iterable[Held], *, room_bytes: int = 4096) -> ShardLayout:
+    """Lay out a part, large elements first, so that each is aligned. `room_bytes` stay free for metadata.
 
     Raises:
         UsageError: for a type of number that a file cannot hold.
     """
-    for one in part:
-        if one.tensor.dtype not in WORDS:
-            raise UsageError(
-                code="type-not-saved", name=one.name, dtype=one.tensor.dtype, allowed=", ".join(WORDS.values())
-            )
-    ordered = sorted(part, key=lambda h: (-h.tensor.element_size(), h.name))
-    pieces = tuple(_piece(one) for one in ordered)
-    offsets: list[int] = []
-    at = 0
+    ordered = tuple(sorted(part, key=lambda h: (-h.tensor.element_size(), h.name)))
     for one in ordered:
-        offsets.append(at)
-        at += one.tensor.nbytes
-    described = len(_describe(pieces, ordered, offsets, {"pieces": msgspec.json.encode(pieces).decode()}))
+        if one.tensor.dtype not in WORDS:
+            allowed = ", ".join(WORDS.values())
+            raise UsageError(code="type-not-saved", name=one.name, dtype=one.tensor.dtype, allowed=allowed)
+    *offsets, data_bytes = itertools.accumulate((one.tensor.nbytes for one in ordered), initial=0)
+    found = ShardLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
+    described = len(found.header({"pieces": msgspec.json.encode(found.pieces).decode()}))
     header = math.ceil((LENGTH_BYTES + described + room_bytes) / ALIGNED_BYTES) * ALIGNED_BYTES
-    return ordered, ShardLayout(pieces, tuple(offsets), header, header + at)
+    return replace(found, header_bytes=header, total_bytes=header + data_bytes)
 
 
 def _piece(held: Held) -> Piece:
@@ -88,40 +96,29 @@ def _piece(held: Held) -> Piece:
     return Piece(held.name + part, held.name, kind, shape, held.start, stop, held.count, held.apart)
 
 
-def _describe(pieces: Sequence[Piece], part: Sequence[Held], offsets: Sequence[int], meta: Mapping[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": dict(meta)}
-    for piece, held, offset in zip(pieces, part, offsets, strict=True):
-        end = offset + held.tensor.nbytes
-        pair = [2] if piece.dtype in REALS else []
-        dtype, shape = REALS.get(piece.dtype, piece.dtype), [*held.tensor.shape, *pair]
-        table[piece.key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-    return json.dumps(table, separators=(",", ":")).encode()
-
-
 @torch.no_grad()
-def fill(buffer: Tensor, part: Sequence[Held], places: ShardLayout, meta: Mapping[str, Any]) -> None:
-    """Write the safetensors file of `part` into `buffer`, (total_bytes,) uint8.
+def fill(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]) -> None:
+    """Write the file into `buffer`, (total_bytes,) uint8.
 
-    Its first bytes, the header's length, are zeros until all the rest is there: what a killed writer leaves cannot be
-    mistaken for a state.
+    The first bytes of the buffer, the length of the header, are zero until the rest is complete. The partial file of a
+    killed writer is therefore never read as a state.
     """
     buffer[:LENGTH_BYTES] = 0
-    last = {held.tensor.device: held for held in part if held.tensor.numel()}  # it waits, and so for those before it
-    for held, offset in zip(part, places.offsets, strict=True):
-        start = places.header_bytes + offset
+    last = {held.tensor.device: held for held in shard.part if held.tensor.numel()}  # its copy waits for those before
+    for held, offset in zip(shard.part, shard.offsets, strict=True):
+        start = shard.header_bytes + offset
         place = buffer[start : start + held.tensor.nbytes]
         if place.numel():
             place.view(held.tensor.dtype).view(held.tensor.shape).copy_(
                 held.tensor, non_blocking=last[held.tensor.device] is not held
             )
-    pieces = msgspec.json.encode(places.pieces).decode()
-    words = {OURS: msgspec.json.encode(meta).decode(), "pieces": pieces}
-    text = _describe(places.pieces, part, places.offsets, words)
-    length = places.header_bytes - LENGTH_BYTES
+    words = {OURS: msgspec.json.encode(meta).decode(), "pieces": msgspec.json.encode(shard.pieces).decode()}
+    text = shard.header(words)
+    length = shard.header_bytes - LENGTH_BYTES
     if len(text) > length:
         raise UsageError(code="description-too-long", needed=len(text), length=length)
     header = bytearray(text.ljust(length))  # spaces are part of JSON
-    buffer[LENGTH_BYTES : places.header_bytes] = torch.frombuffer(header, dtype=torch.uint8)
+    buffer[LENGTH_BYTES : shard.header_bytes] = torch.frombuffer(header, dtype=torch.uint8)
     buffer[:LENGTH_BYTES] = torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
 
 
@@ -136,7 +133,7 @@ def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
 
 
 class ShardFiles:
-    """A whole state, read from several such files: a `checkpoint.state.Source`."""
+    """A whole state, read from the files of all ranks: a `checkpoint.state.Source`."""
 
     def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -145,6 +142,11 @@ class ShardFiles:
                 self._pieces.setdefault(piece.name, []).append((str(path), piece))
         self._names = sorted(self._pieces)
         self._open: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest) -> Self:
+        """The state in a checkpoint."""
+        return cls((folder / file.name, file.pieces) for file in manifest.files)
 
     def names(self, prefix: str) -> list[str]:
         """See Source."""
@@ -209,3 +211,146 @@ class ShardFiles:
         if WORDS.get(values.dtype) != piece.dtype or values.numel() != piece.elements:
             raise Damaged(f"{path} holds {values.numel()} x {values.dtype} as {piece.key}, described as {piece}")
         return values
+
+
+# ---- the whole state
+
+
+def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:
+    """Every tensor of the state in its shape, by name, in the order of the names (a collective).
+
+    What only some ranks hold is brought together; what is replicated is this rank's own.
+    """
+    mine: dict[str, list[Held]] = defaultdict(list)
+    for h in held:
+        if not (h.replicated or h.spare):
+            mine[h.name].append(h)
+    parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in mine.items()]
+    shapes = {name: (shape, dtype) for each in gather_words(parts, world) for name, shape, dtype in each}
+    state = {h.name: h.tensor for h in held if h.replicated}
+    for name, (shape, dtype) in sorted(shapes.items()):
+        total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
+        for piece in mine.get(name, ()):
+            piece.place(total.view(-1)).copy_(piece.tensor.reshape(piece.count, -1))
+        # as bytes: each is some rank's own and zero elsewhere, so the sum is that rank's, whatever the type
+        dist.all_reduce(total.view(-1).view(torch.uint8), group=world.group)
+        state[name] = total
+    return dict(sorted(state.items()))
+
+
+def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and every bit, in the order of the names."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        sha.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return sha.hexdigest()
+
+
+# ---- parameters that are sharded along one dimension
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """Which part of a parameter this rank holds: of dimension `dim` these runs [start, stop), one after the other.
+
+    Of a weight in which query, key and value lie one after another a rank holds three runs, a share of each.
+    """
+
+    whole: torch.Size
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the part."""
+        length = sum(stop - start for start, stop in self.runs)
+        return torch.Size([length if dim == self.dim else size for dim, size in enumerate(self.whole)])
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole tensor, in memory of its own."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
+
+    def held(self, one: Held) -> list[Held]:
+        """What is held of the part, all of it or a run of whole rows, as pieces of the whole tensor, one for each run.
+
+        Raises:
+            ValueError: of a part that is cut elsewhere a run is held that begins or ends within a row.
+        """
+        shape = self.shape
+        row = shape.numel() // shape[0]
+        first, odd = divmod(one.start, row)
+        rows, rest = divmod(one.tensor.numel(), row)
+        if odd or rest:
+            raise ValueError(f"{one.name}: from element {one.start} on {one.tensor.numel()} are no rows of {row}")
+        pieces = self._pieces(one, one.tensor.reshape(rows, *shape[1:]), first)
+        return [piece for piece in pieces if piece.tensor.numel()]
+
+    def _pieces(self, one: Held, rows: Tensor, first: int) -> Iterator[Held]:
+        inner, outer = self.whole[self.dim + 1 :].numel(), self.whole[1 : self.dim].numel()
+        apart = self.whole[self.dim] * inner
+        at = 0
+        for start, stop in self.runs:
+            length, last = stop - start, at + stop - start
+            if self.dim == 0:  # of these rows, those that are here
+                low, high = max(at, first), min(last, first + len(rows))
+                part = rows[low - first : max(low, high) - first].flatten()
+                yield replace(one, tensor=part, whole=self.whole, start=(start + low - at) * inner)
+            else:
+                part = rows.narrow(self.dim, at, length).flatten(self.dim).flatten(0, self.dim - 1)  # a view
+                begin = first * outer * apart + start * inner
+                yield replace(one, tensor=part, whole=self.whole, start=begin, count=len(part), apart=apart)
+            at = last
+
+
+def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
+    """Whose a tensor is, by its name: a parameter, its gradient, or what an optimizer or an average keeps for it."""
+    if name in known:
+        return name
+    kind, _, rest = name.partition("/")
+    if kind in ("model", "ema"):
+        return rest if rest in known else None
+    owner = rest.rpartition("/")[0]
+    return owner if kind == "optimizer" and owner in known else None
+
+
+class PartOf:
+    """A state of whole parameters, as one of this rank's parts of them: a `Source`."""
+
+    def __init__(self, source: Source, cuts: Mapping[str, ShardedParameter]) -> None:
+        self._source, self._cuts = source, cuts
+
+    def names(self, prefix: str) -> Iterable[str]:
+        """See Source."""
+        return self._source.names(prefix)
+
+    def shape(self, name: str) -> torch.Size:
+        """See Source."""
+        cut = self._cut(name)
+        return self._source.shape(name) if cut is None else cut.shape
+
+    def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
+        """See Source."""
+        cut = self._cut(name) if name in self._source.names(name) else None
+        if cut is None:
+            return self._source.tensor(name, start, stop)
+        whole = self._source.tensor(name)
+        assert whole is not None
+        part = cut.part(whole)
+        return part if start == 0 and stop is None else part.reshape(-1)[start:stop].clone()
+
+    def _cut(self, name: str) -> ShardedParameter | None:
+        owner = parameter_of(name, self._cuts)
+        cut = None if owner is None else self._cuts[owner]
+        return cut if cut is not None and self._source.shape(name) == cut.whole else None  # a counter is not cut
+
+
+def with_cuts(
+    held: Sequence[Held], cuts: Mapping[str, ShardedParameter]
+) -> Iterator[tuple[Held, ShardedParameter | None]]:
+    """Each with the cut of the parameter that it belongs to, if its elements are those of the part."""
+    for one in held:
+        owner = parameter_of(one.name, cuts)
+        cut = None if owner is None else cuts[owner]
+        yield one, cut if cut is not None and one.shape == cut.shape else None

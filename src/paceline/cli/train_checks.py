@@ -1,7 +1,8 @@
 """Refuses, without torch, settings of a training that contradict each other, this machine or an earlier run."""
 
 from paceline import config as configuration
-from paceline.checkpoint.manager import Checkpoints, Damaged
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints
 from paceline.config import TrainConfig, batch_shape
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.windows import Windows

@@ -38,11 +38,11 @@ from paceline.sessions.registered import Registered
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.torch_version import untested_torch
+from paceline.train.checkpointing import Rhythm
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
-from paceline.train.keeping import Rhythm
 from paceline.train.preemption import noticing
 from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.checkpoint.shards import whole
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import whole
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.cut import CutParameter, PartOf, with_cuts
+from paceline.checkpoint.shards import PartOf, ShardedParameter, whole, with_cuts
 from paceline.checkpoint.state import Held, Source
-from paceline.checkpoint.whole import whole
 from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.collectives.norm import scale_to_norm
 from paceline.strategies.base import Replica
@@ -21,7 +20,10 @@ from paceline.worker.world import World
 
 
 def of_parts(
-    part: Replica, world: World, cuts: Mapping[str, CutParameter], elsewhere: Callable[[str], bool] = lambda _: False
+    part: Replica,
+    world: World,
+    cuts: Mapping[str, ShardedParameter],
+    elsewhere: Callable[[str], bool] = lambda _: False,
 ) -> Replica:
     """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
 

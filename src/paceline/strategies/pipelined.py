@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from paceline.checkpoint.cut import parameter_of
 from paceline.checkpoint.export import state_names
+from paceline.checkpoint.shards import parameter_of, whole
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import whole
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import gather_words, together
 from paceline.collectives.torch_collectives import labelled

@@ -12,8 +12,8 @@ import torch
 
 from paceline.checkpoint.export import state_names
 from paceline.checkpoint.resume import Content, Origin, Place
+from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of
 from paceline.collectives.control import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
@@ -26,12 +26,11 @@ from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
+from paceline.train.checkpointing import Holder, Keeping, Rhythm
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
-from paceline.train.keeping import Keeping, Rhythm
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records, Traces
-from paceline.train.saving import Holder
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World

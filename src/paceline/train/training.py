@@ -18,11 +18,11 @@ from paceline.rhythm import steps_or_seconds
 from paceline.stepping.scaling import loss_scale
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
+from paceline.train.checkpointing import Rhythm
 from paceline.train.costs import data_lines
 from paceline.train.course import Course
 from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
-from paceline.train.keeping import Rhythm
 from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.checkpoint.export import of_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
+from paceline.checkpoint.shards import sha256_of, whole
 from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of, whole
 from paceline.collectives.control import check_equal, together
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened

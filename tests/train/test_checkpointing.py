@@ -21,7 +21,7 @@ from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.state import Held
 from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.stepping.votes import Votes
-from paceline.train.saving import Saver
+from paceline.train.checkpointing import Saver
 from paceline.worker.world import World
 
 SIZE = 20_000
@@ -78,7 +78,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
     checkpoints = Checkpoints(root)
     for step, path in checkpoints.entries():
         manifest = checkpoints.check(path)
-        source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+        source = ShardFiles.of(path, manifest)
         values = {name: source.tensor(name) for name in source.names("")}
         assert all(v is not None and bool((v == v[0]).all()) for v in values.values()), "torn"
         found[step] = {name: round(float(v[0]), 1) for name, v in values.items() if v is not None}
