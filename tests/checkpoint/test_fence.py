@@ -35,7 +35,7 @@ def test_a_generation_that_was_overtaken_publishes_nothing_and_deletes_nothing(t
     Checkpoints(tmp_path).claim(*newer)
     assert not tmp.exists(), "a dead generation's leftover"
     kept.rename(tmp)  # even if its files were still there
-    with pytest.raises(Fenced, match="a newer generation has taken over; this checkpoint is not published"):
+    with raises("fence-is-newer", raised=Fenced):
         old.commit(tmp, manifest, keep=2)
     assert steps_in(tmp_path) == [3, 2, 1]
 
@@ -74,7 +74,7 @@ def test_a_claim_removes_what_older_generations_left_and_nothing_else(tmp_path):
 def test_without_its_fence_nothing_is_published(tmp_path):
     checkpoints = saved(tmp_path, 1)
     (tmp_path / ".fence").unlink()
-    with pytest.raises(Fenced, match="is gone"):
+    with raises("fence-missing", raised=Fenced):
         save(checkpoints, 2)
     assert steps_in(tmp_path) == [1]
 

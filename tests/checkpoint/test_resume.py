@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.resume import Origin, Place, Remembered, from_disk
+from paceline.checkpoint.resume import Origin, Place, from_disk, newest_origin
 from paceline.checkpoint.shards import fill, layout, rank_part
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import Held
@@ -75,6 +75,11 @@ def told_by(origin: Origin | None) -> tuple[int, float] | None:
     return origin.step, float(tensor[0])
 
 
+def snapshot_only(world: World) -> Origin | None:
+    """The newest state, if there is no checkpoint on disk."""
+    return newest_origin(Checkpoints(Path("/nowhere")), world, print, memory=True)
+
+
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
     """What each rank finds in each folder, and what it is told."""
     world = world_of(rank, size)
@@ -103,12 +108,12 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
-    found: dict[str, Any] = {"nothing": told_by(Remembered(world).origin())}
+    found: dict[str, Any] = {"nothing": told_by(snapshot_only(world))}
     writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
         writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
-    found["memory"] = told_by(Remembered(world).origin())
+    found["memory"] = told_by(snapshot_only(world))
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
         place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
@@ -117,7 +122,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None
-    found["not the same for all"] = told_by(Remembered(world).origin()) if size > 1 else None
+    found["not the same for all"] = told_by(snapshot_only(world)) if size > 1 else None
     return found
 
 
@@ -126,11 +131,11 @@ def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
     world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
     files = os.memfd_create("first"), os.memfd_create("second")
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
-    nothing = told_by(Remembered(world).origin())
+    nothing = told_by(snapshot_only(world))
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     for step in (5, 6)[: size if rank == size - 1 else rank]:
         writer.write(state(step), step, CONTENT)
-    one, two = (Remembered(world).origin() for _ in range(2))
+    one, two = (snapshot_only(world) for _ in range(2))
     own = bool(one and one.files <= {*files})
     told, again = told_by(one), told_by(two)
     before = len([*Path("/proc/self/fd").iterdir()])

@@ -136,7 +136,7 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
     saved(buffers, rank, size, f"{folder}/{end}")
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    offline = exported(Kept(buffers.hold()), "", {}, V) if size == 1 else found
+    offline = exported(Kept(buffers.hold()), {}, V) if size == 1 else found
     assert all(torch.equal(offline[name], found[name]) for name in found)
     return values_of(found)
 
@@ -262,7 +262,7 @@ def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_an
     with raises(code), buffers.merged():
         pass
     with raises("export-undeclared-buffer"):
-        exported(Kept(buffers.hold()), "", {}, V)
+        exported(Kept(buffers.hold()), {}, V)
     alone = nn.Sequential(Writes(start.clone(), write))
     buffers = VirtualBuffers(alone, ALONE, 1)
     forwards(buffers, alone, range(1), range(STEPS))

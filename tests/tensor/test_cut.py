@@ -185,7 +185,7 @@ def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, as
 
 def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     """Rows, columns and three shares of one weight; each rank reads its part out of what all have saved."""
-    from paceline.checkpoint.shards import PartOf
+    from paceline.checkpoint.shards import ShardedSource
     from paceline.checkpoint.state import Held
 
     torch.manual_seed(0)
@@ -212,7 +212,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         middle = source.tensor(name, 3, 11)
         assert middle is not None
         assert torch.equal(middle, wanted[name].flatten()[3:11])
-        part = PartOf(source, cuts[1]).tensor(name)
+        part = ShardedSource(source, cuts[1]).tensor(name)
         assert part is not None
         assert torch.equal(part, cut.part(wanted[name]))
 

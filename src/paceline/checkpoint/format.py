@@ -287,35 +287,28 @@ def _check_plain(value: object, where: str) -> None:
 # ---- files on disk
 
 
-def check_checkpoint(path: Path, files: Collection[str] | None = None, *, trust: bool = False) -> Manifest:
-    """The manifest of a checkpoint that can be trusted.
-
-    Args:
-        path: its folder.
-        files: names of the files to hash, so that ranks can split the work. None means all. The sizes of all files are
-            compared in any case.
-        trust: whether it may belong to another user, or be writable by others.
+def read_manifest(folder: Path, *, trust: bool) -> Manifest:
+    """The manifest in a checkpoint's folder, which must have the name of its step.
 
     Raises:
-        Damaged: names the file, with what was expected and what was found. Links count as damage, as do files that
-            another user could have written.
-        ValueError: if `files` has a name that the manifest does not have.
+        Damaged: as `decode_manifest`. Links count as damage, as do files that another user could have written, but with
+            `trust`.
     """
-    with _damage_of("its folder"), opened(path, folder=True, ours=not trust):
+    with _damage_of("its folder"), opened(folder, folder=True, ours=not trust):
         pass
     with _damage_of(MANIFEST):
-        manifest = decode_manifest(read(path / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
-        if path.name != folder_name(manifest.step):
-            raise Damaged(f"is of step {manifest.step}, its folder is {path.name}")
-    check_files(path, manifest, files, trust=trust)
+        manifest = decode_manifest(read(folder / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
+        if folder.name != folder_name(manifest.step):
+            raise Damaged(f"is of step {manifest.step}, its folder is {folder.name}")
     return manifest
 
 
 def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None, *, trust: bool = False) -> None:
-    """Compare the files of a folder with the manifest; hash the files named in `hashed`, None: all.
+    """Compare the sizes of all files with the manifest, and the hashes of the files named in `hashed`; None: of all.
 
     Raises:
-        Damaged: names the file.
+        Damaged: names the file, with what was expected and what was found.
+        ValueError: if `hashed` has a name that the manifest does not have.
     """
     if unknown := set(hashed or ()) - {file.name for file in manifest.files}:
         raise ValueError(f"the manifest has no file {sorted(unknown)}")

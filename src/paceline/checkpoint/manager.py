@@ -27,11 +27,11 @@ from paceline.checkpoint.format import (
     MANIFEST,
     Damaged,
     Manifest,
-    check_checkpoint,
     check_files,
     decode_manifest,
     encode_manifest,
     folder_name,
+    read_manifest,
     step_of,
 )
 from paceline.disk import writing
@@ -45,9 +45,6 @@ LOCK_SECONDS = 30.0  # the fence is held for a few renames; longer means that it
 _LEFTOVER = re.compile(r"\.(?:tmp|trash)-([0-9]+)-([0-9]+)-([0-9]+)(?:-[0-9]+)?")
 
 Report = Callable[[str], None]
-
-
-def _silent(_words: str) -> None: ...
 
 
 class Fenced(TrainingError):  # noqa: N818 - a state, not a fault
@@ -97,12 +94,11 @@ class Fence:
             TrainingError: if another process does not release the fence.
         """
         if not self._path.exists():
-            raise Fenced(f"{self._path} is gone, so that nobody may publish; this checkpoint is not published")
+            raise Fenced(code="fence-missing", path=self._path)
         with self._locked() as descriptor:
             newest = _read_claim(descriptor)
             if newest != claim:
-                words = "a newer generation has taken over; this checkpoint is not published"
-                raise Fenced(f"{words} (we are {claim}, the newest is {newest})")
+                raise Fenced(code="fence-is-newer", claim=claim, newest=newest)
             yield
 
     @contextlib.contextmanager
@@ -170,12 +166,16 @@ class Checkpoints:
         return sorted((Entry(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True)
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
-        """The manifest of a checkpoint that can be trusted, as `check_checkpoint`; raises Damaged."""
-        if files is not None:
-            return check_checkpoint(path, files, trust=self._trust)
-        self._known_whole[path] = False
-        manifest = check_checkpoint(path, trust=self._trust)
-        self._known_whole[path] = True
+        """The manifest of an intact checkpoint; raises as `read_manifest` and `check_files`.
+
+        Hashes the files with the names `files`, so that ranks can split the work. None means all.
+        """
+        if files is None:
+            self._known_whole[path] = False
+        manifest = read_manifest(path, trust=self._trust)
+        check_files(path, manifest, files, trust=self._trust)
+        if files is None:
+            self._known_whole[path] = True
         return manifest
 
     def newest_valid(self, report: Report) -> tuple[Path, Manifest] | None:
@@ -204,7 +204,7 @@ class Checkpoints:
 
     # ---- publish
 
-    def claim(self, attempt: int, generation: int, report: Report = _silent) -> None:
+    def claim(self, attempt: int, generation: int, report: Report = lambda _: None) -> None:
         """Make the folder, take the fence, and remove the partial checkpoints of older generations.
 
         Raises:
@@ -253,7 +253,7 @@ class Checkpoints:
         writing.make_folder(tmp)
         return tmp
 
-    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = _silent) -> Path:
+    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = lambda _: None) -> Path:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         An intact checkpoint of this step that exists already is kept, and ours is removed. If an old one cannot be

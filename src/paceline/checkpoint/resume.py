@@ -1,4 +1,4 @@
-"""Where a run writes, and the state that it goes on from: a snapshot in memory, or the newest whole checkpoint."""
+"""Where a run writes, and the state that it resumes from: a snapshot in memory, or the newest intact checkpoint."""
 
 import os
 from collections.abc import Generator
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
@@ -22,7 +22,7 @@ from paceline.worker.world import World
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run writes, which start of it this is, and what defines it."""
+    """Where a run writes, the number of this start, and the settings that define the run."""
 
     folder: Path
     attempt: int
@@ -31,117 +31,98 @@ class Place:
     """on rank 0"""
     definition: dict[str, Any] = field(default_factory=dict[str, Any])
     notices: list[str] = field(default_factory=list[str])
-    """what the user must be told before the first step"""
+    """to be printed before the first step"""
 
 
 class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rest of a state, beside its tensors."""
+    """A state without its tensors."""
 
     samples_seen: int
     metrics: dict[str, float]
     definition: dict[str, Any]
     evaluated: int = 0
-    """the step that the metrics are of"""
+    """the step of the metrics"""
     loop: dict[str, Any] = {}
-    """where a loop of the user's own is, and the numbers of its optimizers and schedulers"""
+    """the position of a custom loop, and the numbers of its optimizers and schedulers"""
     names: list[dict[str, list[str]]] = []
     """of each model: see `state_names`"""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The state that a training goes on from."""
+    """The state that a training resumes from."""
 
     step: int
     content: Content
     source: ShardFiles
     where: str
-    """in words"""
-    files: frozenset[int] = field(default_factory=frozenset[int])
-    """the memory files that it lies in"""
-
-
-class Remembered:
-    """The newest snapshot that earlier workers have left in the memory of their hosts."""
-
-    def __init__(self, world: World) -> None:
-        """A collective."""
-        self._world, self._mine = world, newest(inherited())
-        self._ages = gather_words(None if self._mine is None else self._mine.age, world)
-        there = [age for age in self._ages if age is not None]
-        # on one host all ranks see the same, or one has lost its way
-        told = bool(there) and (world.local_size < world.size or all(age == there[0] for age in self._ages))
-        self._newest: list[int] | None = max(there) if told else None
-
-    @property
-    def step(self) -> int:
-        """Of the state; -1: there is none."""
-        return -1 if self._newest is None else self._newest[1]
-
-    def origin(self) -> Origin | None:
-        """The state; hosts that have none, or an older one, are sent it (a collective)."""
-        if self._newest is None:
-            return None
-        found = self._mine if self._ages[self._world.rank] == self._newest else None
-        if any(age != self._newest for age in self._ages):
-            found = snapshot_of(self._ages.index(self._newest), found, self._world)
-        assert found is not None
-        content = msgspec.convert(found.content, Content)
-        return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
+    """its name in messages"""
+    files: frozenset[int] = frozenset()
+    """the memory files that hold it"""
 
 
 def newest_origin(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> Origin | None:
     """The newest state, in `memory` or on disk (a collective); `report` as in `from_disk`.
 
+    Hosts without a snapshot, or with an older one, receive the newest one if it is the newest state.
+
     Raises:
         UsageError: as `from_disk`.
     """
-    kept = Remembered(world) if memory else None
-    on_disk = from_disk(checkpoints, world, report, after=-1 if kept is None else kept.step)
-    return kept.origin() if on_disk is None and kept is not None else on_disk
+    own = newest(inherited()) if memory else None
+    ages = gather_words(None if own is None else [own.generation, own.step], world) if memory else []
+    known = [age for age in ages if age is not None]
+    # on one host all ranks see the same snapshots, or one of them has none of ours
+    is_usable = bool(known) and (world.local_size < world.size or all(age == known[0] for age in ages))
+    age: list[int] | None = max(known) if is_usable else None
+    on_disk = from_disk(checkpoints, world, report, after=-1 if age is None else age[1])
+    if on_disk is not None or age is None:
+        return on_disk
+    found = own if ages[world.rank] == age else None
+    if any(other != age for other in ages):
+        found = snapshot_of(ages.index(age), found, world)
+    assert found is not None
+    content = msgspec.convert(found.content, Content)
+    return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
 
 
 def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> Origin | None:
-    """The newest checkpoint of which every byte is right (a collective); the ranks share the hashing.
+    """The newest intact checkpoint after step `after` (a collective); the ranks split the hashing.
 
-    Only one `after` the step of the state at hand (-1: there is none) is of interest. `report` is called on rank 0
-    with each newer one that is not whole, and why.
+    `report` is called on rank 0 for each newer one that is damaged, with its damage.
 
     Raises:
-        UsageError: on rank 0, if there are checkpoints, but none is whole; ToldElsewhere on the others.
+        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1); ToldElsewhere
+            on the others.
     """
     there = [str(path) for step, path in checkpoints.entries() if step > after]
     paths: list[str] = gather_words(there, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):
-        complaint = next((words for words in gather_words(_checked(checkpoints, path, world), world) if words), None)
-        if complaint is None:
-            manifest = checkpoints.check(path, files=())
+        manifest, damage = _checked(checkpoints, path, world)
+        damages = list(filter(None, gather_words(damage, world)))
+        if manifest is not None and not damages:
             evaluated = int(manifest.scalars.get("evaluated", 0))
             loop: dict[str, Any] = manifest.scalars.get("loop", {})
             content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
-            source = ShardFiles.of(path, manifest)
-            return Origin(manifest.step, content, source, str(path))
-        complaints.append(f"{path.name} cannot be used: {complaint}")
+            return Origin(manifest.step, content, ShardFiles.of(path, manifest), str(path))
+        complaints.append(f"{path.name} cannot be used: {damages[0]}")
         if world.rank == 0:
             report(complaints[-1])
     if paths and after < 0:
-        error = UsageError(
-            code="no-whole-checkpoint", count=len(paths), folder=checkpoints.root, complaints="\n".join(complaints[:3])
-        )
+        first, folder = "\n".join(complaints[:3]), checkpoints.root
+        error = UsageError(code="no-whole-checkpoint", count=len(paths), folder=folder, complaints=first)
         raise told_once(error, world)
     return None
 
 
-def _checked(checkpoints: Checkpoints, path: Path, world: World) -> str | None:
-    """What is wrong with this rank's share of the files."""
+def _checked(checkpoints: Checkpoints, path: Path, world: World) -> tuple[Manifest | None, str]:
+    """The manifest, or the damage; this rank hashes its portion of the files."""
     try:
-        manifest = checkpoints.check(path, files=())
-        mine = [file.name for file in manifest.files][world.rank :: world.size]
-        checkpoints.check(path, files=mine)
+        files = checkpoints.check(path, files=()).files
+        return checkpoints.check(path, files=[file.name for file in files][world.rank :: world.size]), ""
     except Damaged as error:
-        return str(error)
-    return None
+        return None, str(error)
 
 
 @contextmanager
@@ -155,16 +136,16 @@ def placed(
     fresh: bool = False,
     trust: bool = False,
 ) -> Generator[Place]:
-    """The locked run folder, and the attempt and generation of the run that this is; the same on all ranks.
+    """The locked run folder, and the attempt and generation of this run; the same on all ranks.
 
     Args:
         world: this rank's place.
         asked: the folder; None: a new one under runs/.
-        name: what a new one is called after.
-        prepared: the folder, where our agent has made and locked it already.
-        resume: whether it may hold a run; one that was restarted may always.
-        fresh: whether what that run has saved is moved aside.
-        trust: whether it may be one that others own or could have written.
+        name: the prefix of a new folder's name.
+        prepared: the folder, if our agent has made and locked it already.
+        resume: whether it may contain a run. A restarted run may always.
+        fresh: whether the checkpoints and weights of that run are moved aside.
+        trust: whether other users may own it or could have written it.
 
     Raises:
         UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ToldElsewhere on the others.
@@ -200,10 +181,10 @@ def placed(
 
 
 def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: bool = False) -> Origin | None:
-    """The state to go on from, if any (a collective); `fresh`: a run that is finished may begin again.
+    """The state to resume from, if any (a collective); with `fresh` a finished run may start again.
 
     Raises:
-        UsageError: on one rank: no state that is there can be trusted, or the run is finished.
+        UsageError: on one rank: every checkpoint is damaged, or the run is finished.
     """
     if not resume and not place.generation:
         return None

@@ -253,9 +253,9 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """Which part of a parameter this rank holds: of dimension `dim` these runs [start, stop), one after the other.
+    """This rank's shard of a parameter: the runs [start, stop) of dimension `dim`.
 
-    Of a weight in which query, key and value lie one after another a rank holds three runs, a share of each.
+    If a weight contains query, key and value one after another, a rank holds three runs, a part of each.
     """
 
     whole: torch.Size
@@ -264,19 +264,19 @@ class ShardedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the part."""
+        """The shape of the shard."""
         length = sum(stop - start for start, stop in self.runs)
         return torch.Size([length if dim == self.dim else size for dim, size in enumerate(self.whole)])
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole tensor, in memory of its own."""
+        """The shard of the whole tensor, as a copy."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
 
     def held(self, one: Held) -> list[Held]:
-        """What is held of the part, all of it or a run of whole rows, as pieces of the whole tensor, one for each run.
+        """`one`, the shard or a run of its rows, as pieces of the whole tensor, one for each run.
 
         Raises:
-            ValueError: of a part that is cut elsewhere a run is held that begins or ends within a row.
+            ValueError: if `one` begins or ends within a row.
         """
         shape = self.shape
         row = shape.numel() // shape[0]
@@ -288,12 +288,13 @@ class ShardedParameter:
         return [piece for piece in pieces if piece.tensor.numel()]
 
     def _pieces(self, one: Held, rows: Tensor, first: int) -> Iterator[Held]:
+        # `rows` of the shard, from row `first` on
         inner, outer = self.whole[self.dim + 1 :].numel(), self.whole[1 : self.dim].numel()
         apart = self.whole[self.dim] * inner
         at = 0
         for start, stop in self.runs:
             length, last = stop - start, at + stop - start
-            if self.dim == 0:  # of these rows, those that are here
+            if self.dim == 0:  # the rows of this run that are in `rows`
                 low, high = max(at, first), min(last, first + len(rows))
                 part = rows[low - first : max(low, high) - first].flatten()
                 yield replace(one, tensor=part, whole=self.whole, start=(start + low - at) * inner)
@@ -305,7 +306,7 @@ class ShardedParameter:
 
 
 def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
-    """Whose a tensor is, by its name: a parameter, its gradient, or what an optimizer or an average keeps for it."""
+    """The parameter that a tensor belongs to: itself, or the one that it is a gradient, an average or a state of."""
     if name in known:
         return name
     kind, _, rest = name.partition("/")
@@ -315,11 +316,16 @@ def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
     return owner if kind == "optimizer" and owner in known else None
 
 
-class PartOf:
-    """A state of whole parameters, as one of this rank's parts of them: a `Source`."""
+def sharded_as(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
+    """The shard of the parameter that a tensor belongs to."""
+    return sharded.get(parameter_of(name, sharded) or "")
 
-    def __init__(self, source: Source, cuts: Mapping[str, ShardedParameter]) -> None:
-        self._source, self._cuts = source, cuts
+
+class ShardedSource:
+    """The shards of this rank, from a state of whole parameters: a `Source`."""
+
+    def __init__(self, source: Source, sharded: Mapping[str, ShardedParameter]) -> None:
+        self._source, self._sharded = source, sharded
 
     def names(self, prefix: str) -> Iterable[str]:
         """See Source."""
@@ -327,30 +333,15 @@ class PartOf:
 
     def shape(self, name: str) -> torch.Size:
         """See Source."""
-        cut = self._cut(name)
-        return self._source.shape(name) if cut is None else cut.shape
+        sharded, whole = sharded_as(name, self._sharded), self._source.shape(name)
+        return whole if sharded is None or sharded.whole != whole else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         """See Source."""
-        cut = self._cut(name) if name in self._source.names(name) else None
-        if cut is None:
+        sharded = sharded_as(name, self._sharded)
+        if sharded is None or name not in self._source.names(name) or sharded.whole != self._source.shape(name):
             return self._source.tensor(name, start, stop)
         whole = self._source.tensor(name)
         assert whole is not None
-        part = cut.part(whole)
+        part = sharded.part(whole)
         return part if start == 0 and stop is None else part.reshape(-1)[start:stop].clone()
-
-    def _cut(self, name: str) -> ShardedParameter | None:
-        owner = parameter_of(name, self._cuts)
-        cut = None if owner is None else self._cuts[owner]
-        return cut if cut is not None and self._source.shape(name) == cut.whole else None  # a counter is not cut
-
-
-def with_cuts(
-    held: Sequence[Held], cuts: Mapping[str, ShardedParameter]
-) -> Iterator[tuple[Held, ShardedParameter | None]]:
-    """Each with the cut of the parameter that it belongs to, if its elements are those of the part."""
-    for one in held:
-        owner = parameter_of(one.name, cuts)
-        cut = None if owner is None else cuts[owner]
-        yield one, cut if cut is not None and one.shape == cut.shape else None

@@ -65,11 +65,6 @@ class Snapshot:
     files: tuple[int, ...]
     """the memory files that hold it"""
 
-    @property
-    def age(self) -> Pair:
-        """The larger, the newer."""
-        return self.generation, self.step
-
 
 def inherited() -> list[Pair]:
     """The memory files of this node's ranks, by local rank; none without an agent that restarts."""
@@ -85,8 +80,9 @@ class SnapshotWriter:
 
     def __init__(self, files: Pair, part: int, parts: int, generation: int, *, spared: int | None) -> None:
         """`spared` is the file not to be written first: it may hold the state that training resumes from."""
-        self._files, self._part, self._parts, self._generation = files, part, parts, generation
-        self._next = files[1] if spared == files[0] else files[0]
+        self._part, self._parts, self._generation = part, parts, generation
+        self._files = files[::-1] if spared == files[0] else files
+        """the next one first"""
         self._buffers: dict[int, Tensor] = {}
         self._locked: set[int] = set()
         """the addresses of page-locked buffers, into which a GPU copies without the host"""
@@ -97,12 +93,12 @@ class SnapshotWriter:
         Raises:
             OSError: if there is no memory for it; the snapshot before this one is still there.
         """
-        descriptor = self._next
+        descriptor, other = self._files
         shard = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
         buffer = self._buffer(descriptor, shard.total_bytes, any(costs(held.tensor.device) for held in shard.part))
         mark = _Mark(self._generation, step, self._part, self._parts, content)
         fill(buffer, shard, msgspec.to_builtins(mark))
-        self._next = self._files[0] if descriptor == self._files[1] else self._files[1]
+        self._files = other, descriptor
         return shard.total_bytes
 
     def _buffer(self, descriptor: int, size_bytes: int, far: bool) -> Tensor:

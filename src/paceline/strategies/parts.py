@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shards import PartOf, ShardedParameter, whole, with_cuts
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
 from paceline.checkpoint.state import Held, Source
 from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.collectives.norm import scale_to_norm
@@ -40,11 +40,12 @@ def of_parts(
 
     def lifted(held: Sequence[Held]) -> list[Held]:
         found: list[Held] = []
-        for one, cut in with_cuts(held, cuts):
+        for one in held:
+            sharded = sharded_as(one.name, cuts)
             # the next along data holds it, too
             again = one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
-            if cut is not None:
-                found += [replace(piece, replicated=False, spare=again) for piece in cut.held(one)]
+            if sharded is not None and one.shape == sharded.shape:
+                found += [replace(piece, replicated=False, spare=again) for piece in sharded.held(one)]
             elif one.replicated and not in_stages:
                 found.append(one)
             else:
@@ -69,7 +70,7 @@ def of_parts(
         return found
 
     def load(source: Source) -> None:
-        part.load(PartOf(source, cuts))
+        part.load(ShardedSource(source, cuts))
 
     return replace(
         part, world=world, gradients=gradients, sharded=True, clip_grad_norm=clip_grad_norm, weights=weights,

@@ -132,36 +132,22 @@ def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, wo
 
 def _manifest(step: int, content: Content, claim: Claim, virtual_ranks: int, files: tuple[ShardFile, ...]) -> Manifest:
     """The description of the state after `step`, which is in `files`."""
+    optional = {"names": content.names, "loop": content.loop}
     return Manifest(
-        format=FORMAT,
-        step=step,
-        attempt=claim.attempt,
-        generation=claim.generation,
-        world_size=len(files),
-        virtual_ranks=virtual_ranks,
-        definition=content.definition,
-        metrics=content.metrics,
-        samples_seen=content.samples_seen,
-        scalars={"evaluated": content.evaluated}
-        | {name: value for name, value in (("names", content.names), ("loop", content.loop)) if value},
-        files=files,
-    )
+        format=FORMAT, step=step, attempt=claim.attempt, generation=claim.generation, world_size=len(files),
+        virtual_ranks=virtual_ranks, definition=content.definition, metrics=content.metrics,
+        samples_seen=content.samples_seen, files=files,
+        scalars={"evaluated": content.evaluated} | {name: value for name, value in optional.items() if value},
+    )  # fmt: skip
 
 
 class Saver:
     """This rank's side of the run's checkpoints, one at a time; all calls are at the same steps on all ranks."""
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        world: World,
-        virtual_ranks: int,
-        claim: Claim,
-        *,
-        keep: int,
-        flush_events: Callable[[], None],
-        say: Report,
-    ) -> None:
+        self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: Claim, *,
+        keep: int, flush_events: Callable[[], None], say: Report,
+    ) -> None:  # fmt: skip
         self._checkpoints, self._world, self._virtual_ranks, self._claim = checkpoints, world, virtual_ranks, claim
         self._keep, self._flush_events, self._say = keep, flush_events, say
         self._buffer: Tensor | None = None
