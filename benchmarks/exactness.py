@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.manager import Checkpoints, Claim
-from paceline.checkpoint.resume import Content
+from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
@@ -232,7 +232,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
         plain = block(voting, steps)
         during, votes = list[float](), Votes()
         with variant.kernels():
-            saver.begin(variant.replica.state(), number, Content(0, {}, {}))
+            saver.begin(variant.replica.state(), number, TrainerState(0, {}, {}))
             while sum(votes) < world.size:  # until all ranks have written
                 record = next(voting.records)
                 votes = record.result.votes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoint import snapshots
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.worker.world import World
 
 CPU = torch.device("cpu")
@@ -26,20 +26,20 @@ WHOLE = {
 }
 
 
-def state(rank: int, step: int) -> list[Held]:
+def state(rank: int, step: int) -> list[TensorShard]:
     """What rank `rank` of four holds: what all hold, a run of elements, two columns, and a buffer of its own."""
     whole = {name: tensor + step for name, tensor in WHOLE.items()}
     average, columns = whole["optimizer/weight/exp_avg"], whole["optimizer/weight/columns"]
     mine = columns.reshape(-1).as_strided((4, 2), (8, 1), 2 * rank).reshape(-1).clone()
     return [
-        Held("model/weight", whole["model/weight"]),
-        Held("model/bias", whole["model/bias"]),
-        Held("optimizer/weight/empty", whole["optimizer/weight/empty"]),
-        Held("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
+        TensorShard("model/weight", whole["model/weight"]),
+        TensorShard("model/bias", whole["model/bias"]),
+        TensorShard("optimizer/weight/empty", whole["optimizer/weight/empty"]),
+        TensorShard("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
              10 * rank, replicated=False),
-        Held("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
-        Held(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
-        Held("model/again", torch.ones(4), replicated=False, spare=True),
+        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
+        TensorShard(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
+        TensorShard("model/again", torch.ones(4), replicated=False, spare=True),
     ]  # fmt: skip
 
 

@@ -11,10 +11,10 @@ from tests.run_ranks import run_ranks
 
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.resume import Origin, Place, from_disk, newest_origin
+from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
 from paceline.checkpoint.shards import fill, layout, rank_part
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
 from paceline.disk.writing import write_new
@@ -25,8 +25,11 @@ from paceline.worker.world import World
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 
 
-def state(step: int) -> list[Held]:
-    return [Held("model/w", torch.full((40,), float(step))), Held("model/b", torch.full((3,), -float(step)))]
+def state(step: int) -> list[TensorShard]:
+    return [
+        TensorShard("model/w", torch.full((40,), float(step))),
+        TensorShard("model/b", torch.full((3,), -float(step))),
+    ]
 
 
 def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
@@ -65,7 +68,7 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
-def told_by(origin: Origin | None) -> tuple[int, float] | None:
+def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
     """Its step, and a value out of the state that it gives: the two belong together."""
     if origin is None:
         return None
@@ -75,9 +78,9 @@ def told_by(origin: Origin | None) -> tuple[int, float] | None:
     return origin.step, float(tensor[0])
 
 
-def snapshot_only(world: World) -> Origin | None:
+def snapshot_only(world: World) -> ResumePoint | None:
     """The newest state, if there is no checkpoint on disk."""
-    return newest_origin(Checkpoints(Path("/nowhere")), world, print, memory=True)
+    return newest_state(Checkpoints(Path("/nowhere")), world, print, memory=True)
 
 
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
         reports: list[str] = []
         try:
             known = -1 if after is None else after
-            outcome: Any = told_by(from_disk(Checkpoints(root / name), world, reports.append, after=known))
+            outcome: Any = told_by(newest_on_disk(Checkpoints(root / name), world, reports.append, after=known))
         except PacelineError as error:
             outcome = f"{type(error).__name__} {int(error.exit_code)}: {error}"
         found[name if after is None else f"{name} after {after}"] = (outcome, reports)
@@ -116,9 +119,9 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["memory"] = told_by(snapshot_only(world))
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
-        place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
+        place = RunLocation(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
         found[name] = told_by(_origin(config, place, world)), place.notices
-    first_start = Place(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
+    first_start = RunLocation(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None

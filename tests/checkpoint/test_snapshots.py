@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 
 pytestmark = pytest.mark.sample(2)
@@ -41,12 +41,12 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
         os.close(descriptor)
 
 
-def state(step: int, rank: int, *, size: int = 50) -> list[Held]:
+def state(step: int, rank: int, *, size: int = 50) -> list[TensorShard]:
     """What a rank holds after `step`: two replicated tensors, and a buffer of its own."""
     return [
-        Held("model/weight", torch.full((size,), float(step))),
-        Held("model/bias", torch.full((3,), step)),
-        Held(f"buffers/{rank}/mean", torch.full((2,), step + 0.5 * rank), replicated=False),
+        TensorShard("model/weight", torch.full((size,), float(step))),
+        TensorShard("model/bias", torch.full((3,), step)),
+        TensorShard(f"buffers/{rank}/mean", torch.full((2,), step + 0.5 * rank), replicated=False),
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
     before = found(4, 2)
     group[0].write(state(6, 0), 6, {"seen": 60})
     dying = state(6, 1)
-    dying[-1] = Held(dying[-1].name, dying[-1].tensor.as_subclass(StopsCopying), replicated=False)
+    dying[-1] = TensorShard(dying[-1].name, dying[-1].tensor.as_subclass(StopsCopying), replicated=False)
     with pytest.raises(Stop):
         group[1].write(dying, 6, {"seen": 60})
     assert found(4, 2) == before
@@ -138,13 +138,13 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
 WRITER = """
 import sys, torch
 from paceline.checkpoint.snapshots import SnapshotWriter
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 first, second, step = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 0, spared=None)
 while True:
     step += 1
-    tensors = [Held(f"t{i}", torch.full((500_000,), float(step))) for i in range(4)]
+    tensors = [TensorShard(f"t{i}", torch.full((500_000,), float(step))) for i in range(4)]
     writer.write(tensors, step, {"seen": step})
     print(step, flush=True)
 """
@@ -257,14 +257,14 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
     script = """
 import sys, torch, resource
 from paceline.checkpoint.snapshots import SnapshotWriter
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 first, second = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 1, spared=first)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for _ in range(2):
     try:
-        writer.write([Held("model/weight", torch.ones(1_000_000))], 2, {})
+        writer.write([TensorShard("model/weight", torch.ones(1_000_000))], 2, {})
     except OSError as error:
         print(error.strerror)
 """

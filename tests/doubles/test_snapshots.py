@@ -12,7 +12,7 @@ import torch
 from tests.doubles.syncs import HostReads, on_the_cpu
 
 from paceline.checkpoint.snapshots import SnapshotWriter, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,8 +49,8 @@ class Cudart:
         return 0
 
 
-def state(device: str, size: int = 50) -> list[Held]:
-    return [Held(f"model/{number}", torch.full((size,), float(number), device=device)) for number in range(20)]
+def state(device: str, size: int = 50) -> list[TensorShard]:
+    return [TensorShard(f"model/{number}", torch.full((size,), float(number), device=device)) for number in range(20)]
 
 
 class Copies(HostReads):
@@ -71,7 +71,7 @@ class Copies(HostReads):
 def test_the_last_copy_waits_for_all(files: tuple[int, int]) -> None:
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     with Copies() as copies:
-        writer.write([*state("meta"), Held("z", torch.empty(0, device="meta"))], 3, {})
+        writer.write([*state("meta"), TensorShard("z", torch.empty(0, device="meta"))], 3, {})
     assert copies.wait == [False] * 19 + [True]
     assert sum(copies.lines.values()) == 1
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from paceline.checkpoint.export import exported
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import ToldElsewhere, UsageError
@@ -440,7 +440,9 @@ def test_a_sum_beside_synchronised_batch_norm_is_kept_by_other_numbers_of_ranks(
 def test_weights_to_begin_with_are_where_sums_begin():
     model = Counts()
     buffers = VirtualBuffers(model, ALONE, V)
-    buffers.load(Kept([Held("buffers/total", torch.tensor(7.0).double()), Held("buffers/seen", torch.tensor(9))]))
+    buffers.load(
+        Kept([TensorShard("buffers/total", torch.tensor(7.0).double()), TensorShard("buffers/seen", torch.tensor(9))])
+    )
     forwards(buffers, model, range(V), range(1))
     with buffers.merged():
         found = values(model)

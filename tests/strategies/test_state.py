@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.held import hold_optimizer, load_optimizer
@@ -82,7 +82,7 @@ def train(replica: Replica, start: int, stop: int) -> None:
         train_step(replica, step, squared)
 
 
-def save(held: list[Held], path: Path, rank: int = 0, world_size: int = 1) -> None:
+def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1) -> None:
     """As `train.checkpointing` does: this rank's part as a file of its own."""
     places = layout(rank_part(held, rank, world_size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)

@@ -186,7 +186,7 @@ def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, as
 def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     """Rows, columns and three shares of one weight; each rank reads its part out of what all have saved."""
     from paceline.checkpoint.shards import ShardedSource
-    from paceline.checkpoint.state import Held
+    from paceline.checkpoint.state import TensorShard
 
     torch.manual_seed(0)
     model = Encoder()
@@ -194,7 +194,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     files: list[tuple[Path, Any]] = []
     cuts = [cuts_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
-        held = [piece for name, cut in own.items() for piece in cut.held(Held(name, cut.part(wanted[name])))]
+        held = [piece for name, cut in own.items() for piece in cut.held(TensorShard(name, cut.part(wanted[name])))]
         places = layout(held)
         buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
         fill(buffer, places, {})

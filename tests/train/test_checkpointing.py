@@ -16,16 +16,16 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.checkpoint.manager import Checkpoints, Claim
-from paceline.checkpoint.resume import Content
+from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.stepping.votes import Votes
 from paceline.train.checkpointing import Saver
 from paceline.worker.world import World
 
 SIZE = 20_000
-CONTENT = Content(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})
+CONTENT = TrainerState(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Rank:
     checkpoints: Checkpoints
     told: list[str] = field(default_factory=list)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[TensorShard]:
         shared, own = self.state[: SIZE // 2], self.state[SIZE // 2 :]
-        return [Held("model/w", shared), Held(f"buffers/{self.world.rank}/b", own, replicated=False)]
+        return [TensorShard("model/w", shared), TensorShard(f"buffers/{self.world.rank}/b", own, replicated=False)]
 
     def step(self, number: int) -> Votes:
         """Change the state, and agree on the votes as a training step's totals do."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import World, joined
 from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
-from paceline.checkpoint.resume import Content
+from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
@@ -20,7 +20,7 @@ from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Replica
 from paceline.train.checkpointing import is_writer, save_alone
 
-CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
+CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
 
 @given(st.integers(1, 6), st.data())

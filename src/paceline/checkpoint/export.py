@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.reductions import OPEN, UNCHANGED, reduced, saved_reduction
 from paceline.checkpoint.shards import ShardFiles
-from paceline.checkpoint.state import Source, Under
+from paceline.checkpoint.state import PrefixedSource, Source
 from paceline.errors import UsageError, unknown
 
 BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
@@ -39,7 +39,9 @@ def of_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, T
     if model > len(names):
         raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
     source = ShardFiles.of(path, manifest)
-    return exported(Under(source, f"{model}/") if model > 1 else source, names[model - 1], manifest.virtual_ranks)
+    return exported(
+        PrefixedSource(source, f"{model}/") if model > 1 else source, names[model - 1], manifest.virtual_ranks
+    )
 
 
 def exported(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:

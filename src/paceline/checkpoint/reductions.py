@@ -14,10 +14,8 @@ from torch import Tensor
 from paceline.checkpoint.state import Source
 from paceline.collectives.tree import Forest, added
 
-OPEN = "open"
-"""neither declared nor known: inferred at each merge"""
-UNCHANGED = "unchanged"
-"""all virtual ranks still have the initial value"""
+OPEN = "open"  # neither declared nor known: inferred at each merge
+UNCHANGED = "unchanged"  # all virtual ranks still have the initial value
 MOST_CALLS = 3  # of one module in one micro-batch, if its writes cannot be counted
 
 

@@ -21,7 +21,7 @@ from paceline.worker.world import World
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocation:
     """Where a run writes, the number of this start, and the settings that define the run."""
 
     folder: Path
@@ -34,7 +34,7 @@ class Place:
     """to be printed before the first step"""
 
 
-class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A state without its tensors."""
 
     samples_seen: int
@@ -49,11 +49,11 @@ class Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """The state that a training resumes from."""
 
     step: int
-    content: Content
+    content: TrainerState
     source: ShardFiles
     where: str
     """its name in messages"""
@@ -61,13 +61,13 @@ class Origin:
     """the memory files that hold it"""
 
 
-def newest_origin(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> Origin | None:
-    """The newest state, in `memory` or on disk (a collective); `report` as in `from_disk`.
+def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> ResumePoint | None:
+    """The newest state, in `memory` or on disk (a collective); `report` as in `newest_on_disk`.
 
     Hosts without a snapshot, or with an older one, receive the newest one if it is the newest state.
 
     Raises:
-        UsageError: as `from_disk`.
+        UsageError: as `newest_on_disk`.
     """
     own = newest(inherited()) if memory else None
     ages = gather_words(None if own is None else [own.generation, own.step], world) if memory else []
@@ -75,18 +75,18 @@ def newest_origin(checkpoints: Checkpoints, world: World, report: Report, *, mem
     # on one host all ranks see the same snapshots, or one of them has none of ours
     is_usable = bool(known) and (world.local_size < world.size or all(age == known[0] for age in ages))
     age: list[int] | None = max(known) if is_usable else None
-    on_disk = from_disk(checkpoints, world, report, after=-1 if age is None else age[1])
+    on_disk = newest_on_disk(checkpoints, world, report, after=-1 if age is None else age[1])
     if on_disk is not None or age is None:
         return on_disk
     found = own if ages[world.rank] == age else None
     if any(other != age for other in ages):
         found = snapshot_of(ages.index(age), found, world)
     assert found is not None
-    content = msgspec.convert(found.content, Content)
-    return Origin(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
+    content = msgspec.convert(found.content, TrainerState)
+    return ResumePoint(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
 
 
-def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> Origin | None:
+def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> ResumePoint | None:
     """The newest intact checkpoint after step `after` (a collective); the ranks split the hashing.
 
     `report` is called on rank 0 for each newer one that is damaged, with its damage.
@@ -104,8 +104,8 @@ def from_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: 
         if manifest is not None and not damages:
             evaluated = int(manifest.scalars.get("evaluated", 0))
             loop: dict[str, Any] = manifest.scalars.get("loop", {})
-            content = Content(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
-            return Origin(manifest.step, content, ShardFiles.of(path, manifest), str(path))
+            content = TrainerState(manifest.samples_seen, manifest.metrics, manifest.definition, evaluated, loop)
+            return ResumePoint(manifest.step, content, ShardFiles.of(path, manifest), str(path))
         complaints.append(f"{path.name} cannot be used: {damages[0]}")
         if world.rank == 0:
             report(complaints[-1])
@@ -126,7 +126,7 @@ def _checked(checkpoints: Checkpoints, path: Path, world: World) -> tuple[Manife
 
 
 @contextmanager
-def placed(
+def run_location(
     world: World,
     asked: Path | None,
     name: str,
@@ -135,7 +135,7 @@ def placed(
     resume: bool,
     fresh: bool = False,
     trust: bool = False,
-) -> Generator[Place]:
+) -> Generator[RunLocation]:
     """The locked run folder, and the attempt and generation of this run; the same on all ranks.
 
     Args:
@@ -174,13 +174,15 @@ def placed(
                 # resolved here: another host may reach the same folder by other links
                 mine = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]
-        yield Place(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
+        yield RunLocation(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: bool = False) -> Origin | None:
+def find_resume_point(
+    place: RunLocation, world: World, *, resume: bool, trust: bool, fresh: bool = False
+) -> ResumePoint | None:
     """The state to resume from, if any (a collective); with `fresh` a finished run may start again.
 
     Raises:
@@ -189,7 +191,7 @@ def origin_of(place: Place, world: World, *, resume: bool, trust: bool, fresh: b
     if not resume and not place.generation:
         return None
     checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
-    origin = newest_origin(checkpoints, world, place.notices.append, memory=place.generation > 0)
+    origin = newest_state(checkpoints, world, place.notices.append, memory=place.generation > 0)
     if origin is None and not fresh:
         with together(world):
             run_folder.check_not_finished(place.folder)

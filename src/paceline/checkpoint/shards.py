@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
-from paceline.checkpoint.state import Held, Source, place
+from paceline.checkpoint.state import Source, TensorShard, place
 from paceline.collectives.control import gather_words
 from paceline.errors import UsageError
 from paceline.worker.world import World
@@ -36,7 +36,7 @@ ALIGNED_BYTES = 64
 OURS = "paceline"  # the key of our metadata
 
 
-def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
+def rank_part(held: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
     """What `rank` saves: all that it alone holds, and its share, by bytes, of what every rank holds."""
     loads = [0] * world_size
     mine = [h for h in held if not (h.replicated or h.spare)]
@@ -53,7 +53,7 @@ def rank_part(held: Sequence[Held], rank: int, world_size: int) -> list[Held]:
 class ShardLayout:
     """A rank's part of a state as a file: `part[i]` is at byte `offsets[i]` after a header of `header_bytes`."""
 
-    part: tuple[Held, ...]
+    part: tuple[TensorShard, ...]
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
     header_bytes: int
@@ -69,7 +69,7 @@ class ShardLayout:
         return json.dumps(table, separators=(",", ":")).encode()
 
 
-def layout(part: Iterable[Held], *, room_bytes: int = 4096) -> ShardLayout:
+def layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayout:
     """Lay out a part, large elements first, so that each is aligned. `room_bytes` stay free for metadata.
 
     Raises:
@@ -87,7 +87,7 @@ def layout(part: Iterable[Held], *, room_bytes: int = 4096) -> ShardLayout:
     return replace(found, header_bytes=header, total_bytes=header + data_bytes)
 
 
-def _piece(held: Held) -> Piece:
+def _piece(held: TensorShard) -> Piece:
     stop = held.start + held.tensor.numel() // held.count
     times = f"x{held.count}" if held.count > 1 else ""
     part = "" if held.whole is None else f"[{held.start}:{stop}]{times}"
@@ -216,12 +216,12 @@ class ShardFiles:
 # ---- the whole state
 
 
-def whole(held: Sequence[Held], world: World) -> dict[str, Tensor]:
+def whole(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     """Every tensor of the state in its shape, by name, in the order of the names (a collective).
 
     What only some ranks hold is brought together; what is replicated is this rank's own.
     """
-    mine: dict[str, list[Held]] = defaultdict(list)
+    mine: dict[str, list[TensorShard]] = defaultdict(list)
     for h in held:
         if not (h.replicated or h.spare):
             mine[h.name].append(h)
@@ -272,7 +272,7 @@ class ShardedParameter:
         """The shard of the whole tensor, as a copy."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
 
-    def held(self, one: Held) -> list[Held]:
+    def held(self, one: TensorShard) -> list[TensorShard]:
         """`one`, the shard or a run of its rows, as pieces of the whole tensor, one for each run.
 
         Raises:
@@ -287,7 +287,7 @@ class ShardedParameter:
         pieces = self._pieces(one, one.tensor.reshape(rows, *shape[1:]), first)
         return [piece for piece in pieces if piece.tensor.numel()]
 
-    def _pieces(self, one: Held, rows: Tensor, first: int) -> Iterator[Held]:
+    def _pieces(self, one: TensorShard, rows: Tensor, first: int) -> Iterator[TensorShard]:
         # `rows` of the shard, from row `first` on
         inner, outer = self.whole[self.dim + 1 :].numel(), self.whole[1 : self.dim].numel()
         apart = self.whole[self.dim] * inner

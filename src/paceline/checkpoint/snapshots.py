@@ -30,7 +30,7 @@ from torch import Tensor
 
 from paceline.checkpoint.format import LENGTH_BYTES, Piece
 from paceline.checkpoint.shards import TYPES, ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import costs, gather_words
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
@@ -87,7 +87,7 @@ class SnapshotWriter:
         self._locked: set[int] = set()
         """the addresses of page-locked buffers, into which a GPU copies without the host"""
 
-    def write(self, held: Sequence[Held], step: int, content: dict[str, Any]) -> int:
+    def write(self, held: Sequence[TensorShard], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state; return its bytes.
 
         Raises:
@@ -135,7 +135,7 @@ def _cudart() -> Any:
 class OtherHosts:
     """The ranks that have this rank's number on other hosts; brings the parts that only they hold to this rank."""
 
-    def __init__(self, held: Sequence[Held], world: World) -> None:
+    def __init__(self, held: Sequence[TensorShard], world: World) -> None:
         """A collective; `held` is this rank's state."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
@@ -158,7 +158,7 @@ class OtherHosts:
                 self._group = own_group
                 gather_over_torch(None, len(ranks) // local, world.device, own_group)  # connects: this is not timed
 
-    def bring(self, held: Sequence[Held]) -> list[Held] | None:
+    def bring(self, held: Sequence[TensorShard]) -> list[TensorShard] | None:
         """The parts that only they hold; None: not this time, it would take too long (a collective)."""
         if self._group is None:
             return []
@@ -173,7 +173,7 @@ class OtherHosts:
         self._tries, self._pause, self._since = 0, max(0, math.ceil(took / (MOST_SHARE * every)) - 1), ended
         return others
 
-    def _exchanged(self, held: Sequence[Held], group: dist.ProcessGroup) -> list[Held]:
+    def _exchanged(self, held: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
         shard = layout(_own(held))
         mine = torch.empty(shard.total_bytes, dtype=torch.uint8)
@@ -199,18 +199,18 @@ class OtherHosts:
         ]
 
 
-def _own(held: Sequence[Held]) -> list[Held]:
+def _own(held: Sequence[TensorShard]) -> list[TensorShard]:
     """The tensors that only this rank can save."""
     return [one for one in held if not (one.replicated or one.spare)]
 
 
-def _received(piece: Piece, data: Tensor, at: int) -> Held:
+def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     """The tensor at byte `at`, as the rank that has sent it holds it."""
     dtype, shape = TYPES[piece.dtype], torch.Size(piece.shape)
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
-        return Held(piece.name, values.view(shape), replicated=False)
-    return Held(piece.name, values, shape, piece.start, replicated=False, count=piece.count, apart=piece.apart)
+        return TensorShard(piece.name, values.view(shape), replicated=False)
+    return TensorShard(piece.name, values, shape, piece.start, replicated=False, count=piece.count, apart=piece.apart)
 
 
 # ---- read

@@ -34,7 +34,7 @@ from paceline.checkpoint.reductions import (
     saved_reduction,
     saved_seen,
 )
-from paceline.checkpoint.state import Held, Source, needed
+from paceline.checkpoint.state import Source, TensorShard, needed
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import gather_words, told_once
 from paceline.collectives.replicate import broadcast
@@ -47,8 +47,6 @@ from paceline.worker.world import World
 
 _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20
-
-
 _IN_NORMALIZATION = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "first"}
 _SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
 _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
@@ -223,23 +221,24 @@ class VirtualBuffers:
         finally:
             self._put(before)
 
-    def hold(self) -> list[Held]:
+    def hold(self) -> list[TensorShard]:
         """All buffers of this rank's virtual ranks; synchronised ones once for all."""
-        held: list[Held] = []
+        held: list[TensorShard] = []
         for virtual_rank, buffers in self._of.items():
             own = {name: b for name, b in buffers.items() if name not in self._synchronised}
-            held += [Held(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
+            held += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
         if self._synchronised and self._of:  # forwarded together, on all ranks alike
             common = next(iter(self._of.values()))
-            held += [Held(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
+            held += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
         for name in self._custom:
             reduction, initial = self._reductions[name], self._initial[name]
             needs_initial = reduction == "sum" or (reduction == OPEN and not _is_real(initial))
-            held.append(Held(f"reduction/{reduction}/{name}", initial if needs_initial else initial.new_empty(0)))
+            value = initial if needs_initial else initial.new_empty(0)
+            held.append(TensorShard(f"reduction/{reduction}/{name}", value))
         for virtual_rank in self._of if self._integers else ():
             seen = self._seen.get(virtual_rank, {})
             held += [
-                Held(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
+                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
                 for name in self._integers
             ]
         return held

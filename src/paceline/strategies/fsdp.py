@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.shards import whole
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard, whole_parameters
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks
@@ -185,15 +185,15 @@ class _Shares:
             piece.parameter.grad = None
         self._model.zero_grad(set_to_none=True)
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[TensorShard]:
         """See Replica."""
-        held = [Held(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
+        held = [TensorShard(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
-                held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
+                held.append(TensorShard(name, gradient, self._shapes[name], piece.start, replicated=False))
         return self.spared(held)
 
-    def spared(self, held: list[Held]) -> list[Held]:
+    def spared(self, held: list[TensorShard]) -> list[TensorShard]:
         """Pieces that the first along data holds as well are his to save."""
         return [replace(one, spare=not one.replicated) for one in held] if self._again else held
 
@@ -201,12 +201,12 @@ class _Shares:
         """The same on all ranks (a collective)."""
         return norm_of(self.gradients(), self._world)
 
-    def parameters(self) -> list[Held]:
+    def parameters(self) -> list[TensorShard]:
         """For a checkpoint."""
-        held = [Held(f"model/{name}", p.detach()) for name, p in self.uncut.items()]
+        held = whole_parameters(self.uncut.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
-            held.append(Held(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
+            held.append(TensorShard(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
         return self.spared(held)
 
     def weights(self) -> dict[str, Tensor]:

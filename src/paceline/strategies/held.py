@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, Under, take_over
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
 from paceline.collectives.shards import Piece
 from paceline.errors import UsageError
 
 ITEM = ".item"  # ends the name of a plain number
 
 
-def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Held]:
+def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
     """Its whole state; None values are left out, as an optimizer makes them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    held: list[Held] = []
+    held: list[TensorShard] = []
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
-        held += [Held(name, tensor) for name, tensor in named_state(names[parameter], state)]
+        held += [TensorShard(name, tensor) for name, tensor in named_state(names[parameter], state)]
     return held
 
 
@@ -70,17 +70,17 @@ def hold_pieces(
     shapes: Mapping[str, torch.Size],
     optimizer: Optimizer,
     uncut: Mapping[str, nn.Parameter] | None = None,
-) -> list[Held]:
+) -> list[TensorShard]:
     """As `hold_optimizer`, where it trains pieces of parameters, given by these parameters' names, and `uncut` ones."""
-    held: list[Held] = []
+    held: list[TensorShard] = []
     for name, parameter in (uncut or {}).items():
-        held += [Held(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
+        held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                held.append(Held(full, tensor, shapes[name], piece.start, replicated=False))
+                held.append(TensorShard(full, tensor, shapes[name], piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of those who have it saves it
-                held.append(Held(full, tensor, replicated=False))
+                held.append(TensorShard(full, tensor, replicated=False))
     return held
 
 
@@ -135,7 +135,7 @@ def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def take_mean(source: Source, parameters: Sequence[Held]) -> int:
+def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Fill trainable parameters with the mean over hosts, of a state that hosts have left between two outer steps.
 
     Returns:
@@ -144,12 +144,12 @@ def take_mean(source: Source, parameters: Sequence[Held]) -> int:
     saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
     if saved is None or steps is None:
         return 0
-    hosts = [Under(source, f"hosts/{host}/") for host in range(int(saved))]
+    hosts = [PrefixedSource(source, f"hosts/{host}/") for host in range(int(saved))]
     for held in parameters if int(steps) else ():
         if held.name in hosts[0].names(held.name):  # else it is frozen
             total = torch.zeros_like(held.tensor, dtype=torch.float64)
             for host in hosts:
-                take_over(host, held)
+                load_into(host, held)
                 total += held.tensor
             held.tensor.copy_(total / len(hosts))
     return len(hosts)

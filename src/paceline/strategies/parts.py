@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.collectives.norm import scale_to_norm
 from paceline.strategies.base import Replica
@@ -38,8 +38,8 @@ def of_parts(
     copy = world.along("tensor").rank + world.along("context").rank  # of what is not cut; 0 is the first
     in_stages = world.mesh.of("pipeline") > 1
 
-    def lifted(held: Sequence[Held]) -> list[Held]:
-        found: list[Held] = []
+    def lifted(held: Sequence[TensorShard]) -> list[TensorShard]:
+        found: list[TensorShard] = []
         for one in held:
             sharded = sharded_as(one.name, cuts)
             # the next along data holds it, too
@@ -52,7 +52,7 @@ def of_parts(
                 found.append(replace(one, replicated=False, spare=again or copy > 0))
         return found
 
-    def gradients() -> list[Held]:
+    def gradients() -> list[TensorShard]:
         return lifted(part.gradients())
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
@@ -78,7 +78,7 @@ def of_parts(
     )  # fmt: skip
 
 
-def norm_of(gradients: Iterable[Held], world: World) -> Pending[float]:
+def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
     """Of what all ranks hold together, each element once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:

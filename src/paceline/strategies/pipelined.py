@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from paceline.checkpoint.export import state_names
 from paceline.checkpoint.shards import parameter_of, whole
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import gather_words, together
 from paceline.collectives.torch_collectives import labelled
@@ -129,7 +129,7 @@ def pipelined(
         held = [h for h in made.state() if h.name.startswith("model/")]
         for name, buffer in model.named_buffers():
             again = world.data.rank > 0 or is_elsewhere(name)
-            held.append(Held(f"model/{name}", buffer, replicated=False, spare=again))
+            held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
         found = whole(held, world)
         return {name: found[f"model/{first}"] for name, first in called.items()}
 

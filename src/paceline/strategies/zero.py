@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending
 from paceline.collectives.norm import SharedNorm
@@ -43,15 +43,15 @@ def zero(
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
-    def gradients() -> list[Held]:
-        held = {name: (piece.parameter.grad, piece.start) for name, piece in pieces.items()}
-        return [Held(n, g, shapes[n], start, replicated=False) for n, (g, start) in held.items() if g is not None]
+    def gradients() -> list[TensorShard]:
+        held = [(name, piece.parameter.grad, piece.start) for name, piece in pieces.items()]
+        return [TensorShard(n, g, shapes[n], start, replicated=False) for n, g, start in held if g is not None]
 
     def gradient_norm() -> Pending[float]:
         own = {i: shards.pieces[p].parameter.grad for i, p in enumerate(parameters) if p in shards.pieces}
         return norm({i: gradient for i, gradient in own.items() if gradient is not None})
 
-    def hold() -> list[Held]:
+    def hold() -> list[TensorShard]:
         return hold_pieces(pieces, shapes, optimizer)
 
     def load(source: Source) -> None:

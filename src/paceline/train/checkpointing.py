@@ -23,10 +23,10 @@ from torch import Tensor
 
 from paceline.checkpoint.format import FORMAT, Manifest, ShardFile, shard_name
 from paceline.checkpoint.manager import Checkpoints, Claim, Report
-from paceline.checkpoint.resume import Content, Origin, Place, newest_origin
+from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, newest_state
 from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, together
 from paceline.contract.evidence import Phase
 from paceline.disk.writing import write_new
@@ -45,13 +45,13 @@ NOBODY = '{"guilty": []}'  # the guard's message if no rank is guilty
 
 
 @dataclass(frozen=True)
-class Holder:
+class StateCollection:
     """All models of a training, as one state to be saved."""
 
     parts: Sequence[Trainee]
     world: World
     virtual_ranks: int
-    others: Callable[[], list[Held]] = list
+    others: Callable[[], list[TensorShard]] = list
     """gives the tensors that are saved in addition to models, the same on all ranks"""
 
     @property
@@ -59,7 +59,7 @@ class Holder:
         """Whether a rank holds only a shard of any of them."""
         return any(part.replica.sharded for part in self.parts)
 
-    def state(self) -> list[Held]:
+    def state(self) -> list[TensorShard]:
         """All tensors of all models, and the others."""
         return [*(held for part in self.parts for held in part.state()), *self.others()]
 
@@ -72,7 +72,7 @@ class _Writing:
     """A checkpoint that is being written; the thread sets `shard` or `failure`."""
 
     step: int
-    content: Content
+    content: TrainerState
     folder: Path
     stall_seconds: float
     began: float
@@ -97,8 +97,9 @@ def is_writer(word: str, rank: int, world_size: int) -> bool:
 
 
 def save_alone(
-    holder: Holder, step: int, content: Content, checkpoints: Checkpoints, claim: Claim, *, keep: int, say: Report
-) -> Path:
+    holder: StateCollection, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
+    keep: int, say: Report,
+) -> Path:  # fmt: skip
     """Write and publish the state after `step`; return the folder. No collective.
 
     Raises:
@@ -115,11 +116,11 @@ def save_alone(
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
     folder = checkpoints.begin_alone(step, claim, world.rank)
-    files = (_write_shard(folder, buffer, shard, 0, 1),)
-    return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, files), keep, say)
+    file = _write_shard(folder, buffer, shard, 0, 1)
+    return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, file), keep, say)
 
 
-def _fill(buffer: Tensor, shard: ShardLayout, step: int, content: Content, rank: int, world_size: int) -> None:
+def _fill(buffer: Tensor, shard: ShardLayout, step: int, content: TrainerState, rank: int, world_size: int) -> None:
     meta = {"step": step, "rank": rank, "world_size": world_size, "samples_seen": content.samples_seen}
     fill(buffer, shard, meta)
 
@@ -130,7 +131,7 @@ def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, wo
     return ShardFile(name, size, sha256, shard.pieces)
 
 
-def _manifest(step: int, content: Content, claim: Claim, virtual_ranks: int, files: tuple[ShardFile, ...]) -> Manifest:
+def _manifest(step: int, content: TrainerState, claim: Claim, virtual_ranks: int, *files: ShardFile) -> Manifest:
     """The description of the state after `step`, which is in `files`."""
     optional = {"names": content.names, "loop": content.loop}
     return Manifest(
@@ -162,7 +163,7 @@ class Saver:
         writing = self._writing
         return Votes(written=float(bool(writing and writing.shard)), failed=float(bool(writing and writing.failure)))
 
-    def begin(self, held: Sequence[Held], step: int, content: Content) -> None:
+    def begin(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         """Copy the state after `step` and start to write it (a collective)."""
         began = time.perf_counter()
         self.settle()
@@ -236,8 +237,8 @@ class Saver:
         if failure:
             self._end(writing, failure, 0)
             return
-        files = tuple(msgspec.convert(shard, ShardFile) for _, shard in ranks)
-        manifest = _manifest(writing.step, writing.content, self._claim, self._virtual_ranks, files)
+        files = [msgspec.convert(shard, ShardFile) for _, shard in ranks]
+        manifest = _manifest(writing.step, writing.content, self._claim, self._virtual_ranks, *files)
         self._publishing = threading.Thread(target=self._commit, args=(writing, manifest), name="paceline-publish")
         self._publishing.start()
 
@@ -278,7 +279,7 @@ class Keeping:
     """This rank's snapshots, checkpoints and comparisons; all calls are at the same steps on all ranks."""
 
     def __init__(
-        self, holder: Holder, place: Place, origin: Origin | None, rhythm: Rhythm, *,
+        self, holder: StateCollection, place: RunLocation, origin: ResumePoint | None, rhythm: Rhythm, *,
         writer: EventWriter, say: Report, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """A collective.
@@ -320,7 +321,7 @@ class Keeping:
             return votes
         return votes._replace(due=float(time.monotonic() - self._saved_at >= seconds))
 
-    def between(self, step: int, votes: Votes, content: Callable[[], Content], *, save: bool) -> float:
+    def between(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Do what is due after `step` (a collective); `votes` are the sum of the last step's votes.
 
         Returns:
@@ -376,12 +377,12 @@ class Keeping:
         rhythm = self._rhythm
         return bool(rhythm.checkpoint or rhythm.seconds or self._takes_snapshots)
 
-    def newest(self) -> Origin | None:
+    def newest(self) -> ResumePoint | None:
         """The newest state in memory or on disk (a collective)."""
         self.settle()
-        return newest_origin(self._checkpoints, self._world, self._say, memory=True)
+        return newest_state(self._checkpoints, self._world, self._say, memory=True)
 
-    def save_after(self, error: BaseException, step: int, content: Callable[[], Content]) -> None:
+    def save_after(self, error: BaseException, step: int, content: Callable[[], TrainerState]) -> None:
         """After an error: publish the state after `step`, unless this state is the error.
 
         Only one rank does so, which the guard's message names if the guard has unblocked the ranks. No collective: a
@@ -422,7 +423,7 @@ class Keeping:
         """After an error: wait for the threads. An unpublished checkpoint is never published."""
         self._saver.abandon()
 
-    def _snapshot(self, held: Sequence[Held], step: int, content: Content) -> None:
+    def _snapshot(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         began, world = time.perf_counter(), self._world
         if world.local_size < world.size:  # the state that only this host's ranks hold must survive its loss
             if self._other_hosts is None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.checkpoint.resume import Origin
+from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
@@ -74,7 +74,7 @@ class Parts:
         object.__setattr__(self, "replica", replica)
         object.__setattr__(self, "judged", judged)
 
-    def take_over(self, origin: Origin) -> None:
+    def take_over(self, origin: ResumePoint) -> None:
         """Go on from `origin`."""
         self.replica.load(origin.source)
         self.schedule.load(origin.content.loop)

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from paceline.checkpoint.resume import Origin, Place
+from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -35,7 +35,7 @@ from paceline.worker.world import World
 class Training:
     """The loop of a task over its steps."""
 
-    def __init__(self, parts: Parts, place: Place, origin: Origin | None) -> None:
+    def __init__(self, parts: Parts, place: RunLocation, origin: ResumePoint | None) -> None:
         """UsageError on one rank for a metric or tracker that is not there (a collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
@@ -100,7 +100,7 @@ class Training:
             evaluations.take(end.content.loop)
         return False
 
-    def _pass(self) -> bool | Origin:
+    def _pass(self) -> bool | ResumePoint:
         """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
         parts, course = self._parts, self._course
         batches = self._passes.batches(course.step)
@@ -126,7 +126,7 @@ class Training:
                     return stopping
         return False
 
-    def _take(self, origin: Origin) -> None:
+    def _take(self, origin: ResumePoint) -> None:
         self._passes.take(origin.content.loop)
         if self._scale is not None:
             self._scale.take(origin.content.loop)

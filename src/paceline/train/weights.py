@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.checkpoint.export import of_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import sha256_of, whole
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, together
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
@@ -115,7 +115,7 @@ def begin_with(replica: Replica, path: Path, *, trust: bool, report: Report) -> 
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters
-        held = [Held(name, tensor) for name, tensor in whole(held, replica.world).items()]
+        held = [TensorShard(name, tensor) for name, tensor in whole(held, replica.world).items()]
     with together(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         fitting = _fitting(replica, held, weights, path, report)
@@ -165,7 +165,7 @@ def _of_checkpoint(checkpoints: Checkpoints, path: Path, report: Report) -> dict
 class _Fitting:
     """The weights that fit, beside what the replica has of all others: a `checkpoint.state.Source`."""
 
-    def __init__(self, values: Mapping[str, Tensor], held: Iterable[Held]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], held: Iterable[TensorShard]) -> None:
         self._values, self._held = values, {one.name: one for one in held}
 
     def names(self, prefix: str) -> list[str]:
@@ -184,7 +184,7 @@ class _Fitting:
 
 
 def _fitting(
-    replica: Replica, held: Sequence[Held], weights: Mapping[str, Tensor], path: Path, report: Report
+    replica: Replica, held: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
 ) -> _Fitting:
     model = replica.model
     first = {id(parameter): name for name, parameter in model.named_parameters()}

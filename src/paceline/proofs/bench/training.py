@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.checkpoint.resume import Place
+from paceline.checkpoint.resume import RunLocation
 from paceline.config import TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
@@ -120,7 +120,7 @@ class CandidateTraining:
             settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(folder, 1, 0, None)
+        place = RunLocation(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(Records(place, world, print)))
         self._records.begin(place, None)
         self._records.started(plan, 0)
