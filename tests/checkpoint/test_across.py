@@ -48,7 +48,8 @@ def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
     found = newest(files)
     assert found is not None
     told = {name: found.source.tensor(name) for name in found.source.names("")}
-    return {name: tensor for name, tensor in told.items() if tensor is not None} | {"step": torch.tensor(found.step)}
+    step = {"step": torch.tensor(found.meta.step)}
+    return {name: tensor for name, tensor in told.items() if tensor is not None} | step
 
 
 def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:

@@ -69,7 +69,7 @@ def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     """Check that the newest snapshot is the whole one of `step`; return its files."""
     snapshot = newest(inherited())
     assert snapshot is not None
-    assert (snapshot.step, snapshot.content) == (step, {"seen": 10 * step})
+    assert (snapshot.meta.step, snapshot.meta.content) == (step, {"seen": 10 * step})
     assert len(snapshot.files) == world_size
     wanted = {held.name: held.tensor for rank in range(world_size) for held in state(step, rank, size=size)}
     assert snapshot.source.names("") == sorted(wanted)
@@ -164,7 +164,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
                 os.waitpid(writer.pid, os.WUNTRACED)
                 there = newest([pair])
                 assert there is not None
-                step = there.step
+                step = there.meta.step
                 for i in range(4):
                     value = there.source.tensor(f"t{i}")
                     assert value is not None and torch.equal(value, torch.full((500_000,), float(step)))
@@ -173,7 +173,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
             writer.kill()
         said = [int(line) for line in writer.stdout.read().split("\n")[:-1]]
     last = newest([pair])
-    assert last is not None and last.step >= max(said, default=0)
+    assert last is not None and last.meta.step >= max(said, default=0)
 
 
 def test_another_world_size_keeps_its_origin_until_it_has_a_whole_snapshot_of_its_own(make_files: MakeFiles) -> None:

@@ -70,7 +70,7 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
         UsageError: as `newest_on_disk`.
     """
     own = newest(inherited()) if memory else None
-    ages = gather_words(None if own is None else [own.generation, own.step], world) if memory else []
+    ages = gather_words(None if own is None else [own.meta.generation, own.meta.step], world) if memory else []
     known = [age for age in ages if age is not None]
     # on one host all ranks see the same snapshots, or one of them has none of ours
     is_usable = bool(known) and (world.local_size < world.size or all(age == known[0] for age in ages))
@@ -82,8 +82,8 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
     if any(other != age for other in ages):
         found = snapshot_of(ages.index(age), found, world)
     assert found is not None
-    content = msgspec.convert(found.content, TrainerState)
-    return ResumePoint(found.step, content, found.source, f"the snapshot of step {found.step}", frozenset(found.files))
+    step, content = found.meta.step, msgspec.convert(found.meta.content, TrainerState)
+    return ResumePoint(step, content, found.source, f"the snapshot of step {step}", frozenset(found.files))
 
 
 def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, after: int = -1) -> ResumePoint | None:

@@ -44,8 +44,8 @@ MOST_SHARE = 0.05  # of the time of training: on a slow network not every snapsh
 COPIES = 2.5  # of the whole state: two snapshots, and one in transfer
 
 
-class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of which a file holds a part: the `part`-th of `parts`."""
+class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The state of which a memory file holds a part: the `part`-th of `parts`."""
 
     generation: int
     step: int
@@ -58,9 +58,8 @@ class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Snapshot:
     """A complete state in memory."""
 
-    generation: int
-    step: int
-    content: dict[str, Any]
+    meta: SnapshotMeta
+    """that of one of its parts"""
     source: ShardFiles
     files: tuple[int, ...]
     """the memory files that hold it"""
@@ -96,8 +95,8 @@ class SnapshotWriter:
         descriptor, other = self._files
         shard = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
         buffer = self._buffer(descriptor, shard.total_bytes, any(costs(held.tensor.device) for held in shard.part))
-        mark = _Mark(self._generation, step, self._part, self._parts, content)
-        fill(buffer, shard, msgspec.to_builtins(mark))
+        meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
+        fill(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes
 
@@ -218,7 +217,7 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
 
 def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state of which every part is in one of these memory files, given by rank."""
-    found: dict[tuple[int, int, int], dict[int, tuple[int, _Mark, tuple[Piece, ...]]]] = {}
+    found: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in (descriptor for of_rank in files for descriptor in of_rank):
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
@@ -226,16 +225,15 @@ def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
         if read is None:
             continue
         with suppress(msgspec.ValidationError):  # not written by paceline
-            mark = msgspec.convert(read[0], _Mark)
-            parts = found.setdefault((mark.generation, mark.step, mark.parts), {})
-            parts[mark.part] = (descriptor, mark, read[1])
+            meta = msgspec.convert(read[0], SnapshotMeta)
+            parts = found.setdefault((meta.generation, meta.step, meta.parts), {})
+            parts[meta.part] = (descriptor, meta, read[1])
     complete = [key for key, parts in found.items() if len(parts) == key[2]]
     if not complete:
         return None
     parts = found[max(complete, key=lambda key: (key[0], key[1]))]
-    mark = parts[0][1]
     source = ShardFiles([(_path(descriptor), pieces) for descriptor, _, pieces in parts.values()])
-    return Snapshot(mark.generation, mark.step, mark.content, source, tuple(file for file, *_ in parts.values()))
+    return Snapshot(parts[0][1], source, tuple(file for file, *_ in parts.values()))
 
 
 def snapshot_of(giver: int, mine: Snapshot | None, world: World) -> Snapshot:

@@ -66,48 +66,39 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
 
 
 def hold_pieces(
-    pieces: Mapping[str, Piece],
-    shapes: Mapping[str, torch.Size],
-    optimizer: Optimizer,
-    uncut: Mapping[str, nn.Parameter] | None = None,
+    pieces: Mapping[str, Piece], optimizer: Optimizer, uncut: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `hold_optimizer`, where it trains pieces of parameters, given by these parameters' names, and `uncut` ones."""
+    """As `hold_optimizer`, if it trains pieces of parameters, by the names of the parameters, and `uncut` ones."""
     held: list[TensorShard] = []
     for name, parameter in (uncut or {}).items():
         held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                held.append(TensorShard(full, tensor, shapes[name], piece.start, replicated=False))
+                held.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of those who have it saves it
                 held.append(TensorShard(full, tensor, replicated=False))
     return held
 
 
 def load_pieces(
-    pieces: Mapping[str, Piece],
-    shapes: Mapping[str, torch.Size],
-    optimizer: Optimizer,
-    source: Source,
-    uncut: Mapping[str, nn.Parameter] | None = None,
+    pieces: Mapping[str, Piece], optimizer: Optimizer, source: Source, uncut: Mapping[str, nn.Parameter] | None = None
 ) -> None:
-    """As `load_optimizer`, where it trains pieces of the parameters and `uncut` ones."""
+    """As `load_optimizer`, if it trains pieces of parameters and `uncut` ones."""
     optimizer.state.clear()
     for name, parameter in (uncut or {}).items():
         if state := saved_state(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
-        if state := saved_state(source, name, piece, shapes[name]):
+        if state := saved_state(source, name, piece):
             optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
-def saved_state(
-    source: Source, name: str, piece: Piece | None = None, shape: torch.Size | None = None
-) -> dict[str, Any]:
-    """What was saved for parameter `name`, of this `shape`, by key: all of it, or a piece; of a counter, the whole."""
+def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[str, Any]:
+    """What was saved for parameter `name`, by key: all of it, or a piece; of a counter, the whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
+        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.whole:
             value = source.tensor(full)
             assert value is not None
             state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value

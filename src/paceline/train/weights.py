@@ -137,7 +137,11 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
         check_is_run(run_dir, trust=trust)
         path = run_dir / WEIGHTS
         if not path.is_file():
-            return _of_checkpoint(Checkpoints(run_dir / CHECKPOINTS, trust=trust), path, report)
+            newest = Checkpoints(run_dir / CHECKPOINTS, trust=trust).newest_valid(report)
+            if newest is None:
+                raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
+            report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
+            return of_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
@@ -152,14 +156,6 @@ def _of_pickle(found: Any, path: Path) -> dict[str, Tensor]:
         keys = f" (it has {first_few([str(key) for key in found], MOST)})" if found else ""
         raise UsageError(code="init-from-no-state-dict", path=path, keys=keys)
     return dict(found)
-
-
-def _of_checkpoint(checkpoints: Checkpoints, path: Path, report: Report) -> dict[str, Tensor]:
-    newest = checkpoints.newest_valid(report)
-    if newest is None:
-        raise UsageError(code="init-from-no-weights", folder=path.parent, weights=WEIGHTS)
-    report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
-    return of_checkpoint(*newest)
 
 
 class _Fitting:
