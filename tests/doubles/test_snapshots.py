@@ -103,7 +103,7 @@ def test_its_memory_is_page_locked_as_long_as_it_is_there(
     assert len(before) == len(cudart.locked)
     assert kernels == ["cuda"] * (4 if refuses else 0)  # no later kernel is blamed for it
     found = newest([files])
-    assert found is not None and found.step == 5
+    assert found is not None and found.meta.step == 5
 
 
 def test_without_cuda_none_is_asked(files: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,7 @@ def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: Seen, *,
 
 def digest_of(tensor: Tensor) -> str:
     """Of the bytes of a tensor."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def saved_seen(source: Source, virtual_rank: int, name: str) -> Seen:

@@ -64,9 +64,11 @@ class Source(Protocol):
 
     def names(self, prefix: str) -> Iterable[str]:
         """All names that begin with `prefix`."""
+        ...
 
     def shape(self, name: str) -> torch.Size:
         """The shape of the whole tensor `name`, which must exist."""
+        ...
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         """The whole tensor in its shape, or its elements [start, stop) as (stop - start,); None if there is none.

@@ -148,6 +148,5 @@ def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
 
 def words_of_mean(saved: int, now: str) -> str:
     """That a state of `saved` hosts is taken over by others."""
-    return (
-        f"the checkpoint is of {saved} hosts that took local steps, {now}: it goes on from the mean of their parameters"
-    )
+    mean = "it goes on from the mean of their parameters"
+    return f"the checkpoint is of {saved} hosts that took local steps, {now}: {mean}"
