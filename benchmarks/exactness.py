@@ -30,24 +30,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checkpoint.snapshot import SnapshotWriter
+from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.resume import TrainerState
+from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
 from paceline.stepping.votes import Votes
-from paceline.store.store import Checkpoints, Claim
 from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
 from paceline.strategies.base import replica
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.alike import check_replicas
+from paceline.train.checkpointing import Saver
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
-from paceline.train.resume import Content
-from paceline.train.saving import Saver
 from paceline.worker.world import World, joined
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever
@@ -232,7 +232,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
         plain = block(voting, steps)
         during, votes = list[float](), Votes()
         with variant.kernels():
-            saver.begin(variant.replica.state(), number, Content(0, {}, {}))
+            saver.begin(variant.replica.state(), number, TrainerState(0, {}, {}))
             while sum(votes) < world.size:  # until all ranks have written
                 record = next(voting.records)
                 votes = record.result.votes

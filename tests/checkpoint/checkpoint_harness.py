@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.store.manifest import FORMAT, Manifest, Piece, ShardFile
-from paceline.store.store import Checkpoints, write_file
+from paceline.checkpoint.format import FORMAT, Manifest, Piece, ShardFile
+from paceline.checkpoint.manager import Checkpoints
+from paceline.disk.writing import write_new
 
 SIZE = 3000  # elements of one shard, a byte each
 HEADER = 128  # bytes before them, which say so
@@ -70,7 +71,7 @@ def manifest_of(
 
 def write_shards(tmp: Path, step: int, world: int, size: int = SIZE) -> list[tuple[str, int, str]]:
     names = [shard_name(rank, world) for rank in range(world)]
-    return [(name, *write_file(tmp / name, chunks(shard_bytes(step, rank, size)))) for rank, name in enumerate(names)]
+    return [(name, *write_new(tmp / name, chunks(shard_bytes(step, rank, size)))) for rank, name in enumerate(names)]
 
 
 def save(checkpoints: Checkpoints, step: int, *, world: int = 2, keep: int = 2, size: int = SIZE) -> Path:

@@ -22,8 +22,8 @@ from typing import Any
 
 from checkpoint_harness import leftovers, newest, save, saved, shard_name, steps_in
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.errors import PacelineError
-from paceline.store.store import Checkpoints
 
 CALLS = ("open", "write", "pwrite", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 CHANGES_NOTHING = ("fsync", "close")  # of what others see: killed there is killed at the next call that does

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.checkpoint.checkpoint_harness import SIZE, leftovers, newest, shard_bytes, shard_name
 
-from paceline.store.store import Checkpoints, write_file
+from paceline.checkpoint.manager import Checkpoints
+from paceline.disk.writing import write_new
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:
@@ -88,7 +89,7 @@ def _write_until_killed(folder: Path, left: int) -> None:
     checkpoints.claim(2, 0)
     tmp = checkpoints.begin(3)
     for rank in range(2):
-        write_file(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))
+        write_new(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))
         left -= SIZE
     os._exit(1)
 

@@ -11,10 +11,9 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint import across
-from paceline.checkpoint.across import OtherHosts
-from paceline.checkpoint.snapshot import SnapshotWriter, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint import snapshots
+from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest
+from paceline.checkpoint.state import TensorShard
 from paceline.worker.world import World
 
 CPU = torch.device("cpu")
@@ -27,20 +26,20 @@ WHOLE = {
 }
 
 
-def state(rank: int, step: int) -> list[Held]:
+def state(rank: int, step: int) -> list[TensorShard]:
     """What rank `rank` of four holds: what all hold, a run of elements, two columns, and a buffer of its own."""
     whole = {name: tensor + step for name, tensor in WHOLE.items()}
     average, columns = whole["optimizer/weight/exp_avg"], whole["optimizer/weight/columns"]
     mine = columns.reshape(-1).as_strided((4, 2), (8, 1), 2 * rank).reshape(-1).clone()
     return [
-        Held("model/weight", whole["model/weight"]),
-        Held("model/bias", whole["model/bias"]),
-        Held("optimizer/weight/empty", whole["optimizer/weight/empty"]),
-        Held("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
+        TensorShard("model/weight", whole["model/weight"]),
+        TensorShard("model/bias", whole["model/bias"]),
+        TensorShard("optimizer/weight/empty", whole["optimizer/weight/empty"]),
+        TensorShard("optimizer/weight/exp_avg", average.reshape(-1)[10 * rank : 10 * rank + 10].clone(), average.shape,
              10 * rank, replicated=False),
-        Held("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
-        Held(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
-        Held("model/again", torch.ones(4), replicated=False, spare=True),
+        TensorShard("optimizer/weight/columns", mine, columns.shape, 2 * rank, replicated=False, count=4, apart=8),
+        TensorShard(f"buffers/{rank}/mean", torch.full((2, 3), float(rank + step)), replicated=False),
+        TensorShard("model/again", torch.ones(4), replicated=False, spare=True),
     ]  # fmt: skip
 
 
@@ -49,11 +48,12 @@ def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
     found = newest(files)
     assert found is not None
     told = {name: found.source.tensor(name) for name in found.source.names("")}
-    return {name: tensor for name, tensor in told.items() if tensor is not None} | {"step": torch.tensor(found.step)}
+    step = {"step": torch.tensor(found.meta.step)}
+    return {name: tensor for name, tensor in told.items() if tensor is not None} | step
 
 
 def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
-    across.SENT_BYTES = chunk
+    snapshots.SENT_BYTES = chunk
     world = World(rank, size, rank % 2, 2, CPU, "gloo")
     names = [root / f"{chunk}-{rank // 2}-{local}-{turn}" for local in range(2) for turn in range(2)]
     first = [os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names]
@@ -105,7 +105,7 @@ def why_not(rank: int, size: int) -> list[str]:
     told: list[str] = []
     same = [one for one in state(rank, 1) if one.replicated]
     for held, local in ((same, min(rank, 2)), (state(rank, 1), min(rank, 2)), (state(rank, 1), rank % 2)):
-        across.free_memory = lambda: 1000 if rank == 2 else 10**12
+        snapshots.free_memory = lambda: 1000 if rank == 2 else 10**12
         told.append(OtherHosts(held, World(rank, size, local, 2, CPU, "gloo")).why_not)
     return told
 

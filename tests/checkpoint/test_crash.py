@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved
+from tests.checkpoint.checkpoint_harness import leftovers, newest, save, saved, steps_in
 
-from paceline.store.files import room_for
-from paceline.store.store import Checkpoints
+from paceline.checkpoint.manager import Checkpoints
 
 pytestmark = pytest.mark.sample(3)
 
@@ -111,6 +111,27 @@ def test_everything_is_on_the_disk_before_it_is_published_and_so_is_the_name_bef
     assert unsynced == set()
 
 
+@pytest.mark.parametrize(("code", "tolerated"), [(errno.EIO, False), (errno.EINVAL, True)])
+def test_a_folder_whose_names_may_be_lost_is_told_unless_there_is_no_way_to_sync_it(
+    tmp_path, monkeypatch, code, tolerated
+):
+    checkpoints = saved(tmp_path, 1)
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if tolerated:
+        save(checkpoints, 2)
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            save(checkpoints, 2)
+    assert steps_in(tmp_path) == ([2, 1] if tolerated else [1])
+
+
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 256 KiB."""
@@ -125,8 +146,8 @@ def small_disk(tmp_path) -> Iterator[Path]:
 @pytest.mark.needs("mount")
 def test_a_full_disk_is_told_and_the_old_checkpoint_stays(small_disk):
     checkpoints = saved(small_disk / "checkpoints", 1)
-    assert room_for(checkpoints.root, 100_000) is None
-    assert "needs 300,000 bytes" in (room_for(checkpoints.root, 300_000) or "")
+    assert checkpoints.room_for(100_000) is None
+    assert "needs 300,000 bytes" in (checkpoints.room_for(300_000) or "")
     with pytest.raises(OSError) as caught:
         save(checkpoints, 2, size=150_000)
     assert caught.value.errno == errno.ENOSPC
@@ -140,5 +161,6 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(small_disk):
 
 
 def test_room_is_looked_for_before_the_folder_is_made(tmp_path):
-    assert room_for(tmp_path / "not" / "yet", 1) is None
-    assert "free" in (room_for(tmp_path / "not" / "yet", 1 << 60) or "")
+    checkpoints = Checkpoints(tmp_path / "not" / "yet")
+    assert checkpoints.room_for(1) is None
+    assert "free" in (checkpoints.room_for(1 << 60) or "")

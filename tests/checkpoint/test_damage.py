@@ -16,9 +16,9 @@ import pytest
 from tests.checkpoint.checkpoint_harness import manifest_of, newest, saved, sealed, shard_name
 from tests.checkpoint.damage import kill_trial, trial
 
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints
 from paceline.disk.owners import user_name
-from paceline.store.manifest import Damaged
-from paceline.store.store import Checkpoints
 
 NOBODY = 65534
 

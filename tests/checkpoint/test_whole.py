@@ -11,9 +11,8 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint.shard import WORDS
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.shards import WORDS, sha256_of, whole
+from paceline.checkpoint.state import TensorShard
 from paceline.worker.world import World
 
 
@@ -36,16 +35,16 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 def everything(rank: int, world_size: int) -> str:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    held: list[Held] = []
+    held: list[TensorShard] = []
     for index, (name, tensor) in enumerate(tensors().items()):
-        held.append(Held(f"replicated/{name}", tensor))
+        held.append(TensorShard(f"replicated/{name}", tensor))
         if rank == index % world_size:  # one rank alone has it
-            held.append(Held(f"own/{name}", tensor.t() if tensor.ndim == 2 else tensor, replicated=False))
+            held.append(TensorShard(f"own/{name}", tensor.t() if tensor.ndim == 2 else tensor, replicated=False))
         cut = sorted({0, tensor.numel() // 3, tensor.numel()})  # two of the ranks have a run of it each
         for part, (start, stop) in enumerate(pairwise(cut)):
             if rank == (index + part) % world_size:
                 run = tensor.flatten()[start:stop]
-                held.append(Held(f"cut/{name}", run, tensor.shape, start, replicated=False))
+                held.append(TensorShard(f"cut/{name}", run, tensor.shape, start, replicated=False))
     found = whole(held if rank else held[::-1], world)
     wanted = {f"{kind}/{name}": tensor for name, tensor in tensors().items() for kind in ("replicated", "own", "cut")}
     wanted = {n: t.t() if n.startswith("own/") and t.ndim == 2 else t for n, t in wanted.items()}

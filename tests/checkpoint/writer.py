@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint_harness import save
 
-from paceline.store.store import Checkpoints, Fenced
+from paceline.checkpoint.manager import Checkpoints, Fenced
 
 root, attempt, generation, steps = Path(sys.argv[1]), *map(int, sys.argv[2:])
 checkpoints = Checkpoints(root)

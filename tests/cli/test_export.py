@@ -42,7 +42,7 @@ def whole(run: Path) -> Path:
     """It is complete now."""
     weights = Odd().state_dict()
     save(weights, run / "model.safetensors")
-    from paceline.checkpoint.whole import sha256_of
+    from paceline.checkpoint.shards import sha256_of
 
     write_summary(run, Summary("t", 0, weights_sha256=sha256_of(weights)))
     return run

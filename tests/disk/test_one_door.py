@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "train_start",
             "launch", "check", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
-    *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "store/*.py", "train/*.py",
+    *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "view/*.py",
     "guard/report.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
@@ -22,8 +22,7 @@ PAST_THE_DOOR = {
 ALLOWED = {
     ("cli/finding.py", "iterdir"): "/proc",
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
-    ("store/files.py", "open"): "a folder, to be synced",
-    ("store/store.py", "iterdir"): "what older generations of the same run have left",
+    ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
     ("host/sweep.py", "read_bytes"): "/proc",
     ("agent/janitor.py", "open"): "/dev/null",
     ("agent/janitor.py", "rmtree"): "the agent's temporary folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -125,3 +126,44 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> 
     with pytest.raises(OSError, match="No space left"):
         writing.replace(tmp_path / "a", b"new", sync=True)
     assert (tmp_path / "a").read_bytes() == b"old" and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def a_few_bytes_at_a_time(monkeypatch):
+    """A system that never writes more than 7 bytes in one call."""
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, memoryview(data).cast("B")[:7]))
+
+
+def test_a_file_is_written_whole_though_the_system_takes_a_few_bytes_at_a_time(tmp_path, a_few_bytes_at_a_time):
+    data = bytes(range(256)) * 12
+    size_bytes, sha256 = writing.write_new(tmp_path / "a", [b"", data[:10], data[10:1000], data[1000:]])
+    assert (tmp_path / "a").read_bytes() == data
+    assert size_bytes == len(data)
+    assert sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_memory_of_any_shape_is_written_by_its_bytes(tmp_path, a_few_bytes_at_a_time):
+    square = memoryview(bytes(range(12))).cast("B", (3, 4))
+    longs = memoryview(bytes(16)).cast("Q")
+    assert writing.write_new(tmp_path / "a", [square, longs])[0] == 28
+    assert (tmp_path / "a").read_bytes() == bytes(range(12)) + bytes(16)
+
+
+def test_a_file_is_never_written_over_nor_through_a_link(tmp_path):
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("old", "link"):
+        with pytest.raises(FileExistsError):
+            writing.write_new(tmp_path / name, [b"new"])
+    assert (tmp_path / "old").read_bytes() == b"old"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_error_of_the_chunks_is_not_swallowed(tmp_path):
+    def failing():
+        yield b"half"
+        raise ValueError("the tensor is gone")
+
+    with pytest.raises(ValueError, match="the tensor is gone"):
+        writing.write_new(tmp_path / "a", failing())

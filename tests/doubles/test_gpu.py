@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.shards import sha256_of, whole
 from paceline.data.arrays import ArrayDataset
 from paceline.seeding import random_stream
 from paceline.worker.world import World

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.doubles.syncs import HostReads, on_the_cpu
 
-from paceline.checkpoint.snapshot import SnapshotWriter, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.snapshots import SnapshotWriter, newest
+from paceline.checkpoint.state import TensorShard
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,8 +49,8 @@ class Cudart:
         return 0
 
 
-def state(device: str, size: int = 50) -> list[Held]:
-    return [Held(f"model/{number}", torch.full((size,), float(number), device=device)) for number in range(20)]
+def state(device: str, size: int = 50) -> list[TensorShard]:
+    return [TensorShard(f"model/{number}", torch.full((size,), float(number), device=device)) for number in range(20)]
 
 
 class Copies(HostReads):
@@ -71,7 +71,7 @@ class Copies(HostReads):
 def test_the_last_copy_waits_for_all(files: tuple[int, int]) -> None:
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     with Copies() as copies:
-        writer.write([*state("meta"), Held("z", torch.empty(0, device="meta"))], 3, {})
+        writer.write([*state("meta"), TensorShard("z", torch.empty(0, device="meta"))], 3, {})
     assert copies.wait == [False] * 19 + [True]
     assert sum(copies.lines.values()) == 1
 
@@ -103,7 +103,7 @@ def test_its_memory_is_page_locked_as_long_as_it_is_there(
     assert len(before) == len(cudart.locked)
     assert kernels == ["cuda"] * (4 if refuses else 0)  # no later kernel is blamed for it
     found = newest([files])
-    assert found is not None and found.step == 5
+    assert found is not None and found.meta.step == 5
 
 
 def test_without_cuda_none_is_asked(files: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.errors import UsageError
 from paceline.observe.folder import (
     attempt_number,
@@ -21,7 +22,6 @@ from paceline.observe.folder import (
     open_run_dir,
     shelve_summary,
 )
-from paceline.store.store import Checkpoints
 
 
 def test_starts_are_numbered_from_1_and_past_10(tmp_path):

@@ -284,7 +284,7 @@ def order_shared() -> Any:
     """The sampler holds a list that the loop shuffles in place."""
     order = list(range(COUNT))
 
-    class Held(Sampler[int]):
+    class TensorShard(Sampler[int]):
         def __init__(self) -> None:
             self.order = order
 
@@ -296,7 +296,7 @@ def order_shared() -> Any:
 
     s = paceline.session()
     model, optimizer = s.prepare(net(), sgd)
-    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=Held()))
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=TensorShard()))
     found: list[list[int]] = []
     for epoch in s.epochs(3):
         random.Random(epoch).shuffle(order)

@@ -12,10 +12,10 @@ from tests.errors import codes
 from tests.run_script import run_script
 from tests.starts import start_steps
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import ledger, status
 from paceline.errors import ExitCode
 from paceline.observe.summary import Summary, read_summary
-from paceline.store.store import Checkpoints
 
 KILLED = Path(__file__).with_name("killed.py")
 CUT = Path(__file__).with_name("cut.py")

@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, joined, load_steps, train_step
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica

@@ -14,9 +14,9 @@ from tests.strategies.test_odd_models import Kept
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from paceline.checkpoint.exported import exported
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.export import exported
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import ToldElsewhere, UsageError
@@ -110,9 +110,9 @@ def world_of(rank: int, size: int) -> World:
 
 
 def saved(buffers: VirtualBuffers, rank: int, size: int, folder: str) -> None:
-    part, places = layout(rank_part(buffers.hold(), rank, size))
+    places = layout(rank_part(buffers.hold(), rank, size))
     memory = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(memory, part, places, {})
+    fill(memory, places, {})
     Path(folder, f"{rank}").write_bytes(memory.numpy().tobytes())
 
 
@@ -136,7 +136,7 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
     saved(buffers, rank, size, f"{folder}/{end}")
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    offline = exported(Kept(buffers.hold()), "", {}, V) if size == 1 else found
+    offline = exported(Kept(buffers.hold()), {}, V) if size == 1 else found
     assert all(torch.equal(offline[name], found[name]) for name in found)
     return values_of(found)
 
@@ -262,7 +262,7 @@ def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_an
     with raises(code), buffers.merged():
         pass
     with raises("export-undeclared-buffer"):
-        exported(Kept(buffers.hold()), "", {}, V)
+        exported(Kept(buffers.hold()), {}, V)
     alone = nn.Sequential(Writes(start.clone(), write))
     buffers = VirtualBuffers(alone, ALONE, 1)
     forwards(buffers, alone, range(1), range(STEPS))
@@ -440,7 +440,9 @@ def test_a_sum_beside_synchronised_batch_norm_is_kept_by_other_numbers_of_ranks(
 def test_weights_to_begin_with_are_where_sums_begin():
     model = Counts()
     buffers = VirtualBuffers(model, ALONE, V)
-    buffers.load(Kept([Held("buffers/total", torch.tensor(7.0).double()), Held("buffers/seen", torch.tensor(9))]))
+    buffers.load(
+        Kept([TensorShard("buffers/total", torch.tensor(7.0).double()), TensorShard("buffers/seen", torch.tensor(9))])
+    )
     forwards(buffers, model, range(V), range(1))
     with buffers.merged():
         found = values(model)

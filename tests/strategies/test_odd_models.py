@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES
@@ -43,7 +43,7 @@ def train(replica, start, stop):
 class Kept:
     """A state as a checkpoint gives it back: copies, contiguous, on the CPU."""
 
-    def __init__(self, held: list[Held]) -> None:
+    def __init__(self, held: list[TensorShard]) -> None:
         self.whole = {h.name: h.tensor.clone(memory_format=torch.contiguous_format).reshape(h.shape) for h in held}
 
     def names(self, prefix):

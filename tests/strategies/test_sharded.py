@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
 from paceline.contract.variables import SHARED_MEMORY

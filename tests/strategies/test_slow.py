@@ -22,7 +22,7 @@ from tests.strategies.test_state import opened, save
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, ToldElsewhere
 from paceline.stepping.nonfinite import UNCHANGED

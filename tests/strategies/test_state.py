@@ -16,9 +16,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.held import hold_optimizer, load_optimizer
@@ -83,11 +82,11 @@ def train(replica: Replica, start: int, stop: int) -> None:
         train_step(replica, step, squared)
 
 
-def save(held: list[Held], path: Path, rank: int = 0, world_size: int = 1) -> None:
-    """As `train.saving` does: this rank's part as a file of its own."""
-    ordered, places = layout(rank_part(held, rank, world_size))
+def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1) -> None:
+    """As `train.checkpointing` does: this rank's part as a file of its own."""
+    places = layout(rank_part(held, rank, world_size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(buffer, ordered, places, {})
+    fill(buffer, places, {})
     path.write_bytes(buffer.numpy().tobytes())
 
 

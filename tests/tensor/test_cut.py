@@ -14,11 +14,9 @@ from tests.tensor.models import GPT, HUGGING_FACE, OWN, Encoder, loss, sentences
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
-from paceline.store.manifest import Piece, cover
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
 from paceline.tensor.plan import cuts_of, find_plan
@@ -187,8 +185,8 @@ def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, as
 
 def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     """Rows, columns and three shares of one weight; each rank reads its part out of what all have saved."""
-    from paceline.checkpoint.cut import PartOf
-    from paceline.checkpoint.state import Held
+    from paceline.checkpoint.shards import ShardedSource
+    from paceline.checkpoint.state import TensorShard
 
     torch.manual_seed(0)
     model = Encoder()
@@ -196,10 +194,10 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     files: list[tuple[Path, Any]] = []
     cuts = [cuts_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
-        held = [piece for name, cut in own.items() for piece in cut.held(Held(name, cut.part(wanted[name])))]
-        ordered, places = layout(held)
+        held = [piece for name, cut in own.items() for piece in cut.held(TensorShard(name, cut.part(wanted[name])))]
+        places = layout(held)
         buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-        fill(buffer, ordered, places, {})
+        fill(buffer, places, {})
         path = tmp_path / str(rank)
         path.write_bytes(buffer.numpy().tobytes())
         meta = read_meta(path)
@@ -214,7 +212,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         middle = source.tensor(name, 3, 11)
         assert middle is not None
         assert torch.equal(middle, wanted[name].flatten()[3:11])
-        part = PartOf(source, cuts[1]).tensor(name)
+        part = ShardedSource(source, cuts[1]).tensor(name)
         assert part is not None
         assert torch.equal(part, cut.part(wanted[name]))
 
@@ -249,20 +247,3 @@ def test_ranks_of_a_mesh_hold_the_whole_model_once(tmp_path: Path) -> None:
     for found in zip(*by_rank, strict=True):
         assert all(same for same, _ in found)
         assert sum(saved for _, saved in found) == elements, "a piece is saved twice, or by nobody"
-
-
-@pytest.mark.parametrize(
-    ("ranges", "words"),
-    [
-        ([(0, 4, 4, 8), (4, 8, 4, 8)], ""),
-        ([(0, 8, 1, 8), (8, 12, 3, 8), (12, 16, 3, 8)], ""),
-        ([(0, 4, 4, 8)], "the pieces hold 16"),
-        ([(0, 4, 4, 8), (3, 8, 4, 8)], "elements in two pieces"),
-        ([(0, 4, 5, 8), (4, 8, 4, 8)], "lies beyond it"),
-        ([(0, 4, 4, 8), (4, 8, 4, 4)], "rows of 8 in one piece and otherwise"),
-        ([(0, 4, 4, 0), (4, 8, 4, 0)], "rows of 0"),
-    ],
-)
-def test_ranges_must_hold_each_element_once(ranges: list[tuple[int, int, int, int]], words: str) -> None:
-    found = cover([Piece("key", "weight", "F32", (4, 8), *numbers) for numbers in ranges])
-    assert (words in found) if words else not found

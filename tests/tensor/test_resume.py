@@ -14,8 +14,7 @@ from tests.tensor.models import GPT, loss, sentences, task
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shard import ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.data.plan import ranks_share
 from paceline.mesh import Mesh
 from paceline.strategies import STRATEGIES, Replica
@@ -61,9 +60,9 @@ def train(replica: Replica, start: int, stop: int) -> None:
 def saved(replica: Replica, folder: str, name: str) -> list[tuple[Path, Any]]:
     """As a run saves it: a file of each rank."""
     world = replica.world
-    ordered, places = layout(rank_part(replica.state(), world.rank, world.size))
+    places = layout(rank_part(replica.state(), world.rank, world.size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(buffer, ordered, places, {})
+    fill(buffer, places, {})
     Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
     whole([], world)  # all have written
     torch.distributed.barrier()

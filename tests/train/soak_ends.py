@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.observe.events import Step, event_files, read_events
-from paceline.store.store import Checkpoints
 
 TASK = """
 import os, signal, time

@@ -11,16 +11,16 @@ from tests.errors import raises
 from torch import nn
 
 from paceline import World, joined
-from paceline.checkpoint.shard import ShardFiles
+from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
+from paceline.checkpoint.resume import TrainerState
+from paceline.checkpoint.shards import ShardFiles
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import TrainingError
-from paceline.store.store import Checkpoints, Claim, Fenced
 from paceline.strategies import STRATEGIES, Replica
-from paceline.train.resume import Content
-from paceline.train.saving import is_writer, save_alone
+from paceline.train.checkpointing import is_writer, save_alone
 
-CONTENT = Content(24, {"loss": 0.5}, {"seed": 0}, 3)
+CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
 
 @given(st.integers(1, 6), st.data())
@@ -79,7 +79,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
         {"evaluated": 3},
         1,
     )
-    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+    source = ShardFiles.of(path, manifest)
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()
     for name, tensor in held.items():

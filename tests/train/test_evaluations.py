@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.errors import raises
 from tests.run_script import run_script
 
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.shards import sha256_of
 from paceline.errors import ExitCode
 from paceline.observe import events, track
 from paceline.observe.summary import Summary, read_summary

@@ -9,8 +9,8 @@ import pytest
 from tests.run_script import run_script
 from tests.starts import start_steps
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.observe.summary import read_summary
-from paceline.store.store import Checkpoints
 
 TASK = """
 import torch

@@ -14,7 +14,7 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
 from paceline.collectives.control import are_finite, scaled
 from paceline.data.arrays import ArrayDataset

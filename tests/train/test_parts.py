@@ -10,7 +10,7 @@ from tests.errors import raises
 from torch import nn
 
 from paceline import ArrayDataset, Task
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import Loading
 from paceline.errors import TrainingError, UsageError
 from paceline.observe.progress import WARMUP_STEPS, Throughput

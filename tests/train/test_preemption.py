@@ -14,9 +14,9 @@ import pytest
 from tests.errors import codes
 from tests.starts import start_steps
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.observe.events import Checkpointed, Started, Step, read_events
 from paceline.observe.summary import read_summary
-from paceline.store.store import Checkpoints
 from paceline.train.preemption import SIGNALS, noticing
 
 PATIENCE_SECONDS = 50.0

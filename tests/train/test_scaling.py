@@ -11,7 +11,7 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline import BatchPlan, Loading, World, joined, load_steps
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.shards import sha256_of
 from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share

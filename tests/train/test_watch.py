@@ -9,7 +9,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import BatchPlan, Loading, load_steps, train_step
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import new_group
 from paceline.data.arrays import ArrayDataset
@@ -79,7 +79,7 @@ def flip(tensor: torch.Tensor, bit: int = 0) -> None:
         tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1 << bit
 
 
-def words_of(held: list[Held], world: World, step: int) -> str:
+def words_of(held: list[TensorShard], world: World, step: int) -> str:
     """What this rank raises, with its type and exit code; empty for nothing."""
     try:
         check_replicas(held, world, step)
@@ -88,7 +88,7 @@ def words_of(held: list[Held], world: World, step: int) -> str:
     return ""
 
 
-def trained(world: World, *, synchronised: bool) -> list[Held]:
+def trained(world: World, *, synchronised: bool) -> list[TensorShard]:
     """The state of a small model after a step, as its strategy holds it."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
@@ -112,7 +112,7 @@ def damaged(rank: int, size: int) -> list[dict[str, str]]:
     return [told_of(held, own, world, guilty) for guilty in ([1], [2, 3])]
 
 
-def told_of(held: list[Held], own: list[Held], world: World, guilty: list[int]) -> dict[str, str]:
+def told_of(held: list[TensorShard], own: list[TensorShard], world: World, guilty: list[int]) -> dict[str, str]:
     by_name = {h.name: h.tensor for h in held}
     found = {"nothing": words_of(held, world, 6), "a virtual rank's own": words_of(own, world, 6)}
     for name in ("model/0.weight", "optimizer/2.bias/exp_avg", "optimizer/0.bias/step", "buffers/1.running_mean"):
@@ -191,7 +191,7 @@ def test_a_flipped_bit_ends_the_run_at_the_next_look_and_is_never_saved(paceline
 def stages_that_drift(rank: int, world_size: int, flipped_on: int) -> str:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo", mesh=Mesh.parse("pipeline=2,data=2"))
     stage, copy = divmod(rank, 2)
-    held = [Held(f"model/{stage}", torch.ones(3), replicated=False, spare=copy > 0)]
+    held = [TensorShard(f"model/{stage}", torch.ones(3), replicated=False, spare=copy > 0)]
     if rank == flipped_on:
         flip(held[0].tensor)
     try:

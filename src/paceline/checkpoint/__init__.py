@@ -1,1 +1,8 @@
-"""Checkpoints on disk: what they hold, how they are published, which can be trusted (no torch here)."""
+"""The state of a training, saved and loaded by any strategy on any number of ranks.
+
+state: named tensors; shards: a rank's part of them as a file; format: manifest and checks; manager: the folder of
+checkpoints; snapshots: states in memory; resume: the newest state; export: a state_dict; reductions: of buffers.
+
+Write   replica.state() -> rank_part -> layout -> fill (copy) -> write_new (thread) -> commit: manifest, fsync, rename
+Read    entries -> check: manifest, sizes, hashes -> ShardFiles, a `Source` -> replica.load
+"""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.state import Source
 from paceline.collectives.tree import Forest, added
 
-OPEN = "open"
-"""neither declared nor known: inferred at each merge"""
-UNCHANGED = "unchanged"
-"""all virtual ranks still have the initial value"""
+OPEN = "open"  # neither declared nor known: inferred at each merge
+UNCHANGED = "unchanged"  # all virtual ranks still have the initial value
 MOST_CALLS = 3  # of one module in one micro-batch, if its writes cannot be counted
 
 
@@ -64,8 +63,7 @@ def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: Seen, *,
     """`before` is an older value of it; `changed`: whether it is not `initial`."""
     if not changed:
         return RankValue("", 0, False, seen)
-    data = own.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    digest = hashlib.sha256(data).hexdigest()
+    digest = digest_of(own)
     if own.is_floating_point() or own.is_complex():
         return RankValue(digest, None, False, seen)
     now, first = own.long(), initial.long()
@@ -73,6 +71,26 @@ def observed(own: Tensor, initial: Tensor, before: Tensor | None, seen: Seen, *,
     older = first if before is None else before.long()
     decreased = differences[0] < 0 or bool((now < older).any())
     return RankValue(digest, differences[0] if len(differences) == 1 else None, decreased, seen)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Of the bytes of a tensor."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def saved_seen(source: Source, virtual_rank: int, name: str) -> Seen:
+    """What a virtual rank has done with a buffer, by a saved state."""
+    saved = source.tensor(f"seen/{virtual_rank}/{name}")
+    return Seen() if saved is None else Seen(*saved.tolist())
+
+
+def saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
+    """The reduction of an undeclared buffer with these values by virtual rank in a saved state, as `inferred`."""
+    ranks: list[RankValue] = []
+    for virtual_rank, value in values.items():
+        changed = initial.shape != value.shape or bool((value != initial).any())
+        ranks.append(observed(value, initial, None, saved_seen(source, virtual_rank, name), changed=changed))
+    return inferred(initial, ranks)
 
 
 def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = False) -> str:
@@ -96,9 +114,7 @@ def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = Fals
     of_samples = _counts_samples(ranks)
     if _counts_calls(ranks):
         return "" if of_samples or _called_unevenly(ranks) else "first"
-    if decreased or (
-        equal and not of_samples and not by_chance
-    ):  # a number that was set, or calls that cannot be counted
+    if decreased or (equal and not of_samples and not by_chance):  # it was set, or the calls cannot be counted
         return ""
     return "sum"
 

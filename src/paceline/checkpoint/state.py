@@ -1,12 +1,12 @@
-"""The state of a training as a list of named tensors, which a strategy gives to be saved and takes back.
+"""The state of a training as a list of named tensors, which a strategy returns to be saved, and loads.
 
-Names belong to the model, never to a strategy or a rank, so any strategy on any number of ranks can take over:
+Names belong to the model, never to a strategy or a rank, so any strategy on any number of ranks can load it:
 
     model/conv1.weight                 a parameter
     buffers/3/bn1.running_mean         a buffer of virtual rank 3
     buffers/bn1.running_mean           a buffer that is the same for all virtual ranks (synchronised batch norm)
-    optimizer/conv1.weight/exp_avg     what the optimizer keeps for a parameter
-    optimizer/conv1.weight/step.item   a plain number that it keeps
+    optimizer/conv1.weight/exp_avg     the optimizer's state of a parameter
+    optimizer/conv1.weight/step.item   a plain number in this state
 
 Random streams and the order of samples need no tensor: both are derived from the seed and the number of steps done.
 """
@@ -22,47 +22,52 @@ from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorShard:
     """A tensor of the state, or a run of its elements, as one rank holds it."""
 
     name: str
     tensor: Tensor
     whole: torch.Size | None = None
-    """the shape of the whole tensor, if `tensor` (flat then) is only a run of its elements that begins at `start`"""
+    """the shape of the whole tensor, if `tensor` (flat then) is a run of its elements that begins at `start`"""
     start: int = 0
     replicated: bool = True
-    """whether every rank holds the same, so that one can save it for all"""
+    """whether every rank has the same values, so that one can save them for all"""
     count: int = 1
-    """of how many such runs, equally long, `tensor` is made of"""
+    """the number of such runs, of the same length, in `tensor`"""
     apart: int = 0
-    """where there are several: elements from the begin of one to that of the next"""
+    """the number of elements from the start of one run to the start of the next"""
     spare: bool = False
-    """whether another rank holds this as well, though not all do, and saves it"""
+    """whether another rank, but not every rank, has the same values, and saves them"""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.tensor.shape if self.whole is None else self.whole
 
     def place(self, flat: Tensor) -> Tensor:
-        """Where `tensor` lies in the whole one, given flat: a view, (runs, elements of each)."""
+        """The elements of `tensor` in the whole one, given flat: a view, (runs, elements of each)."""
         return place(flat, self.start, self.tensor.numel() // self.count, self.count, self.apart)
 
 
 def place(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
-    """(count, length): a view of so many runs of elements, contiguous `flat` being the whole."""
+    """(count, length): a view of `count` runs of elements of the contiguous tensor `flat`."""
     return flat.as_strided((count, length), (apart or length or 1, 1), flat.storage_offset() + start)
 
 
+def whole_parameters(named: Iterable[tuple[str, Tensor]]) -> list[TensorShard]:
+    """The parameters of a model, unsharded."""
+    return [TensorShard(f"model/{name}", parameter.detach()) for name, parameter in named]
+
+
 class Source(Protocol):
-    """A state to be taken over, wherever it is."""
+    """A state to be loaded, in memory or on disk."""
 
     def names(self, prefix: str) -> Iterable[str]:
         """All names that begin with `prefix`."""
         ...
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole tensor `name`, which must be there."""
+        """The shape of the whole tensor `name`, which must exist."""
         ...
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
@@ -70,10 +75,9 @@ class Source(Protocol):
 
         On the CPU, and a copy: the caller may keep it.
         """
-        ...
 
 
-class Under:
+class PrefixedSource:
     """The tensors of a source whose names begin with `prefix`, without it."""
 
     def __init__(self, source: Source, prefix: str) -> None:
@@ -93,10 +97,10 @@ class Under:
 
 
 def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
-    """The whole tensor `name`; with `any_type`, of whatever type of number.
+    """The whole tensor `name`; with `any_type`, of any type of number.
 
     Raises:
-        UsageError: if it is not there or does not fit: the state is of another model.
+        UsageError: if it does not exist or does not fit: the state is of a different model.
     """
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
@@ -106,8 +110,8 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
 
 
 @torch.no_grad()
-def take_over(source: Source, held: Held) -> None:
-    """Fill `held`, in place, with what was saved under its name: the whole, or its run of elements.
+def load_into(source: Source, held: TensorShard) -> None:
+    """Copy into `held` the tensor that was saved under its name: the whole, or its run of elements.
 
     Raises:
         UsageError: as `needed`.
@@ -122,6 +126,6 @@ def take_over(source: Source, held: Held) -> None:
     elif there and (whole := source.tensor(held.name)) is not None:
         values = held.place(whole.reshape(-1))
     if values is None or values.dtype != held.tensor.dtype:
-        needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # says what is wrong
+        needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # raises the error
     else:
         held.tensor.copy_(values.view(held.tensor.shape))

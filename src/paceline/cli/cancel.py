@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.commands import command_line
 from paceline.cli.finding import (
     Means,
@@ -26,7 +27,6 @@ from paceline.launch.submission import Submission, last_submission
 from paceline.observe.folder import CHECKPOINTS, LOCK
 from paceline.observe.summary import LIVE
 from paceline.observe.terminal import clean
-from paceline.store.published import entries
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0
@@ -97,7 +97,7 @@ def _wait(run_dir: Path, means: Means) -> int:
             print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED
         time.sleep(POLL_SECONDS)
-    saved = entries(run_dir / CHECKPOINTS)
+    saved = Checkpoints(run_dir / CHECKPOINTS).entries()
     print(clean(f"ended: {end.state}" + (f" ({end.words})" if end.words else "")))
     if not saved:
         print("it has saved nothing")

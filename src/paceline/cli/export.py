@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import check_out_file, check_positive
@@ -17,7 +19,6 @@ from paceline.disk.reading import is_file, is_folder, names, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
 from paceline.observe.folder import BEST_WEIGHTS, CHECKPOINTS, WEIGHTS
 from paceline.observe.summary import read_summary
-from paceline.store.store import Checkpoints, Damaged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         check_ours(run_dir)
     kind = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
     _check_out(config, out, kind)
-    from paceline.checkpoint.whole import sha256_of  # imports torch
+    from paceline.checkpoint.shards import sha256_of  # imports torch
 
     write = _writer(config, run_dir, out, kind)  # what is wrong with it is told before minutes of reading
     weights, where = _found(config, run_dir)
@@ -123,7 +124,7 @@ def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             found = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if found is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
-        from paceline.checkpoint.exported import of_checkpoint
+        from paceline.checkpoint.export import of_checkpoint
 
         return of_checkpoint(*found, config.model), f"step {found[1].step} of {run_dir.name}"
     except Damaged as error:
@@ -133,7 +134,7 @@ def _found(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
 def _complete(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
     """The weights in a file that the run itself has written."""
-    from paceline.checkpoint.whole import sha256_of
+    from paceline.checkpoint.shards import sha256_of
     from paceline.train.weights import load
 
     there = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline import config as configuration
+from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue
@@ -18,7 +19,6 @@ from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.nodes import read_nodes
 from paceline.observe.notices import notices
 from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
-from paceline.store.published import entries
 
 WINDOW_STEPS = 50
 EVENTS = "events-0.jsonl"
@@ -50,7 +50,7 @@ def run_state(run_dir: Path, means: Means = NOTHING) -> RunState:
     """
     found = standing(run_dir, means)
     submission = found.submission
-    saved = entries(run_dir / CHECKPOINTS)
+    saved = Checkpoints(run_dir / CHECKPOINTS).entries()
     summary = None if found.state in LIVE else read_summary(run_dir)  # that of a start before this one
     told = summary is not None and summary.steps is not None  # events then have nothing to add
     progress = _Progress() if told else _progress(run_dir)

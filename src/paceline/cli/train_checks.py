@@ -1,6 +1,8 @@
 """Refuses, without torch, settings of a training that contradict each other, this machine or an earlier run."""
 
 from paceline import config as configuration
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints
 from paceline.config import TrainConfig, batch_shape
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.windows import Windows
@@ -11,7 +13,6 @@ from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.mesh import mesh_of
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
-from paceline.store.store import Checkpoints, Damaged
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
 from paceline.torch_version import lacks_torch

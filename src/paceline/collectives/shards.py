@@ -50,6 +50,8 @@ class Piece:
     start: int
     stop: int
     parameter: nn.Parameter
+    whole: torch.Size
+    """the shape of the whole parameter"""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,9 @@ class Shards:
         for bucket in self.buckets:
             own = bucket.weights.view(world_size, -1)[rank]
             for run in bucket.runs[rank]:
+                parameter = bucket.parameters[run.index]
                 elements = nn.Parameter(own[run.at : run.at + run.stop - run.start])
-                self.pieces[bucket.parameters[run.index]] = Piece(run.start, run.stop, elements)
+                self.pieces[parameter] = Piece(run.start, run.stop, elements, parameter.shape)
 
     def shard(self, optimizer: Optimizer) -> None:
         """Let `optimizer`, made for the module's parameters, update this rank's pieces instead, and then gather.

@@ -1,12 +1,14 @@
 """One door for everything that is written into a run: private whatever the umask, new, and never through a link."""
 
+import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -84,6 +86,52 @@ def create(path: Path) -> int:
     """
     with _inside(path) as (parent, name):
         return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file. When this returns, the whole file is on the disk, even after a power failure.
+
+    Returns:
+        Its size in bytes, and the sha256 of the chunks (not of what the disk stores).
+
+    Raises:
+        OSError: if anything fails (the disk is full; the file exists). A part of the file may then be there.
+    """
+    digest = hashlib.sha256()
+    size_bytes = 0
+    descriptor = create(path)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            if not view.nbytes:  # an empty view cannot be cast
+                continue
+            view = view.cast("B")
+            digest.update(view)
+            size_bytes += view.nbytes
+            while view.nbytes:
+                written = os.write(descriptor, view)
+                if written == 0:
+                    raise OSError(errno.EIO, "the system writes nothing, and gives no reason")
+                view = view[written:]
+        os.fsync(descriptor)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            os.close(descriptor)
+        raise
+    os.close(descriptor)  # a network file system may report only now that the disk is full
+    return size_bytes, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` outlive a power failure; syncing a file does not do that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def keep(path: Path, *, append: bool = False, make: bool = True) -> int:

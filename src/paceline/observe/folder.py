@@ -176,7 +176,7 @@ def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
 
 
 def _fenced_attempt(run_dir: Path) -> int:
-    """The attempt that may publish checkpoints (store/fence.py): it counts although somebody deleted its folder."""
+    """The attempt that may publish checkpoints, by their fence: it counts even if its folder was deleted."""
     try:
         return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):

@@ -35,7 +35,7 @@ class Pipeline:
     ) -> None:
         """The model is cut at `cuts`, one fewer than there are ranks along the pipeline (a collective of all ranks)."""
         self.names = names
-        """what `checkpoint.exported.state_names` gave of the whole model"""
+        """what `checkpoint.export.state_names` gave of the whole model"""
         self.called = called
         """by its name in the whole model's state_dict, what a tensor is saved as: one that is tied has several"""
         along = world.along("pipeline")

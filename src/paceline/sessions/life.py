@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
@@ -37,13 +38,12 @@ from paceline.sessions.registered import Registered
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.torch_version import untested_torch
+from paceline.train.checkpointing import Rhythm
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
-from paceline.train.keeping import Rhythm
 from paceline.train.preemption import noticing
-from paceline.train.resume import origin_of, placed
 from paceline.train.wording import see_it
 from paceline.worker.attach import attach, leave, record_failure, tell
 from paceline.worker.guard import Guard
@@ -113,12 +113,12 @@ class Life(Loop):
             folder = None if run_dir is None else Path(run_dir)
             place = None
             if folder is not None:
-                place = self._stack.enter_context(placed(world, folder, self._name, resume=resume, trust=trust))
+                place = self._stack.enter_context(run_location(world, folder, self._name, resume=resume, trust=trust))
             make_communicator()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = untested_torch() + take_threads(threads_asked, world, write=keyword)
-            origin = origin_of(place, world, resume=resume, trust=trust) if place is not None else None
+            origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
             saved = origin.content.definition.get("virtual_ranks") if origin else None
             self._virtual_ranks = virtual_ranks or saved or world.size
             self._says_virtual_ranks = virtual_ranks is not None

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from paceline.checkpoint.shard import layout
+from paceline.checkpoint.shards import layout
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.fingerprint import CHANGING

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
 from paceline.collectives.control import Pending, gather_words, told_once
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
@@ -346,7 +346,7 @@ class Prepared(Trainee):
         """Whether gradients of this step wait for its last micro-batch."""
         return self._aside is not None
 
-    def state(self) -> list[Held]:
+    def state(self) -> list[TensorShard]:
         """All tensors of its state, under its own names."""
         # gradients that the loop adds up over several batches
         waiting = self.replica.gradients() if self._waiting else ()
@@ -356,7 +356,7 @@ class Prepared(Trainee):
 
     def load(self, source: Source) -> None:
         """Take over what `state` gave."""
-        source = Under(source, self.prefix) if self.prefix else source
+        source = PrefixedSource(source, self.prefix) if self.prefix else source
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
             if f"gradient/{name}" in source.names(f"gradient/{name}"):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import gather_words, told_once
 from paceline.data.loader import inherited_frozen_objects
 from paceline.errors import UsageError
@@ -159,7 +159,7 @@ class Registered:
                     )
             self._seen[id(thing)] = (weakref.ref(thing), now)
 
-    def state(self) -> list[Held]:
+    def state(self) -> list[TensorShard]:
         """All its tensors, under names of their own."""
         return [held for name, thing in self.things.items() for held in _split(thing.state_dict(), name)[1]]
 
@@ -180,9 +180,9 @@ class Registered:
         return found
 
 
-def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
+def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
     """A state as JSON, with names in place of its tensors, and the tensors."""
-    held: list[Held] = []
+    held: list[TensorShard] = []
 
     def without_tensors(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
@@ -197,15 +197,15 @@ def _split(state: Any, name: str) -> tuple[Any, list[Held]]:
     return as_json(without_tensors(state, f"registered/{quote(name, safe='')}"), f"registered object {name!r}"), held
 
 
-def _held(path: str, tensor: Any) -> list[Held]:
+def _held(path: str, tensor: Any) -> list[TensorShard]:
     """A tensor as this rank has it: whole, or its share of one that is cut over ranks."""
     if not is_cut(tensor):
-        return [Held(path, tensor)]
+        return [TensorShard(path, tensor)]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     share, start = own_share(tensor).reshape(-1), place[1][0] * tensor.shape[1:].numel()
-    return [Held(path, share, tensor.shape, start, replicated=False)] if share.numel() else []
+    return [TensorShard(path, share, tensor.shape, start, replicated=False)] if share.numel() else []
 
 
 def _joined(value: Any, source: Source) -> Any:

@@ -7,13 +7,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import check_equal, together
 from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.observe import folder as run_folder
-from paceline.train.resume import Origin, Place
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
 from paceline.worker.world import World
@@ -62,7 +62,7 @@ def reword(error: BaseException | None) -> None:
 
 
 def compare(
-    definition: Mapping[str, Any], origin: Origin | None, models: int, saved: int, world: World, *, exact: bool
+    definition: Mapping[str, Any], origin: ResumePoint | None, models: int, saved: int, world: World, *, exact: bool
 ) -> None:
     """Compare what defines the run over ranks, and with the state that is gone on with (a collective).
 
@@ -86,7 +86,7 @@ def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
 
 
 def write_session_settings(
-    place: Place | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int
+    place: RunLocation | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int
 ) -> None:
     """As config.toml, what a task would be given for such a training; on rank 0."""
     if place is None or place.attempt_dir is None:

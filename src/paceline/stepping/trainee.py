@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, sent, sum_over_ranks
 from paceline.errors import UsageError
@@ -148,7 +148,7 @@ class Trainee:
         """The step is given up: buffers are those before it."""
         self.replica.put_back_buffers()
 
-    def state(self) -> list[Held]:
+    def state(self) -> list[TensorShard]:
         """All tensors of its state, under its own names."""
         return [replace(one, name=self.prefix + one.name) for one in self.replica.state()]
 

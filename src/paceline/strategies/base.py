@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, take_over
+from paceline.checkpoint.state import Source, TensorShard, load_into, whole_parameters
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import say
 from paceline.collectives.control import Pending, scaled
@@ -68,7 +68,7 @@ class Replica:
     """surrounds a forward of the plain model that is only looked at: its random stream, its buffers"""
     on_gradient: Callable[[Callable[[], None]], None]
     """(function): calls it in each backward that reaches the model, whoever has called the backward"""
-    gradients: Callable[[], list[Held]]
+    gradients: Callable[[], list[TensorShard]]
     """the gradients of the global batch's mean that this rank holds, by parameter; none where nobody has used it"""
     sharded: bool
     """whether each rank holds a share of the gradients only, and all must be asked about them"""
@@ -78,7 +78,7 @@ class Replica:
     """inside, the plain model holds all parameters, and may be called by one rank alone (a collective)"""
     weights: Callable[[], Mapping[str, Tensor]]
     """whole parameters and persistent buffers, by the model's names, as they are now (a collective)"""
-    state: Callable[[], list[Held]]
+    state: Callable[[], list[TensorShard]]
     """every tensor of the training's state that this rank holds, under names that no strategy changes; no copies"""
     load: Callable[[Source], None]
     """takes over a state that any strategy on any number of ranks has held"""
@@ -115,14 +115,14 @@ def replica(
     around: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     backward: Callable[[Work, bool], AbstractContextManager[Any]] = lambda _work, _is_last: nullcontext(),
     on_gradient: Callable[[Callable[[], None]], None] | None = None,
-    gradients: Callable[[], list[Held]] | None = None,
+    gradients: Callable[[], list[TensorShard]] | None = None,
     gradient_norm: Callable[[], Pending[float]] | None = None,
     sharded: bool = False,
     in_lockstep: bool = False,
     gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
-    hold_parameters: Callable[[], list[Held]] | None = None,
-    hold: Callable[[], list[Held]] | None = None,
+    hold_parameters: Callable[[], list[TensorShard]] | None = None,
+    hold: Callable[[], list[TensorShard]] | None = None,
     load: Callable[[Source], None] | None = None,
     host: Hosts | None = None,
 ) -> Replica:
@@ -186,23 +186,23 @@ def replica(
         for parameter in {id(p): p for p in (parameters[0], parameters[-1])}.values():
             parameter.register_post_accumulate_grad_hook(lambda _: act())
 
-    held_gradients = gradients or (lambda: [Held(name, p.grad) for name, p in named if p.grad is not None])
+    held_gradients = gradients or (lambda: [TensorShard(name, p.grad) for name, p in named if p.grad is not None])
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         tensors = [held.tensor for held in held_gradients()]
         norm = total_norm(tensors) if gradient_norm is None else gradient_norm()
         return norm.then(lambda found: scale_to_norm(tensors, found, max_norm))
 
-    held_parameters = hold_parameters or (lambda: [Held(f"model/{n}", p.detach()) for n, p in model.named_parameters()])
+    held_parameters = hold_parameters or (lambda: whole_parameters(model.named_parameters()))
 
-    def state() -> list[Held]:
+    def state() -> list[TensorShard]:
         optimizers = hold_optimizer(model, optimizer) if hold is None else hold()
         return [*held_parameters(), *buffers.hold(), *optimizers]
 
     @torch.no_grad()
     def load_all(source: Source) -> None:
         for held in held_parameters():
-            take_over(source, held)
+            load_into(source, held)
         if host is None and (hosts := take_mean(source, held_parameters())):
             say(words_of_mean(hosts, "now all agree after each step"))
         buffers.load(source)

@@ -7,13 +7,13 @@ For evaluation and saving the values of all virtual ranks are merged. A module d
 buffers of normalization layers are averaged; for all others see `paceline.checkpoint.reductions`.
 """
 
-import hashlib
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,13 +25,16 @@ from paceline.checkpoint.reductions import (
     Seen,
     as_float64,
     choices,
+    digest_of,
     from_float64,
     inferred,
     may_count_samples,
     observed,
     reduced,
+    saved_reduction,
+    saved_seen,
 )
-from paceline.checkpoint.state import Held, Source, needed
+from paceline.checkpoint.state import Source, TensorShard, needed
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import gather_words, told_once
 from paceline.collectives.replicate import broadcast
@@ -44,8 +47,6 @@ from paceline.worker.world import World
 
 _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20
-
-
 _IN_NORMALIZATION = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "first"}
 _SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
 _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
@@ -225,23 +226,24 @@ class VirtualBuffers:
         finally:
             self._put(before)
 
-    def hold(self) -> list[Held]:
+    def hold(self) -> list[TensorShard]:
         """All buffers of this rank's virtual ranks; synchronised ones once for all."""
-        held: list[Held] = []
+        held: list[TensorShard] = []
         for virtual_rank, buffers in self._of.items():
             own = {name: b for name, b in buffers.items() if name not in self._synchronised}
-            held += [Held(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
+            held += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
         if self._synchronised and self._of:  # forwarded together, on all ranks alike
             common = next(iter(self._of.values()))
-            held += [Held(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
+            held += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
         for name in self._custom:
             reduction, initial = self._reductions[name], self._initial[name]
             needs_initial = reduction == "sum" or (reduction == OPEN and not _is_real(initial))
-            held.append(Held(f"reduction/{reduction}/{name}", initial if needs_initial else initial.new_empty(0)))
+            value = initial if needs_initial else initial.new_empty(0)
+            held.append(TensorShard(f"reduction/{reduction}/{name}", value))
         for virtual_rank in self._of if self._integers else ():
             seen = self._seen.get(virtual_rank, {})
             held += [
-                Held(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
+                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
                 for name in self._integers
             ]
         return held
@@ -258,7 +260,7 @@ class VirtualBuffers:
             if any(buffer is not None for buffer in buffers.values()):
                 initial = self._initial
                 self._of[virtual_rank] = {n: initial[n].clone() if b is None else b for n, b in buffers.items()}
-                self._seen[virtual_rank] = _saved_seen(source, virtual_rank, self._integers)
+                self._seen[virtual_rank] = {n: saved_seen(source, virtual_rank, n) for n in self._integers}
         if self._custom and self._has_other_ranks(source):
             self._start_from(self._merged_in(source))
         self._put(next(iter(self._of.values()), self._initial))
@@ -289,19 +291,14 @@ class VirtualBuffers:
         merged: _Buffers = {}
         for name, (owner, leaf) in self._custom.items():
             initial = self._initial[name]
-            values: dict[int, Tensor] = {}
-            ranks: list[RankValue] = []
-            for full in source.names("buffers/"):
-                match = _SAVED_OF_RANK.fullmatch(full)
-                if match and match[2] == name:
-                    rank = int(match[1])
-                    values[rank] = needed(source, full, initial, any_type=True).to(self._world.device)
-                    seen = _saved_seen(source, rank, [name])[name]
-                    changed = bool((values[rank] != initial).any())
-                    ranks.append(observed(values[rank], initial, None, seen, changed=changed))
+            values = {
+                int(match[1]): needed(source, full, initial, any_type=True).to(self._world.device)
+                for full in source.names("buffers/")
+                if (match := _SAVED_OF_RANK.fullmatch(full)) and match[2] == name
+            }
             reduction = self._reductions[name]
             if values and reduction == OPEN:
-                reduction = inferred(initial, ranks)
+                reduction = saved_reduction(source, name, values, initial)
             if not reduction:
                 raise self._undeclared(name, owner, leaf)
             merged[name] = reduced(values, reduction, initial, max(values) + 1) if values else initial
@@ -421,7 +418,7 @@ class VirtualBuffers:
                 others.
         """
         self._decided = dict(self._reductions)
-        assigned = {name: _digest(self._initial[name]) for name in sorted(self._assigned)}
+        assigned = {name: digest_of(self._initial[name]) for name in sorted(self._assigned)}
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
             return bool(self._of)
         mine = {str(v): {n: asdict(o) for n, o in found.items()} for v, found in self._observe().items()}
@@ -431,7 +428,7 @@ class VirtualBuffers:
                 raise told_once(self._differs_between_ranks(name), self._world)
         ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
         for name in self._open:
-            seen = [_from_words(one[name]) for one in ranks]
+            seen = [msgspec.convert(one[name], RankValue) for one in ranks]
             if len({one.digest for one in seen}) > 1:
                 self._differed.add(name)
             by_chance = early or name in self._differed
@@ -672,23 +669,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
-def _from_words(words: dict[str, Any]) -> RankValue:
-    seen = Seen(**words["seen"])
-    return RankValue(words["digest"], words["step"], words["decreased"], seen, words["by_samples"])
-
-
 def _turned(values: Tensor) -> Tensor:
     return -values if values.is_floating_point() else ~values
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
-
-
-def _saved_seen(source: Source, virtual_rank: int, names: Iterable[str]) -> dict[str, Seen]:
-    saved = {name: source.tensor(f"seen/{virtual_rank}/{name}") for name in names}
-    return {name: Seen() if one is None else Seen(*one.tolist()) for name, one in saved.items()}
 
 
 @contextmanager

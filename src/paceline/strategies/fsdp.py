@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import whole
+from paceline.checkpoint.state import TensorShard, whole_parameters
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks
@@ -82,13 +82,12 @@ def fsdp(
     refuse_foreign(model, optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    shapes = {name: parameter.shape for parameter, name in names.items()}
     blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
     for name, block in blocks.items():
         custom: Any = block  # the types of what it takes are in a private module of torch
         custom.set_custom_all_gather(_AllGather(name))
         custom.set_custom_reduce_scatter(_ReduceScatter(name))
-    shares = _Shares(model, shapes, world)
+    shares = _Shares(model, world)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
     optimizer.register_step_pre_hook(shares.take_gradients)
@@ -105,8 +104,8 @@ def fsdp(
         gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
         on_gradient=lambda act: on_backward(blocks, act),
         gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
-        hold=lambda: shares.spared(hold_pieces(shares.pieces, shapes, optimizer, shares.uncut)),
-        load=lambda source: load_pieces(shares.pieces, shapes, optimizer, source, shares.uncut),
+        hold=lambda: shares.spared(hold_pieces(shares.pieces, optimizer, shares.uncut)),
+        load=lambda source: load_pieces(shares.pieces, optimizer, source, shares.uncut),
     )  # fmt: skip
 
 
@@ -143,10 +142,10 @@ class _ReduceScatter(_Collective):
 class _Shares:
     """What this rank holds of a model that is cut: `pieces` of its parameters, and those that are `uncut`."""
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, torch.Size], world: World) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.tensor import DTensor
 
-        self._model, self._shapes, self._world = model, shapes, world
+        self._model, self._world = model, world
         hybrid = world.along("data").size > 1 and world.along("shard").size > 1
         over = world.along("shard") if hybrid else world
         self._again = hybrid and world.along("data").rank > 0
@@ -154,15 +153,15 @@ class _Shares:
         self.uncut: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
-            shape = shapes[name]
             if not isinstance(parameter, DTensor):
                 self.uncut[name] = parameter
                 continue
             local: Tensor = parameter.to_local()
+            shape = parameter.shape
             first = min(over.rank * -(-shape[0] // over.size), shape[0]) * (shape.numel() // shape[0])
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
-                self.pieces[name] = Piece(first, first + local.numel(), elements)
+                self.pieces[name] = Piece(first, first + local.numel(), elements, shape)
                 self._cut[name] = parameter
             _keep_in_place(name, parameter)
 
@@ -185,15 +184,15 @@ class _Shares:
             piece.parameter.grad = None
         self._model.zero_grad(set_to_none=True)
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[TensorShard]:
         """See Replica."""
-        held = [Held(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
+        held = [TensorShard(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
-                held.append(Held(name, gradient, self._shapes[name], piece.start, replicated=False))
+                held.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
         return self.spared(held)
 
-    def spared(self, held: list[Held]) -> list[Held]:
+    def spared(self, held: list[TensorShard]) -> list[TensorShard]:
         """Pieces that the first along data holds as well are his to save."""
         return [replace(one, spare=not one.replicated) for one in held] if self._again else held
 
@@ -201,12 +200,12 @@ class _Shares:
         """The same on all ranks (a collective)."""
         return norm_of(self.gradients(), self._world)
 
-    def parameters(self) -> list[Held]:
+    def parameters(self) -> list[TensorShard]:
         """For a checkpoint."""
-        held = [Held(f"model/{name}", p.detach()) for name, p in self.uncut.items()]
+        held = whole_parameters(self.uncut.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
-            held.append(Held(f"model/{name}", values, self._shapes[name], piece.start, replicated=False))
+            held.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
         return self.spared(held)
 
     def weights(self) -> dict[str, Tensor]:

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, Under, take_over
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
 from paceline.collectives.shards import Piece
 from paceline.errors import UsageError
 
 ITEM = ".item"  # ends the name of a plain number
 
 
-def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Held]:
+def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
     """Its whole state; None values are left out, as an optimizer makes them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    held: list[Held] = []
+    held: list[TensorShard] = []
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
-        held += [Held(name, tensor) for name, tensor in named_state(names[parameter], state)]
+        held += [TensorShard(name, tensor) for name, tensor in named_state(names[parameter], state)]
     return held
 
 
@@ -66,48 +66,39 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
 
 
 def hold_pieces(
-    pieces: Mapping[str, Piece],
-    shapes: Mapping[str, torch.Size],
-    optimizer: Optimizer,
-    uncut: Mapping[str, nn.Parameter] | None = None,
-) -> list[Held]:
-    """As `hold_optimizer`, where it trains pieces of parameters, given by these parameters' names, and `uncut` ones."""
-    held: list[Held] = []
+    pieces: Mapping[str, Piece], optimizer: Optimizer, uncut: Mapping[str, nn.Parameter] | None = None
+) -> list[TensorShard]:
+    """As `hold_optimizer`, if it trains pieces of parameters, by the names of the parameters, and `uncut` ones."""
+    held: list[TensorShard] = []
     for name, parameter in (uncut or {}).items():
-        held += [Held(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
+        held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
-                held.append(Held(full, tensor, shapes[name], piece.start, replicated=False))
+                held.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
             elif piece.start == 0:  # a counter: one of those who have it saves it
-                held.append(Held(full, tensor, replicated=False))
+                held.append(TensorShard(full, tensor, replicated=False))
     return held
 
 
 def load_pieces(
-    pieces: Mapping[str, Piece],
-    shapes: Mapping[str, torch.Size],
-    optimizer: Optimizer,
-    source: Source,
-    uncut: Mapping[str, nn.Parameter] | None = None,
+    pieces: Mapping[str, Piece], optimizer: Optimizer, source: Source, uncut: Mapping[str, nn.Parameter] | None = None
 ) -> None:
-    """As `load_optimizer`, where it trains pieces of the parameters and `uncut` ones."""
+    """As `load_optimizer`, if it trains pieces of parameters and `uncut` ones."""
     optimizer.state.clear()
     for name, parameter in (uncut or {}).items():
         if state := saved_state(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
-        if state := saved_state(source, name, piece, shapes[name]):
+        if state := saved_state(source, name, piece):
             optimizer.state[piece.parameter] = _on_device(optimizer, piece.parameter, state)
 
 
-def saved_state(
-    source: Source, name: str, piece: Piece | None = None, shape: torch.Size | None = None
-) -> dict[str, Any]:
-    """What was saved for parameter `name`, of this `shape`, by key: all of it, or a piece; of a counter, the whole."""
+def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[str, Any]:
+    """What was saved for parameter `name`, by key: all of it, or a piece; of a counter, the whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
-        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != shape:
+        if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.whole:
             value = source.tensor(full)
             assert value is not None
             state[key.removesuffix(ITEM)] = value.item() if key.endswith(ITEM) else value
@@ -135,7 +126,7 @@ def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def take_mean(source: Source, parameters: Sequence[Held]) -> int:
+def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Fill trainable parameters with the mean over hosts, of a state that hosts have left between two outer steps.
 
     Returns:
@@ -144,12 +135,12 @@ def take_mean(source: Source, parameters: Sequence[Held]) -> int:
     saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
     if saved is None or steps is None:
         return 0
-    hosts = [Under(source, f"hosts/{host}/") for host in range(int(saved))]
+    hosts = [PrefixedSource(source, f"hosts/{host}/") for host in range(int(saved))]
     for held in parameters if int(steps) else ():
         if held.name in hosts[0].names(held.name):  # else it is frozen
             total = torch.zeros_like(held.tensor, dtype=torch.float64)
             for host in hosts:
-                take_over(host, held)
+                load_into(host, held)
                 total += held.tensor
             held.tensor.copy_(total / len(hosts))
     return len(hosts)
@@ -157,6 +148,5 @@ def take_mean(source: Source, parameters: Sequence[Held]) -> int:
 
 def words_of_mean(saved: int, now: str) -> str:
     """That a state of `saved` hosts is taken over by others."""
-    return (
-        f"the checkpoint is of {saved} hosts that took local steps, {now}: it goes on from the mean of their parameters"
-    )
+    mean = "it goes on from the mean of their parameters"
+    return f"the checkpoint is of {saved} hosts that took local steps, {now}: {mean}"

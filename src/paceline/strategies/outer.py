@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Held, Source, Under, take_over
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, whole_parameters
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import say
@@ -99,22 +99,24 @@ class Outer:
         finally:
             self._put(own)
 
-    def hold_parameters(self) -> list[Held]:
+    def hold_parameters(self) -> list[TensorShard]:
         """What the hosts have agreed on last."""
         agreed = dict(zip(map(id, self._parameters), self._agreed, strict=True))
-        return [Held(f"model/{name}", agreed.get(id(p), p.detach())) for name, p in self._model.named_parameters()]
+        return whole_parameters((name, agreed.get(id(p), p)) for name, p in self._model.named_parameters())
 
-    def hold(self) -> list[Held]:
+    def hold(self) -> list[TensorShard]:
         """What belongs to this host, dealt out to its ranks, and what the next outer step begins with."""
         hosts, names = self._hosts, [self._names[id(p)] for p in self._parameters]
-        own = [Held(f"model/{n}", p.detach()) for n, p in zip(names, self._parameters, strict=True)]
+        own = whole_parameters(zip(names, self._parameters, strict=True))
         prefix = f"hosts/{hosts.number}/"
         held = [replace(one, name=prefix + one.name) for one in own] if int(self._steps) else []
         of_optimizer = hold_optimizer(self._model, self._optimizer)
         held += [replace(one, name=prefix + one.name) for one in of_optimizer] if hosts.number else of_optimizer
         mine = [replace(one, replicated=False) for one in held[hosts.memory.rank :: hosts.memory.size]]
-        velocity = [Held(f"outer/momentum/{n}", v) for n, v in zip(names, self._velocity, strict=bool(self._velocity))]
-        return [*mine, Held("outer/steps", self._steps), Held("outer/hosts", torch.tensor([hosts.count])), *velocity]
+        velocity = zip(names, self._velocity, strict=bool(self._velocity))
+        momentum = [TensorShard(f"outer/momentum/{name}", tensor) for name, tensor in velocity]
+        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.count]))
+        return [*mine, *counts, *momentum]
 
     def load(self, source: Source) -> None:
         """Take over what `hold` gave, or a state of another number of hosts or strategy, once `model/` is there."""
@@ -123,10 +125,10 @@ class Outer:
             velocity.zero_()
         for held in self.hold():
             if held.name.startswith("outer/momentum/") and [*source.names(held.name)]:
-                take_over(source, held)
+                load_into(source, held)
         saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.number}/"
         there = any(True for _ in source.names(prefix + "optimizer/"))
-        load_optimizer(self._model, self._optimizer, Under(source, prefix) if there else source)
+        load_optimizer(self._model, self._optimizer, PrefixedSource(source, prefix) if there else source)
         if saved is None or int(saved) != self._hosts.count:
             take_mean(source, self.hold_parameters())
             if saved is not None:
@@ -138,7 +140,7 @@ class Outer:
         assert steps is not None
         self._steps.copy_(steps)
         for parameter in self._parameters if int(steps) else ():
-            take_over(source, Held(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
+            load_into(source, TensorShard(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
 
 
 _MOMENTS = ". A host that is new begins with the optimizer's state of host 0"

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.cut import CutParameter, PartOf, with_cuts
-from paceline.checkpoint.state import Held, Source
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
+from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.collectives.norm import scale_to_norm
 from paceline.strategies.base import Replica
@@ -21,7 +20,10 @@ from paceline.worker.world import World
 
 
 def of_parts(
-    part: Replica, world: World, cuts: Mapping[str, CutParameter], elsewhere: Callable[[str], bool] = lambda _: False
+    part: Replica,
+    world: World,
+    cuts: Mapping[str, ShardedParameter],
+    elsewhere: Callable[[str], bool] = lambda _: False,
 ) -> Replica:
     """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
 
@@ -36,20 +38,21 @@ def of_parts(
     copy = world.along("tensor").rank + world.along("context").rank  # of what is not cut; 0 is the first
     in_stages = world.mesh.of("pipeline") > 1
 
-    def lifted(held: Sequence[Held]) -> list[Held]:
-        found: list[Held] = []
-        for one, cut in with_cuts(held, cuts):
+    def lifted(held: Sequence[TensorShard]) -> list[TensorShard]:
+        found: list[TensorShard] = []
+        for one in held:
+            sharded = sharded_as(one.name, cuts)
             # the next along data holds it, too
             again = one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
-            if cut is not None:
-                found += [replace(piece, replicated=False, spare=again) for piece in cut.held(one)]
+            if sharded is not None and one.shape == sharded.shape:
+                found += [replace(piece, replicated=False, spare=again) for piece in sharded.held(one)]
             elif one.replicated and not in_stages:
                 found.append(one)
             else:
                 found.append(replace(one, replicated=False, spare=again or copy > 0))
         return found
 
-    def gradients() -> list[Held]:
+    def gradients() -> list[TensorShard]:
         return lifted(part.gradients())
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
@@ -67,7 +70,7 @@ def of_parts(
         return found
 
     def load(source: Source) -> None:
-        part.load(PartOf(source, cuts))
+        part.load(ShardedSource(source, cuts))
 
     return replace(
         part, world=world, gradients=gradients, sharded=True, clip_grad_norm=clip_grad_norm, weights=weights,
@@ -75,7 +78,7 @@ def of_parts(
     )  # fmt: skip
 
 
-def norm_of(gradients: Iterable[Held], world: World) -> Pending[float]:
+def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
     """Of what all ranks hold together, each element once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from paceline.checkpoint.cut import parameter_of
-from paceline.checkpoint.exported import state_names
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import whole
+from paceline.checkpoint.export import state_names
+from paceline.checkpoint.shards import parameter_of, whole
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import gather_words, together
 from paceline.collectives.torch_collectives import labelled
@@ -130,7 +129,7 @@ def pipelined(
         held = [h for h in made.state() if h.name.startswith("model/")]
         for name, buffer in model.named_buffers():
             again = world.data.rank > 0 or is_elsewhere(name)
-            held.append(Held(f"model/{name}", buffer, replicated=False, spare=again))
+            held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
         found = whole(held, world)
         return {name: found[f"model/{first}"] for name, first in called.items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Held, Source, Under, needed
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import make_communicator, say
@@ -97,16 +97,16 @@ def _with_feedback(plain: Replica, hosts: Hosts, across: Across) -> Replica:
         plain.put_back_buffers()
         across.put_back()
 
-    def state() -> list[Held]:
-        own = [Held(prefix + name, one, replicated=False) for name, one in across.state().items()]
-        return [*plain.state(), Held("feedback/division", division), *own]
+    def state() -> list[TensorShard]:
+        own = [TensorShard(prefix + name, one, replicated=False) for name, one in across.state().items()]
+        return [*plain.state(), TensorShard("feedback/division", division), *own]
 
     def load(source: Source) -> None:
         plain.load(source)
         across.forget()
         saved = source.tensor("feedback/division")
         if saved is not None and torch.equal(saved, division):
-            there = Under(source, prefix)
+            there = PrefixedSource(source, prefix)
             across.load({name: needed(there, name, one) for name, one in across.state().items()})
         elif saved is not None:
             say(

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from paceline.checkpoint.state import Held, Source
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending
 from paceline.collectives.norm import SharedNorm
@@ -41,21 +41,14 @@ def zero(
     reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
     norm = SharedNorm([p.numel() for p in parameters], shards.shares(parameters), world.rank, world.device)
     pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
-    def gradients() -> list[Held]:
-        held = {name: (piece.parameter.grad, piece.start) for name, piece in pieces.items()}
-        return [Held(n, g, shapes[n], start, replicated=False) for n, (g, start) in held.items() if g is not None]
+    def gradients() -> list[TensorShard]:
+        own = [(name, piece, piece.parameter.grad) for name, piece in pieces.items()]
+        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in own if g is not None]
 
     def gradient_norm() -> Pending[float]:
         own = {i: shards.pieces[p].parameter.grad for i, p in enumerate(parameters) if p in shards.pieces}
         return norm({i: gradient for i, gradient in own.items() if gradient is not None})
-
-    def hold() -> list[Held]:
-        return hold_pieces(pieces, shapes, optimizer)
-
-    def load(source: Source) -> None:
-        load_pieces(pieces, shapes, optimizer, source)
 
     return replica(
         model,
@@ -68,6 +61,6 @@ def zero(
         gradients=gradients,
         gradient_norm=gradient_norm,
         sharded=True,
-        hold=hold,
-        load=load,
+        hold=lambda: hold_pieces(pieces, optimizer),
+        load=lambda source: load_pieces(pieces, optimizer, source),
     )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from paceline.checkpoint.cut import CutParameter
+from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import together
 from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import around_forward
@@ -33,7 +33,7 @@ class Cutting:
     """A model that has been cut."""
 
     plan: Mapping[str, CutLayer]
-    cuts: Mapping[str, CutParameter]
+    cuts: Mapping[str, ShardedParameter]
     ranks: int
     used_elsewhere: list[str] = field(default_factory=list[str])
     """cut parameters that code beside their own layers has used in a forward so far"""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.checkpoint.cut import CutParameter
+from paceline.checkpoint.shards import ShardedParameter
 from paceline.compute.rules import subclassed
 from paceline.tensor.attention import attention, dropout
 from paceline.tensor.exchange import everywhere
@@ -41,7 +41,7 @@ def widths(module: nn.Module) -> tuple[int, int]:
     return inputs, outputs
 
 
-def cut_of(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> CutParameter:
+def cut_of(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ShardedParameter:
     """This rank's even share of dimension `dim`; of each of `parts` that lie along it, where there are several."""
     runs: list[tuple[int, int]] = []
     start = 0
@@ -49,7 +49,7 @@ def cut_of(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ())
         share = part // world.size
         runs.append((start + world.rank * share, start + (world.rank + 1) * share))
         start += part
-    return CutParameter(shape, dim, tuple(runs))
+    return ShardedParameter(shape, dim, tuple(runs))
 
 
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:

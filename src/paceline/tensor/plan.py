@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint.cut import CutParameter
+from paceline.checkpoint.shards import ShardedParameter
 from paceline.errors import UsageError, first_few, unknown
 from paceline.tensor.guess import CutLayer, guessed
 from paceline.tensor.layers import cut_of, is_linear, is_transposed, widths
@@ -42,9 +42,9 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
     return found
 
 
-def cuts_of(model: nn.Module, plan: Mapping[str, CutLayer], world: World) -> dict[str, CutParameter]:
+def cuts_of(model: nn.Module, plan: Mapping[str, CutLayer], world: World) -> dict[str, ShardedParameter]:
     """Of the parameters that are cut, by name, what this rank of `world` (along tensor) holds."""
-    found: dict[str, CutParameter] = {}
+    found: dict[str, ShardedParameter] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():
         module: Any = model.get_submodule(name)

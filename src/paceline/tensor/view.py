@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from paceline.checkpoint.cut import CutParameter
+from paceline.checkpoint.shards import ShardedParameter
 from paceline.tensor.attention import attention, dropout
 from paceline.tensor.exchange import EVERYWHERE, everywhere
 
@@ -54,7 +54,7 @@ class Fused(Tensor):
 class View(TorchFunctionMode):
     """Around a forward of the model."""
 
-    def __init__(self, mesh: DeviceMesh, cuts: Mapping[str, CutParameter], model: nn.Module) -> None:
+    def __init__(self, mesh: DeviceMesh, cuts: Mapping[str, ShardedParameter], model: nn.Module) -> None:
         """`cuts`: by name the parameters of which this rank holds a part."""
         super().__init__()
         self._mesh = mesh

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.worker.world import World
@@ -21,7 +21,7 @@ REGISTERED = "registered/"
 MAX_MODULES = 5  # in a message
 
 
-def check_replicas(held: Sequence[Held], world: World, step: int) -> None:
+def check_replicas(held: Sequence[TensorShard], world: World, step: int) -> None:
     """Compare what all ranks hold, or several of a mesh (a collective); one message with a number for each tensor.
 
     A bit that flips in one rank's memory spreads silently into every result. What a single rank holds (a virtual rank's

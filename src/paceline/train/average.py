@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Held, Source, take_over
+from paceline.checkpoint.state import Source, TensorShard, load_into
 from paceline.strategies.base import Replica
 
 PREFIX = "ema/"
@@ -33,7 +33,7 @@ class Average:
         """The weights have changed."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
-    def state(self) -> list[Held]:
+    def state(self) -> list[TensorShard]:
         """Its tensors, under names of their own."""
         pairs = zip(self._held, self._average, strict=True)
         return [replace(one, name=PREFIX + one.name.removeprefix("model/"), tensor=tensor) for one, tensor in pairs]
@@ -43,7 +43,7 @@ class Average:
         """Take over what `state` gave; or begin as the weights are, where a checkpoint has none."""
         self.begin()
         for held in self.state() if [*source.names(PREFIX)] else ():
-            take_over(source, held)
+            load_into(source, held)
 
     @contextmanager
     def in_place(self) -> Generator[None]:

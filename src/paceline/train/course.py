@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.exported import state_names
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.export import state_names
+from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
+from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
@@ -25,12 +26,11 @@ from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
+from paceline.train.checkpointing import Keeping, Rhythm, StateCollection
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
-from paceline.train.keeping import Keeping, Rhythm
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records, Traces
-from paceline.train.resume import Content, Holder, Origin, Place
 from paceline.train.weights import rescue, rescue_alone, save
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
@@ -45,8 +45,8 @@ class Course(Records):
 
     def __init__(
         self,
-        place: Place | None,
-        origin: Origin | None,
+        place: RunLocation | None,
+        origin: ResumePoint | None,
         world: World,
         rhythm: Rhythm,
         not_finite: Policy,
@@ -68,15 +68,15 @@ class Course(Records):
         self._take(origin)
         self.start = self.step
 
-    def _take(self, origin: Origin | None) -> None:
-        content = origin.content if origin else Content(0, {}, {})
+    def _take(self, origin: ResumePoint | None) -> None:
+        content = origin.content if origin else TrainerState(0, {}, {})
         self.step, self.samples = origin.step if origin else 0, content.samples_seen
         self.metrics, self.evaluated = dict(content.metrics), content.evaluated
 
     def open(
         self, parts: Sequence[Trainee], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, track: str | None = None,
-        others: Callable[[], list[Held]] = list,
+        others: Callable[[], list[TensorShard]] = list,
     ) -> None:  # fmt: skip
         """The first step is near: take the folder, and say that this rank begins (a collective).
 
@@ -90,7 +90,7 @@ class Course(Records):
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self._replicas, holder = (
             [part.replica for part in parts],
-            Holder(parts, self._world, plan.virtual_ranks, others),
+            StateCollection(parts, self._world, plan.virtual_ranks, others),
         )
         if (place := self.place) is None:
             return
@@ -128,7 +128,7 @@ class Course(Records):
         if self.is_open:
             self.in_detail(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
 
-    def back(self, record: StepRecord) -> Origin | None:
+    def back(self, record: StepRecord) -> ResumePoint | None:
         """The older state to go on from, if the step was left out and that is the policy (a collective then).
 
         Raises:
@@ -142,7 +142,7 @@ class Course(Records):
             return None
         return origin
 
-    def go_back(self, origin: Origin) -> None:
+    def go_back(self, origin: ResumePoint) -> None:
         """The models are those of `origin` again."""
         self.write(events.RolledBack(self.step, origin.step))
         self.say(f"goes back from step {self.step} to {origin.where}")
@@ -158,9 +158,9 @@ class Course(Records):
             if settled:
                 self.throughput.pause(self._keeping.settle())
 
-    def _content(self, numbers: Numbers) -> Content:
+    def _content(self, numbers: Numbers) -> TrainerState:
         definition = self.place.definition if self.place else {}
-        return Content(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
+        return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
 
     # the end
 
@@ -214,7 +214,7 @@ class Course(Records):
             raise told_once(TrainingError(code="last-checkpoint-unsaved", reason=failed), self._world)
         return code
 
-    def _save_weights(self, place: Place) -> str:
+    def _save_weights(self, place: RunLocation) -> str:
         """Of all models; the digest of the first."""
         digests: list[str] = []
         for number, replica in enumerate(self._replicas, 1):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import check_equal, new_group, together, told_once
 from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
@@ -32,7 +33,6 @@ from paceline.train.computing import STATE_COPIES, Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
 from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
-from paceline.train.resume import Origin
 from paceline.train.sharing import ALONE, Sharing, Wish, share_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import stream_of
@@ -74,7 +74,7 @@ class Parts:
         object.__setattr__(self, "replica", replica)
         object.__setattr__(self, "judged", judged)
 
-    def take_over(self, origin: Origin) -> None:
+    def take_over(self, origin: ResumePoint) -> None:
         """Go on from `origin`."""
         self.replica.load(origin.source)
         self.schedule.load(origin.content.loop)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import gather_words
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
@@ -25,7 +26,6 @@ from paceline.observe.writers import EventWriter
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
-from paceline.train.resume import Place
 from paceline.worker.world import World
 
 LAST = 8  # steps that are always in detail
@@ -36,14 +36,14 @@ MOST_PARAMETERS = 4096
 class Records:
     """Without a place, a session's that has no folder, nothing is written down."""
 
-    def __init__(self, place: Place | None, world: World, show: Callable[[str], None]) -> None:
+    def __init__(self, place: RunLocation | None, world: World, show: Callable[[str], None]) -> None:
         """`show` prints a line on rank 0."""
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = Tracking([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
-    def begin(self, place: Place, track: str | None) -> EventWriter:
+    def begin(self, place: RunLocation, track: str | None) -> EventWriter:
         """Take the files; the trackers in `track` are told what defines the run.
 
         Raises:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from paceline import __version__
+from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, run_location
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
@@ -29,7 +30,6 @@ from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import Parts, prepare
-from paceline.train.resume import Origin, Place, origin_of, placed
 from paceline.train.training import Training
 from paceline.train.weights import begin_with
 from paceline.worker.device import device_words
@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
     guard.take_over()
     guard.box.enter(Phase.INIT)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
-    with joined(world, timeout_seconds=config.launch.timeout), placed(
+    with joined(world, timeout_seconds=config.launch.timeout), run_location(
         world, config.run.run_dir, str(config.task), prepared=run_dir, resume=config.checkpoint.resume == "auto",
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
@@ -116,7 +116,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
     return Outcome(place.folder, code)
 
 
-def sticky(config: TrainConfig, place: Place) -> TrainConfig:
+def sticky(config: TrainConfig, place: RunLocation) -> TrainConfig:
     """`config`; where a run goes on that chooses its precision by itself, with the one that it has chosen before."""
     path = place.folder / run_folder.CONFIG
     goes_on = place.generation or config.checkpoint.resume == "auto"
@@ -126,7 +126,7 @@ def sticky(config: TrainConfig, place: Place) -> TrainConfig:
     return replace(config, compute=replace(config.compute, precision=chosen))
 
 
-def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
+def _write_down(config: TrainConfig, place: RunLocation, parts: Parts) -> None:
     assert place.attempt_dir is not None
     run_folder.shelve_summary(place.folder, place.attempt)
     run_folder.write_settings(place.folder, dump(repeatable(config)))
@@ -135,14 +135,14 @@ def _write_down(config: TrainConfig, place: Place, parts: Parts) -> None:
     writing.replace(place.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
-def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
+def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoint | None:
     """The state to go on from, if any (a collective).
 
     Raises:
         UsageError: on one rank: no state that is there can be trusted, or it is of another run.
     """
     c = config.checkpoint
-    origin = origin_of(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
+    origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
     if origin is not None:
         with together(world):
             allowed = allowed_changes(c.allow_change)
@@ -151,7 +151,7 @@ def _origin(config: TrainConfig, place: Place, world: World) -> Origin | None:
     return origin
 
 
-def _unbroken(config: TrainConfig, place: Place, origin: Origin | None) -> bool:
+def _unbroken(config: TrainConfig, place: RunLocation, origin: ResumePoint | None) -> bool:
     """Whether all steps so far, before a resume too, were taken under the promise of bits."""
     if config.strategy not in EXACT:
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.checkpoint.cut import CutParameter
+from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.loader import Loading, fetch
@@ -49,7 +49,7 @@ class Wish:
 class Sharing:
     """How ranks share a model: what they cut of each layer, or where they cut it into stages."""
 
-    cuts: Mapping[str, CutParameter] = field(default_factory=dict[str, CutParameter])
+    cuts: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
     division: Division | None = None
     schedule: Schedule = "1f1b"
     lines: Sequence[str] = ()

@@ -6,6 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
@@ -17,15 +18,14 @@ from paceline.rhythm import steps_or_seconds
 from paceline.stepping.scaling import loss_scale
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
+from paceline.train.checkpointing import Rhythm
 from paceline.train.costs import data_lines
 from paceline.train.course import Course
 from paceline.train.evaluations import Evaluations
 from paceline.train.fit import StepRecord, fit
-from paceline.train.keeping import Rhythm
 from paceline.train.passes import Passes, StreamPasses
 from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
-from paceline.train.resume import Origin, Place
 from paceline.train.sharing import waited_line
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
 from paceline.worker.guard import Guard
@@ -35,7 +35,7 @@ from paceline.worker.world import World
 class Training:
     """The loop of a task over its steps."""
 
-    def __init__(self, parts: Parts, place: Place, origin: Origin | None) -> None:
+    def __init__(self, parts: Parts, place: RunLocation, origin: ResumePoint | None) -> None:
         """UsageError on one rank for a metric or tracker that is not there (a collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
@@ -100,7 +100,7 @@ class Training:
             evaluations.take(end.content.loop)
         return False
 
-    def _pass(self) -> bool | Origin:
+    def _pass(self) -> bool | ResumePoint:
         """Take steps until none is left (False), the run was asked to stop (True), or has to go back."""
         parts, course = self._parts, self._course
         batches = self._passes.batches(course.step)
@@ -126,7 +126,7 @@ class Training:
                     return stopping
         return False
 
-    def _take(self, origin: Origin) -> None:
+    def _take(self, origin: ResumePoint) -> None:
         self._passes.take(origin.content.loop)
         if self._scale is not None:
             self._scale.take(origin.content.loop)

@@ -13,16 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.exported import of_checkpoint
-from paceline.checkpoint.state import Held
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.export import of_checkpoint
+from paceline.checkpoint.manager import Checkpoints, Report
+from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, together
 from paceline.disk import writing
 from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.store.store import Checkpoints, Report
 from paceline.strategies.base import Replica
 
 MOST = 5  # names in a line
@@ -115,7 +115,7 @@ def begin_with(replica: Replica, path: Path, *, trust: bool, report: Report) -> 
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters
-        held = [Held(name, tensor) for name, tensor in whole(held, replica.world).items()]
+        held = [TensorShard(name, tensor) for name, tensor in whole(held, replica.world).items()]
     with together(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         fitting = _fitting(replica, held, weights, path, report)
@@ -137,7 +137,11 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
         check_is_run(run_dir, trust=trust)
         path = run_dir / WEIGHTS
         if not path.is_file():
-            return _of_checkpoint(Checkpoints(run_dir / CHECKPOINTS, trust=trust), path, report)
+            newest = Checkpoints(run_dir / CHECKPOINTS, trust=trust).newest_valid(report)
+            if newest is None:
+                raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
+            report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
+            return of_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
@@ -154,18 +158,10 @@ def _of_pickle(found: Any, path: Path) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _of_checkpoint(checkpoints: Checkpoints, path: Path, report: Report) -> dict[str, Tensor]:
-    newest = checkpoints.newest_valid(report)
-    if newest is None:
-        raise UsageError(code="init-from-no-weights", folder=path.parent, weights=WEIGHTS)
-    report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
-    return of_checkpoint(*newest)
-
-
 class _Fitting:
     """The weights that fit, beside what the replica has of all others: a `checkpoint.state.Source`."""
 
-    def __init__(self, values: Mapping[str, Tensor], held: Iterable[Held]) -> None:
+    def __init__(self, values: Mapping[str, Tensor], held: Iterable[TensorShard]) -> None:
         self._values, self._held = values, {one.name: one for one in held}
 
     def names(self, prefix: str) -> list[str]:
@@ -184,7 +180,7 @@ class _Fitting:
 
 
 def _fitting(
-    replica: Replica, held: Sequence[Held], weights: Mapping[str, Tensor], path: Path, report: Report
+    replica: Replica, held: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
 ) -> _Fitting:
     model = replica.model
     first = {id(parameter): name for name, parameter in model.named_parameters()}

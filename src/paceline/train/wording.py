@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
-from paceline.train.resume import Place
 from paceline.worker.device import device_words
 
 
@@ -73,7 +73,7 @@ def see_it(folder: Path) -> str:
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def facts(parts: Parts, place: Place) -> dict[str, Any]:
+def facts(parts: Parts, place: RunLocation) -> dict[str, Any]:
     """What the summary says of a task's run, beside what all runs have."""
     compute, known = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
+from paceline.checkpoint.resume import RunLocation
 from paceline.config import TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
@@ -29,7 +30,6 @@ from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
 from paceline.train.prepare import Parts, make_model, make_plan, make_replica, wish_of
 from paceline.train.records import Records
-from paceline.train.resume import Place
 from paceline.train.sharing import share_model
 from paceline.train.stream_task import check_stream
 from paceline.worker.world import World
@@ -120,7 +120,7 @@ class CandidateTraining:
             settled,
         )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(folder, 1, 0, None)
+        place = RunLocation(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(Records(place, world, print)))
         self._records.begin(place, None)
         self._records.started(plan, 0)

@@ -29,7 +29,7 @@ from paceline.bench.spec import (
     MeasureOrder,
     Memory,
 )  # fmt: skip
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together

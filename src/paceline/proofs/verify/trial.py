@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from paceline.checkpoint.whole import sha256_of, whole
+from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.control import Pending, gather_words
 from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences

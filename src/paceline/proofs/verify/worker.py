@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from paceline.checkpoint.whole import sha256_of
+from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.reductions import OPEN, UNCHANGED, RankValue, Seen, inferred, observed, reduced
-from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.state import Source
+from paceline.checkpoint.format import Damaged, Manifest
+from paceline.checkpoint.reductions import OPEN, UNCHANGED, reduced, saved_reduction
+from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.state import PrefixedSource, Source
 from paceline.errors import UsageError, unknown
-from paceline.store.manifest import Damaged, Manifest
 
 BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # a virtual rank's, or everybody's
 REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
@@ -38,18 +38,16 @@ def of_checkpoint(path: Path, manifest: Manifest, model: int = 1) -> dict[str, T
     names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # an older one notes no names
     if model > len(names):
         raise unknown("model", str(model), [str(number + 1) for number in range(len(names))])
-    source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
-    return exported(source, f"{model}/" if model > 1 else "", names[model - 1], manifest.virtual_ranks)
+    source = ShardFiles.of(path, manifest)
+    return exported(
+        PrefixedSource(source, f"{model}/") if model > 1 else source, names[model - 1], manifest.virtual_ranks
+    )
 
 
-def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
-    """The state_dict of a model, bit for bit as at the end of a run that ends here.
+def exported(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
+    """The state_dict of a model from its saved state, bit for bit as at the end of a run that ends here.
 
-    Args:
-        source: the saved state.
-        prefix: of the model's tensors in it.
-        names: as `state_names` gave them.
-        virtual_ranks: of the run.
+    `names` are those of `state_names`.
 
     Raises:
         Damaged: if the files do not hold what they should, or the state_dict has something that is never saved.
@@ -60,36 +58,23 @@ def exported(source: Source, prefix: str, names: Mapping[str, Sequence[str]], vi
     found: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
     reductions: dict[str, tuple[str, Tensor]] = {}
-    for full in source.names(prefix):
-        kind, tensor = full.removeprefix(prefix), None
-        if kind.startswith(("model/", "buffers/", "reduction/")):
-            tensor = source.tensor(full)
-        if tensor is not None and (match := REDUCTION.fullmatch(kind)):
+    for full in source.names(""):
+        tensor = source.tensor(full) if full.startswith(("model/", "buffers/", "reduction/")) else None
+        if tensor is not None and (match := REDUCTION.fullmatch(full)):
             reductions[match[2]] = (match[1], tensor)
-        elif tensor is not None and (match := BUFFER.fullmatch(kind)):
+        elif tensor is not None and (match := BUFFER.fullmatch(full)):
             buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
         elif tensor is not None:
-            found[kind.removeprefix("model/")] = tensor
+            found[full.removeprefix("model/")] = tensor
     for name, of_ranks in buffers.items():
         first = of_ranks[min(of_ranks)]
         # normalization layers', and all of an older checkpoint, say none
         usual = "mean" if first.is_floating_point() else "first"
         reduction, initial = reductions.get(name, (usual, first))
         if reduction == OPEN:
-            seen = {v: source.tensor(f"{prefix}seen/{v}/{name}") for v in of_ranks}
-            reduction = _inferred(name, of_ranks, initial, seen)
+            reduction = saved_reduction(source, name, of_ranks, initial)
+            if not reduction:
+                raise UsageError(code="export-undeclared-buffer", name=name, count=len(of_ranks))
+            reduction = "first" if reduction == UNCHANGED else reduction
         found[name] = reduced(of_ranks, reduction, initial, virtual_ranks)
     return {name: tensor for saved, tensor in found.items() for name in names.get(saved, [saved])}
-
-
-def _inferred(name: str, of_ranks: Mapping[int, Tensor], initial: Tensor, seen: Mapping[int, Tensor | None]) -> str:
-    ranks: list[RankValue] = []
-    for virtual_rank, value in of_ranks.items():
-        counts = seen[virtual_rank]
-        known = Seen() if counts is None else Seen(*counts.tolist())
-        changed = initial.shape != value.shape or bool((value != initial).any())
-        ranks.append(observed(value, initial, None, known, changed=changed))
-    found = inferred(next(iter(of_ranks.values())), ranks)
-    if not found:
-        raise UsageError(code="export-undeclared-buffer", name=name, count=len(of_ranks))
-    return "first" if found == UNCHANGED else found

@@ -9,34 +9,38 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import fill, layout, rank_part
-from paceline.checkpoint.snapshot import SnapshotWriter, inherited
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.format import FORMAT, Manifest, ShardFile
+from paceline.checkpoint.manager import Checkpoints
+from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
+from paceline.checkpoint.shards import fill, layout, rank_part
+from paceline.checkpoint.snapshots import SnapshotWriter, inherited
+from paceline.checkpoint.state import TensorShard
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
+from paceline.disk.writing import write_new
 from paceline.errors import PacelineError
-from paceline.store.manifest import FORMAT, Manifest, ShardFile
-from paceline.store.store import Checkpoints, write_file
-from paceline.train.resume import Origin, Place, Remembered, from_disk
 from paceline.train.run import _origin
 from paceline.worker.world import World
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 
 
-def state(step: int) -> list[Held]:
-    return [Held("model/w", torch.full((40,), float(step))), Held("model/b", torch.full((3,), -float(step)))]
+def state(step: int) -> list[TensorShard]:
+    return [
+        TensorShard("model/w", torch.full((40,), float(step))),
+        TensorShard("model/b", torch.full((3,), -float(step))),
+    ]
 
 
 def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
     """What the ranks of a run do together, one after the other."""
     tmp, files = checkpoints.begin(step), []
     for rank in range(world_size):
-        part, places = layout(rank_part(state(step), rank, world_size))
+        places = layout(rank_part(state(step), rank, world_size))
         buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-        fill(buffer, part, places, {})
+        fill(buffer, places, {})
         name = f"shard-{rank}-of-{world_size}.safetensors"
-        files.append(ShardFile(name, *write_file(tmp / name, [buffer.numpy().data]), places.pieces))
+        files.append(ShardFile(name, *write_new(tmp / name, [buffer.numpy().data]), places.pieces))
     manifest = Manifest(
         format=FORMAT, step=step, attempt=1, generation=0, world_size=world_size, virtual_ranks=2, scalars={},
         files=tuple(files), **CONTENT,
@@ -64,7 +68,7 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
-def told_by(origin: Origin | None) -> tuple[int, float] | None:
+def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
     """Its step, and a value out of the state that it gives: the two belong together."""
     if origin is None:
         return None
@@ -72,6 +76,11 @@ def told_by(origin: Origin | None) -> tuple[int, float] | None:
     assert tensor is not None and bool((tensor == tensor[0]).all())
     assert (origin.content.samples_seen, origin.content.metrics) == (7, {"loss": 0.25})
     return origin.step, float(tensor[0])
+
+
+def snapshot_only(world: World) -> ResumePoint | None:
+    """The newest state, if there is no checkpoint on disk."""
+    return newest_state(Checkpoints(Path("/nowhere")), world, print, memory=True)
 
 
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
@@ -83,7 +92,7 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
         reports: list[str] = []
         try:
             known = -1 if after is None else after
-            outcome: Any = told_by(from_disk(Checkpoints(root / name), world, reports.append, after=known))
+            outcome: Any = told_by(newest_on_disk(Checkpoints(root / name), world, reports.append, after=known))
         except PacelineError as error:
             outcome = f"{type(error).__name__} {int(error.exit_code)}: {error}"
         found[name if after is None else f"{name} after {after}"] = (outcome, reports)
@@ -102,21 +111,21 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
         first, second = (os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names)
         pairs.append((first, second))
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=tuple(pairs))
-    found: dict[str, Any] = {"nothing": told_by(Remembered(world).origin())}
+    found: dict[str, Any] = {"nothing": told_by(snapshot_only(world))}
     writer = SnapshotWriter(inherited()[rank], rank, size, 0, spared=None)
     for step in (5, 6):
         writer.write(state(step), step, CONTENT)
     torch.distributed.barrier()
-    found["memory"] = told_by(Remembered(world).origin())
+    found["memory"] = told_by(snapshot_only(world))
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
-        place = Place(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
+        place = RunLocation(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
         found[name] = told_by(_origin(config, place, world)), place.notices
-    first_start = Place(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
+    first_start = RunLocation(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None
-    found["not the same for all"] = told_by(Remembered(world).origin()) if size > 1 else None
+    found["not the same for all"] = told_by(snapshot_only(world)) if size > 1 else None
     return found
 
 
@@ -125,11 +134,11 @@ def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
     world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
     files = os.memfd_create("first"), os.memfd_create("second")
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
-    nothing = told_by(Remembered(world).origin())
+    nothing = told_by(snapshot_only(world))
     writer = SnapshotWriter(files, 0, 1, 0, spared=None)
     for step in (5, 6)[: size if rank == size - 1 else rank]:
         writer.write(state(step), step, CONTENT)
-    one, two = (Remembered(world).origin() for _ in range(2))
+    one, two = (snapshot_only(world) for _ in range(2))
     own = bool(one and one.files <= {*files})
     told, again = told_by(one), told_by(two)
     before = len([*Path("/proc/self/fd").iterdir()])

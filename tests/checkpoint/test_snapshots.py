@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.snapshot import Pair, SnapshotWriter, inherited, newest
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.snapshots import Pair, SnapshotWriter, inherited, newest
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 
 pytestmark = pytest.mark.sample(2)
@@ -41,12 +41,12 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
         os.close(descriptor)
 
 
-def state(step: int, rank: int, *, size: int = 50) -> list[Held]:
+def state(step: int, rank: int, *, size: int = 50) -> list[TensorShard]:
     """What a rank holds after `step`: two replicated tensors, and a buffer of its own."""
     return [
-        Held("model/weight", torch.full((size,), float(step))),
-        Held("model/bias", torch.full((3,), step)),
-        Held(f"buffers/{rank}/mean", torch.full((2,), step + 0.5 * rank), replicated=False),
+        TensorShard("model/weight", torch.full((size,), float(step))),
+        TensorShard("model/bias", torch.full((3,), step)),
+        TensorShard(f"buffers/{rank}/mean", torch.full((2,), step + 0.5 * rank), replicated=False),
     ]
 
 
@@ -69,7 +69,7 @@ def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
     """Check that the newest snapshot is the whole one of `step`; return its files."""
     snapshot = newest(inherited())
     assert snapshot is not None
-    assert (snapshot.step, snapshot.content) == (step, {"seen": 10 * step})
+    assert (snapshot.meta.step, snapshot.meta.content) == (step, {"seen": 10 * step})
     assert len(snapshot.files) == world_size
     wanted = {held.name: held.tensor for rank in range(world_size) for held in state(step, rank, size=size)}
     assert snapshot.source.names("") == sorted(wanted)
@@ -129,7 +129,7 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
     before = found(4, 2)
     group[0].write(state(6, 0), 6, {"seen": 60})
     dying = state(6, 1)
-    dying[-1] = Held(dying[-1].name, dying[-1].tensor.as_subclass(StopsCopying), replicated=False)
+    dying[-1] = TensorShard(dying[-1].name, dying[-1].tensor.as_subclass(StopsCopying), replicated=False)
     with pytest.raises(Stop):
         group[1].write(dying, 6, {"seen": 60})
     assert found(4, 2) == before
@@ -137,14 +137,14 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
 
 WRITER = """
 import sys, torch
-from paceline.checkpoint.snapshot import SnapshotWriter
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.snapshots import SnapshotWriter
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 first, second, step = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 0, spared=None)
 while True:
     step += 1
-    tensors = [Held(f"t{i}", torch.full((500_000,), float(step))) for i in range(4)]
+    tensors = [TensorShard(f"t{i}", torch.full((500_000,), float(step))) for i in range(4)]
     writer.write(tensors, step, {"seen": step})
     print(step, flush=True)
 """
@@ -164,7 +164,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
                 os.waitpid(writer.pid, os.WUNTRACED)
                 there = newest([pair])
                 assert there is not None
-                step = there.step
+                step = there.meta.step
                 for i in range(4):
                     value = there.source.tensor(f"t{i}")
                     assert value is not None and torch.equal(value, torch.full((500_000,), float(step)))
@@ -173,7 +173,7 @@ def test_a_writer_killed_at_any_time_leaves_a_whole_snapshot_not_older_than_it_s
             writer.kill()
         said = [int(line) for line in writer.stdout.read().split("\n")[:-1]]
     last = newest([pair])
-    assert last is not None and last.step >= max(said, default=0)
+    assert last is not None and last.meta.step >= max(said, default=0)
 
 
 def test_another_world_size_keeps_its_origin_until_it_has_a_whole_snapshot_of_its_own(make_files: MakeFiles) -> None:
@@ -256,15 +256,15 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
     origin = found(1, 1)
     script = """
 import sys, torch, resource
-from paceline.checkpoint.snapshot import SnapshotWriter
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.snapshots import SnapshotWriter
+from paceline.checkpoint.state import TensorShard
 from paceline.contract.birth import WorkerBirth
 first, second = map(int, sys.argv[1:])
 writer = SnapshotWriter((first, second), 0, 1, 1, spared=first)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for _ in range(2):
     try:
-        writer.write([Held("model/weight", torch.ones(1_000_000))], 2, {})
+        writer.write([TensorShard("model/weight", torch.ones(1_000_000))], 2, {})
     except OSError as error:
         print(error.strerror)
 """

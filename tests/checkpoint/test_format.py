@@ -9,8 +9,8 @@ import pytest
 from tests.checkpoint.checkpoint_harness import manifest_of
 from tests.errors import raises
 
+from paceline.checkpoint.format import Manifest, Piece, ShardFile, cover, decode_manifest, encode_manifest
 from paceline.errors import TrainingError
-from paceline.store.manifest import Manifest, Piece, ShardFile, decode_manifest, encode_manifest
 
 FILES = [("shard-0-of-2.safetensors", 133, "0" * 64), ("shard-1-of-2.safetensors", 133, "f" * 64)]
 
@@ -55,3 +55,20 @@ def test_what_json_would_change_silently_is_refused_by_name(scalars, code, field
 def test_metrics_that_are_no_numbers_are_refused_by_name():
     with raises("scalar-not-finite", raised=TrainingError, where="metrics/loss"):
         encode_manifest(manifest_of(1, FILES, metrics={"loss": math.nan}))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ([(0, 4, 4, 8), (4, 8, 4, 8)], ""),
+        ([(0, 8, 1, 8), (8, 12, 3, 8), (12, 16, 3, 8)], ""),
+        ([(0, 4, 4, 8)], "the pieces hold 16"),
+        ([(0, 4, 4, 8), (3, 8, 4, 8)], "elements in two pieces"),
+        ([(0, 4, 5, 8), (4, 8, 4, 8)], "lies beyond it"),
+        ([(0, 4, 4, 8), (4, 8, 4, 4)], "rows of 8 in one piece and otherwise"),
+        ([(0, 4, 4, 0), (4, 8, 4, 0)], "rows of 0"),
+    ],
+)
+def test_ranges_must_hold_each_element_once(ranges: list[tuple[int, int, int, int]], words: str) -> None:
+    found = cover([Piece("key", "weight", "F32", (4, 8), *numbers) for numbers in ranges])
+    assert (words in found) if words else not found

@@ -20,9 +20,9 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
+from paceline.checkpoint import manager
+from paceline.checkpoint.manager import Checkpoints, Claim, Fence, Fenced
 from paceline.errors import TrainingError
-from paceline.store import fence
-from paceline.store.store import Checkpoints, Fenced
 
 
 @pytest.mark.parametrize("newer", [(1, 1), (2, 0)])
@@ -35,7 +35,7 @@ def test_a_generation_that_was_overtaken_publishes_nothing_and_deletes_nothing(t
     Checkpoints(tmp_path).claim(*newer)
     assert not tmp.exists(), "a dead generation's leftover"
     kept.rename(tmp)  # even if its files were still there
-    with pytest.raises(Fenced, match="a newer generation has taken over; this checkpoint is not published"):
+    with raises("fence-is-newer", raised=Fenced):
         old.commit(tmp, manifest, keep=2)
     assert steps_in(tmp_path) == [3, 2, 1]
 
@@ -74,7 +74,7 @@ def test_a_claim_removes_what_older_generations_left_and_nothing_else(tmp_path):
 def test_without_its_fence_nothing_is_published(tmp_path):
     checkpoints = saved(tmp_path, 1)
     (tmp_path / ".fence").unlink()
-    with pytest.raises(Fenced, match="is gone"):
+    with raises("fence-missing", raised=Fenced):
         save(checkpoints, 2)
     assert steps_in(tmp_path) == [1]
 
@@ -96,7 +96,7 @@ def test_a_fence_that_names_no_claim_is_never_guessed_at(tmp_path, text, allowed
 @pytest.mark.timeout(20)
 def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path, 1)
-    monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)
     with (tmp_path / ".fence").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with raises("fence-locked", raised=TrainingError):
@@ -107,8 +107,8 @@ def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tm
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path, monkeypatch):
     saved(tmp_path, 1)
-    monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
-    with fence.holding(tmp_path / ".fence", fence.Claim(1, 0)):
+    monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)
+    with Fence(tmp_path / ".fence").holding(Claim(1, 0)):
         links = {link: link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
         held = next(int(link.name) for link, file in links.items() if file == tmp_path / ".fence")
         childs = os.dup(held)  # the same open file, as after a fork

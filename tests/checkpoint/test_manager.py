@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,8 @@ from tests.checkpoint.checkpoint_harness import (
 )
 from tests.errors import raises
 
-from paceline.store.store import Checkpoints, Damaged, Entry
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints, Entry
 
 
 def spoil(root: Path, step: int) -> None:
@@ -101,6 +103,17 @@ def test_a_try_that_failed_can_be_repeated(tmp_path):
     (checkpoints.begin(2) / shard_name(0, 2)).write_bytes(b"half")
     save(checkpoints, 2)
     assert newest(tmp_path) == (2, [])
+
+
+def test_checkpoints_are_private(tmp_path):
+    before = os.umask(0)
+    try:
+        saved(tmp_path / "run" / "checkpoints", 1)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "run" / "checkpoints").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert stat.S_IMODE((tmp_path / "run" / "checkpoints").stat().st_mode) == 0o700
 
 
 # ---- readers -----------------------------------------------------------------------------------------------------

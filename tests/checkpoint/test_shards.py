@@ -21,18 +21,17 @@ from safetensors.torch import load_file
 from tests.errors import raises
 from torch import Tensor
 
-from paceline.checkpoint import shard
-from paceline.checkpoint.shard import WORDS, ShardFiles, fill, layout, rank_part, read_meta
-from paceline.checkpoint.state import Held
-from paceline.store.manifest import Damaged, Piece
+from paceline.checkpoint.format import Damaged, Piece
+from paceline.checkpoint.shards import OURS, WORDS, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.state import TensorShard
 
 META = {"step": 7, "words": "Grüße"}
 
 
-def written(path: Path, part: list[Held], meta: dict[str, Any] | None = None) -> tuple[Path, tuple[Piece, ...]]:
-    ordered, places = layout(part)
+def written(path: Path, part: list[TensorShard], meta: dict[str, Any] | None = None) -> tuple[Path, tuple[Piece, ...]]:
+    places = layout(part)
     buffer = torch.full((places.total_bytes,), 255, dtype=torch.uint8)  # what was in the memory before
-    fill(buffer, ordered, places, META if meta is None else meta)
+    fill(buffer, places, META if meta is None else meta)
     path.write_bytes(buffer.numpy().tobytes())
     return path, places.pieces
 
@@ -58,7 +57,7 @@ def tensors_of_all_types() -> dict[str, Tensor]:
 
 def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path) -> None:
     tensors = tensors_of_all_types()
-    path, pieces = written(tmp_path / "file", [Held(name, tensor) for name, tensor in tensors.items()])
+    path, pieces = written(tmp_path / "file", [TensorShard(name, tensor) for name, tensor in tensors.items()])
     assert read_meta(path) == (META, pieces)
     shards, plain = ShardFiles([(path, pieces)]), load_file(path)
     assert shards.names("") == sorted(tensors) and shards.names("F64/") == sorted(n for n in tensors if n[:4] == "F64/")
@@ -72,7 +71,7 @@ def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path
 
 
 def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
-    shards = ShardFiles([written(tmp_path / "file", [Held("a", torch.ones(3))])])
+    shards = ShardFiles([written(tmp_path / "file", [TensorShard("a", torch.ones(3))])])
     first = shards.tensor("a")
     assert first is not None
     first.zero_()
@@ -93,8 +92,8 @@ def test_any_slice_of_a_tensor_in_pieces_is_right(
     files = []
     for number, (start, stop) in enumerate(itertools.pairwise(at)):
         run = whole.flatten()[start:stop]
-        other = Held(f"other/{number}", torch.ones(number, dtype=torch.float64))
-        held = Held("x", run, torch.Size(shape), start, replicated=False)
+        other = TensorShard(f"other/{number}", torch.ones(number, dtype=torch.float64))
+        held = TensorShard("x", run, torch.Size(shape), start, replicated=False)
         files.append(written(folder / str(number), data.draw(st.permutations([held, other]))))
     shards = ShardFiles(data.draw(st.permutations(files)))
     assert same(shards.tensor("x"), whole)
@@ -105,7 +104,7 @@ def test_any_slice_of_a_tensor_in_pieces_is_right(
 
 def test_a_tensor_with_a_part_missing_is_damaged_and_never_filled_with_anything(tmp_path: Path) -> None:
     def run(start: int, stop: int) -> tuple[Path, tuple[Piece, ...]]:
-        held = Held("x", torch.ones(stop - start), torch.Size([10]), start, replicated=False)
+        held = TensorShard("x", torch.ones(stop - start), torch.Size([10]), start, replicated=False)
         return written(tmp_path / f"{start}-{stop}", [held])
 
     for files in ([run(0, 4)], [run(4, 10)], [run(0, 4), run(6, 10)], [run(0, 4), run(0, 6)]):
@@ -122,10 +121,10 @@ def test_a_tensor_with_a_part_missing_is_damaged_and_never_filled_with_anything(
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_each_replicated_tensor_has_one_rank_and_loads_are_even(sizes: list[int], world_size: int, random: Any) -> None:
-    state = [Held(f"t{i}", torch.empty(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    parts: list[list[Held]] = []
+    state = [TensorShard(f"t{i}", torch.empty(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    parts: list[list[TensorShard]] = []
     for rank in range(world_size):
-        own = Held(f"own/{rank}", torch.empty(rank), replicated=False)
+        own = TensorShard(f"own/{rank}", torch.empty(rank), replicated=False)
         seen = [*state, own]
         random.shuffle(seen)  # no rank's order matters
         parts.append(rank_part(seen, rank, world_size))
@@ -141,12 +140,12 @@ def test_each_replicated_tensor_has_one_rank_and_loads_are_even(sizes: list[int]
 
 def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for_a_state(tmp_path: Path) -> None:
     old, new = (
-        [Held("a", torch.ones(50)), Held("b", torch.ones(3))],
-        [Held("a", torch.zeros(50)), Held("b", torch.ones(3))],
+        [TensorShard("a", torch.ones(50)), TensorShard("b", torch.ones(3))],
+        [TensorShard("a", torch.zeros(50)), TensorShard("b", torch.ones(3))],
     )
-    ordered, places = layout(old)
+    places = layout(old)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-    fill(buffer, ordered, places, {"step": 1})
+    fill(buffer, places, {"step": 1})
     before = buffer.numpy().tobytes()
     moments: list[bytes] = []
 
@@ -159,7 +158,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
     code = inspect.unwrap(fill).__code__  # behind torch.no_grad
     try:
         sys.settrace(trace)
-        fill(buffer, layout(new)[0], places, {"step": 2})
+        fill(buffer, layout(new), {"step": 2})
     finally:
         sys.settrace(None)
     after = buffer.numpy().tobytes()
@@ -178,7 +177,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
 
 
 def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    path, pieces = written(tmp_path / "file", [Held("a", torch.arange(40)), Held("b", torch.ones(3))])
+    path, pieces = written(tmp_path / "file", [TensorShard("a", torch.arange(40)), TensorShard("b", torch.ones(3))])
     data = path.read_bytes()
     for length in {*range(0, len(data), 97), 0, 7, 8, 9, len(data) - 1}:
         path.write_bytes(data[:length])
@@ -193,28 +192,30 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: Path) -> None:
-    part = [Held("a", torch.ones(3))]
-    ordered, places = layout(part, room_bytes=100)
+    part = [TensorShard("a", torch.ones(3))]
+    places = layout(part, room_bytes=100)
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     with raises("description-too-long"):
-        fill(buffer, ordered, places, {"much": "x" * 5000})
+        fill(buffer, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
     assert read_meta(path) is None
-    ordered, places = layout(part, room_bytes=6000)
-    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), ordered, places, {"much": "ü" * 400})
+    places = layout(part, room_bytes=6000)
+    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
 
 
 def test_the_room_is_enough_for_many_long_names() -> None:
-    part = [Held("optimizer/" + 'ä"\\' * 40 + str(i), torch.ones(2), torch.Size([10**9]), 10**8) for i in range(300)]
-    ordered, places = layout(part)
-    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), ordered, places, META)
+    part = [
+        TensorShard("optimizer/" + 'ä"\\' * 40 + str(i), torch.ones(2), torch.Size([10**9]), 10**8) for i in range(300)
+    ]
+    places = layout(part)
+    fill(torch.zeros(places.total_bytes, dtype=torch.uint8), places, META)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
 def test_a_type_that_cannot_be_kept_is_named_with_its_tensor(dtype: torch.dtype) -> None:
     with raises("type-not-saved", name="model/odd", dtype=dtype):
-        layout([Held("fine", torch.ones(2)), Held("model/odd", torch.zeros(2, dtype=dtype))])
+        layout([TensorShard("fine", torch.ones(2)), TensorShard("model/odd", torch.zeros(2, dtype=dtype))])
 
 
 # ---- files that somebody else has made
@@ -226,7 +227,7 @@ def file_of(header: Any, data: bytes, length: int | None = None) -> bytes:
 
 
 def words(pieces: str | None = None, ours: str | None = "{}") -> dict[str, str]:
-    known = {"pieces": pieces, shard.OURS: ours}
+    known = {"pieces": pieces, OURS: ours}
     return {key: value for key, value in known.items() if value is not None}
 
 
@@ -281,7 +282,7 @@ def test_a_file_that_is_not_ours_has_no_meta(case: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_more_what_its_description_says_is_damaged(tmp_path: Path) -> None:
-    path, (piece,) = written(tmp_path / "file", [Held("a", torch.arange(6.0).view(2, 3))])
+    path, (piece,) = written(tmp_path / "file", [TensorShard("a", torch.arange(6.0).view(2, 3))])
     for wrong in (
         msgspec.structs.replace(piece, dtype="F64"),
         msgspec.structs.replace(piece, dtype="I32"),
@@ -298,7 +299,7 @@ def test_a_file_that_is_no_more_what_its_description_says_is_damaged(tmp_path: P
     ):
         with pytest.raises(Damaged):
             ShardFiles([(path, [wrong])]).tensor("a")
-    other = written(tmp_path / "other", [Held("a", torch.ones(3, dtype=torch.int64), torch.Size([6]), 3)])
-    half = written(tmp_path / "half", [Held("a", torch.ones(3), torch.Size([6]), 0)])
+    other = written(tmp_path / "other", [TensorShard("a", torch.ones(3, dtype=torch.int64), torch.Size([6]), 3)])
+    half = written(tmp_path / "half", [TensorShard("a", torch.ones(3), torch.Size([6]), 0)])
     with pytest.raises(Damaged):  # two halves of different types
         ShardFiles([half, other]).tensor("a")

@@ -15,17 +15,17 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.shard import ShardFiles
-from paceline.checkpoint.state import Held
+from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.resume import TrainerState
+from paceline.checkpoint.shards import ShardFiles
+from paceline.checkpoint.state import TensorShard
 from paceline.observe.events import Checkpointed, Step, read_events
 from paceline.stepping.votes import Votes
-from paceline.store.store import Checkpoints, Claim
-from paceline.train.resume import Content
-from paceline.train.saving import Saver
+from paceline.train.checkpointing import Saver
 from paceline.worker.world import World
 
 SIZE = 20_000
-CONTENT = Content(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})
+CONTENT = TrainerState(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Rank:
     checkpoints: Checkpoints
     told: list[str] = field(default_factory=list)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[TensorShard]:
         shared, own = self.state[: SIZE // 2], self.state[SIZE // 2 :]
-        return [Held("model/w", shared), Held(f"buffers/{self.world.rank}/b", own, replicated=False)]
+        return [TensorShard("model/w", shared), TensorShard(f"buffers/{self.world.rank}/b", own, replicated=False)]
 
     def step(self, number: int) -> Votes:
         """Change the state, and agree on the votes as a training step's totals do."""
@@ -78,7 +78,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
     checkpoints = Checkpoints(root)
     for step, path in checkpoints.entries():
         manifest = checkpoints.check(path)
-        source = ShardFiles([(path / file.name, file.pieces) for file in manifest.files])
+        source = ShardFiles.of(path, manifest)
         values = {name: source.tensor(name) for name in source.names("")}
         assert all(v is not None and bool((v == v[0]).all()) for v in values.values()), "torn"
         found[step] = {name: round(float(v[0]), 1) for name, v in values.items() if v is not None}
