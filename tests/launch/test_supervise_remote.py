@@ -19,8 +19,9 @@ pytestmark = pytest.mark.sample(2)
 
 LAUNCHER = """
 import json, sys
+from paceline.contract.job import NodePlan
 from paceline.errors import PacelineError
-from paceline.launch.job import Command, NodePlan, Plan
+from paceline.launch.plan import Command, Plan
 from paceline.launch.supervise import run
 told = json.loads(sys.argv[1])
 agents = [Command(f"n{k + 1}", tuple(argv)) for k, argv in enumerate(told["agents"])]
@@ -284,10 +285,10 @@ def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
 
 def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from paceline.launch.job import *\n"
-        "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
+        "import sys; from pathlib import Path; from paceline.contract.job import *\n"
+        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "job = Job(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=folder, detached=True)\n"
+        "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"
         "sys.exit(run(local(job), None))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
@@ -297,7 +298,7 @@ def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Pat
 
 def test_a_missing_ssh_is_wrong_use(tmp_path: Path) -> None:
     code = (
-        "from paceline.launch.job import *; from paceline.launch.supervise import run\n"
+        "from paceline.launch.plan import *; from paceline.launch.supervise import run\n"
         "run(Plan(agents=(Command('n1', ('/no/such/ssh',)),), nodes=(NodePlan(argv=(), nproc=1),)), None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

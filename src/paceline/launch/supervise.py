@@ -24,11 +24,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import JobSpec, NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
-from paceline.launch.job import Command, Job, Plan
-from paceline.launch.local import local
+from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.observe.terminal import say
 
@@ -70,10 +69,10 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
 
 
 def run_workers(module: str, words: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any) -> int:
-    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of Job."""
+    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of JobSpec."""
     attempt_dir.mkdir(parents=True)
     argv = (sys.executable, "-P", "-m", module, *words)
-    job = Job(argv=argv, nproc=nproc, attempt_dir=attempt_dir, run_id=token_hex(8), threads=threads, **options)
+    job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)
     return run(local(job), attempt_dir)
 
 

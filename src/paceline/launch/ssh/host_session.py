@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from paceline.errors import UsageError
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 
 
 @dataclass

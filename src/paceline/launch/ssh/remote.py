@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.contract.failure import GOOD_ENDS
-from paceline.contract.node_plan import GRACE_SECONDS
-from paceline.contract.orders import STOP_SIGNALS, signal_inbox
+from paceline.contract.orders import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.host.facts import Facts
-from paceline.launch.job import Plan
+from paceline.launch.plan import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, await_agents, why_lost
 from paceline.launch.ssh.host_session import HostSession, Output

@@ -13,7 +13,7 @@ from typing import IO
 
 from paceline.contract.orders import read_inbox
 from paceline.host.procfs import allow_files
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 from paceline.launch.ssh.host_session import HostSession, Output, start_session
 
 FAN_OUT = 64  # clients that log in at the same time: each costs this machine some 50 ms of a core until it is in
