@@ -20,8 +20,8 @@ from tests.worker.guard_ranks import calls
 from torch import nn
 
 from paceline.collectives.tree import Forest
-from paceline.worker.calls import Group
 from paceline.worker.guard import Guard
+from paceline.worker.ledger import Group
 
 
 def asymmetric(rank: int, world_size: int) -> None:

@@ -24,9 +24,8 @@ from paceline.contract.birth import WorkerBirth
 from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.worker.calls import KINDS
 from paceline.worker.guard import Guard
-from paceline.worker.ledger import MODULE
+from paceline.worker.ledger import KINDS, MODULE
 
 NAME = "preloader"  # in `ps -o comm` and `top`; its command line is a worker's
 COMM = Path("/proc/self/comm")
