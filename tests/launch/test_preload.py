@@ -19,7 +19,7 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.contract.forking import at_import
+from paceline.contract.birth import at_import
 from paceline.contract.job import JobSpec
 
 BECOMES = """

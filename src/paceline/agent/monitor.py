@@ -19,8 +19,17 @@ from msgspec.structs import replace
 
 from paceline.agent.generation import Generation
 from paceline.agent.joining import unreachable
-from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
-from paceline.contract.live import CHECKPOINT_ASK, LIVE, WATCHED, Live, LiveRank
+from paceline.contract.evidence import (
+    CHECKPOINT_ASK,
+    LIVE,
+    WATCHED,
+    Evidence,
+    Live,
+    LiveRank,
+    Sample,
+    Verdict,
+    VerdictKind,
+)
 from paceline.disk import writing
 from paceline.errors import ExitCode
 from paceline.guard.collect import ANSWER_SECONDS
