@@ -277,8 +277,8 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
         "from paceline.worker.guard import Guard\n"
-        "Guard.of_process().take_order()\n"
-        "assert [op.kind for op in Guard.of_process().taken()] == ['all_reduce']\n"
+        "Guard.of_process().ledger.take_order()\n"
+        "assert [op.kind for op in Guard.of_process().ledger.taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
         before="",
         modules=("keeper",),

@@ -2,7 +2,7 @@
 
     guard = Guard.of_process()
     with guard.phase(Phase.EVALUATE): ...        # what it does, in the box that its agent reads
-    guard.take_order()                           # what collectives it has called, as a number that ranks compare
+    guard.ledger.take_order()                    # what collectives it has called, as a number that ranks compare
     guard.stall_error(error)                     # whether `error` is the guard's doing, and then why
 
 There is one for each process, made at the first call: a process has one agent, one box, one torch whose functions can
@@ -26,13 +26,13 @@ import msgspec
 
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box, make_box
-from paceline.contract.evidence import Answer, Op, Phase
+from paceline.contract.evidence import Answer, Phase
 from paceline.contract.failure import is_victim
 from paceline.errors import ExitCode, StallError
 from paceline.host.procfs import GUARD_THREAD
 from paceline.worker import recorder
 from paceline.worker.imports import when_imported
-from paceline.worker.ledger import MODULE, Begun, Group, Ledger, OrderMarks
+from paceline.worker.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.worker.release import Connections, abort_nccl
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
@@ -58,13 +58,13 @@ class Guard:
         self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
         self.box = box or Box(make_box(0))
         self._complained = False
-        self._ledger = Ledger(self.box, self.complain)
+        self.ledger = Ledger(self.box, self.complain)
         self.connections = Connections()
         self._watcher: Watcher | None = None
         self._look_away: Callable[[], None] | None = None  # from a script that nobody changed
         if not on:
             self.box.keep_for_steps()
-            self._ledger.active = False
+            self.ledger.active = False
 
     @classmethod
     def of_process(cls) -> Guard:
@@ -94,7 +94,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self.complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self.complain)
+        self._watcher = Watcher(self.box, self.ledger, self.connections, native, self.complain)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -113,14 +113,14 @@ class Guard:
         """This process's script is seen from outside, until `look_away` is called. `failed` gets what its collectives
         raise.
         """
-        self._look_away, self._ledger.marker, self._ledger.failed = look_away, marker, failed
+        self._look_away, self.ledger.marker, self.ledger.failed = look_away, marker, failed
         self.box.put("script", 1)
 
     def take_over(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""
         if self._look_away is not None:
             self._look_away()
-            self._ledger.marker = self._ledger.failed = None
+            self.ledger.marker = self.ledger.failed = None
         self.box.put("script", 0)
 
     @contextmanager
@@ -131,31 +131,6 @@ class Guard:
             yield
         finally:
             self.box.enter(before)
-
-    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
-        """Show that an operation begins that is none of torch's; see `Ledger.begin_own`. Never raises."""
-        try:
-            return self._ledger.begin_own(owner, ranks, op, of_all=of_all)
-        except Exception as error:
-            self.complain(error)
-            return None
-
-    def end_own(self, begun: Begun | None, work: object = None, *, failed: bool = False) -> None:
-        """Show that it is over, or will be when `work` is completed; see `Ledger.end_own`."""
-        if begun is not None:
-            self._ledger.end_own(begun, work, failed=failed)
-
-    def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of the collectives over all ranks since the last take; the same on ranks that agree.
-
-        In order within each group, whatever the order between groups. In it: kind, name, type, line, and shape where
-        all ranks must pass the same.
-        """
-        return self._ledger.take_order()
-
-    def taken(self) -> list[Op]:
-        """What the last `take_order` covered, the oldest first; of more than 256 the last."""
-        return self._ledger.taken()
 
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
@@ -192,13 +167,13 @@ class Guard:
         module = sys.modules[MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
-            self._ledger.install(module, *others, late=late)
+            self.ledger.install(module, *others, late=late)
         self.connections.install(module)
 
     def _in_child(self) -> None:
         # a forked process loads data, or is the script's own business: it must not speak in the rank's name
         self.box.keep_for_loaders()
-        self._ledger.active = False
+        self.ledger.active = False
         self.on = self._has_agent = False
         self.record, self.leave = -1, lambda code: None
 

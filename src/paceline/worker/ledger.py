@@ -250,7 +250,11 @@ class Ledger:
         self._hang_on_waits(distributed.Work)
 
     def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of what has been called over all ranks since the last take; see `Guard`."""
+        """A hash, 0 <= n < 2**52, of what was called over all ranks since the last take; the same on ranks that agree.
+
+        In order within each group, whatever the order between groups. In it: kind, name, type, line, and shape if all
+        ranks must pass the same.
+        """
         groups = [*self._gone, *self.groups.values()]
         parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
         for group in groups:
@@ -262,32 +266,37 @@ class Ledger:
         return int.from_bytes(digest, "little") >> 4
 
     def taken(self) -> list[Op]:
-        """What the last `take_order` covered: 256 at most."""
+        """What the last `take_order` covered, the oldest first; of more than 256 the last."""
         return [replace(known.op, seq=seq, done=True) for known, seq in self._taken]
 
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
-        """Note that an operation begins that is none of torch's, for `end_own`; None where nothing is noted.
+        """Note that an operation begins that is none of torch's, for `end_own`; None if nothing is noted. Never raises.
 
         `owner` is what its `ranks` (of the world) have in common, as a process group is: numbers count up as long as it
         lives. `op` comes without number and line, which are found here; `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None
-        group = self.groups.get(id(owner))
-        if group is None or group.still_there() is not owner:
-            if group is not None:
-                self._gone.append(group)
-            group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
-        place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        known = self._known_at(place, (op,), lambda site: replace(op, site=site))
-        group.calls += 1
-        self._own += 1
-        return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+        try:
+            group = self.groups.get(id(owner))
+            if group is None or group.still_there() is not owner:
+                if group is not None:
+                    self._gone.append(group)
+                group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
+            place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+            known = self._known_at(place, (op,), lambda site: replace(op, site=site))
+            group.calls += 1
+            self._own += 1
+            return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+        except Exception as error:
+            self._complain(error)
+            return None
 
-    def end_own(self, begun: Begun, work: Any = None, *, failed: bool = False) -> None:
+    def end_own(self, begun: Begun | None, work: Any = None, *, failed: bool = False) -> None:
         """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
-        self._own -= 1
-        self._end(begun, work, failed=failed)
+        if begun is not None:
+            self._own -= 1
+            self._end(begun, work, failed=failed)
 
     def group_of(self, backend: Any) -> Group | None:
         """What is known of a process group; None if this rank is no member."""

@@ -192,4 +192,4 @@ def _watch_torch() -> None:
         if other is not module
         and any(getattr(other, "__dict__", {}).get(name) is found for name, found in functions.items())
     ]
-    guard._ledger.install(module, *others)  # pyright: ignore[reportPrivateUsage] - this is the guard's beginning
+    guard.ledger.install(module, *others)
