@@ -37,7 +37,7 @@ job = JobSpec(run_id="5f", threads=1, secret="5ec4" * 16, python=sys.executable,
 try:
     if copied:
         sync(rsync_commands(job))
-    sys.exit(run(ssh(job), None))
+    sys.exit(run(ssh(job)))
 except PacelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

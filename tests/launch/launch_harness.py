@@ -21,20 +21,19 @@ HARD_LIMIT_SECONDS = 30.0
 
 LAUNCHER = """
 import fcntl, json, os, sys
-from pathlib import Path
 from paceline.contract.job import JobSpec
 from paceline.contract.windows import Windows
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
-folder, lock = Path(settings.pop("attempt_dir")), settings.pop("lock", None)
+lock = settings.pop("lock", None)
 settings["stall_after"] = Windows.parse(settings.get("stall_after", "auto"))
-job = JobSpec(tuple(settings.pop("argv")), attempt_dir=str(folder), run_id="test", threads=1, **settings)
+job = JobSpec(tuple(settings.pop("argv")), run_id="test", threads=1, **settings)
 keep_open = []
 if lock:
     keep_open.append(os.open(lock, os.O_RDWR | os.O_CREAT))
     fcntl.flock(keep_open[0], fcntl.LOCK_EX)
-sys.exit(run(local(job), folder, keep_open=keep_open))
+sys.exit(run(local(job), keep_open=keep_open))
 """
 
 PRELUDE = """

@@ -129,7 +129,7 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
         "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
         f"job = JobSpec((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=str(folder))\n"
-        "sys.exit(run(local(job), folder))"
+        "sys.exit(run(local(job)))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)

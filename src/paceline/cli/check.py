@@ -48,9 +48,10 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> J
     return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
 
 
-def told_findings(attempt_dir: Path, job: JobSpec, code: int) -> int:
+def told_findings(job: JobSpec, code: int) -> int:
     """Print the page, and leave the findings in the attempt's folder; the script's exit code, or 1 for findings."""
     ranks: list[ScriptFacts] = []
+    attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):
         try:
             ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))

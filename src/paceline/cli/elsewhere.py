@@ -175,7 +175,7 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
     if cluster.on == "print":
         print(typed(plan), end="")
         return ExitCode.DONE
-    code = run(plan, None)
+    code = run(plan)
     if job.detached and code == ExitCode.DONE:
         say(f"started. {FIND_AGAIN.format(job.run_dir)}")
     return code

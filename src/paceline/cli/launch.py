@@ -102,10 +102,10 @@ def main(arguments: Sequence[str]) -> int:
     with taken_run_dir(run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if here:
-            attempt_dir = create_attempt_dir(run_dir)[1]
-            code = run(local(replace(job, attempt_dir=str(attempt_dir))), attempt_dir, keep_open=[lock])
+            job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
+            code = run(local(job), keep_open=[lock])
             if options.script.check:
-                code = told_findings(attempt_dir, job, code)
+                code = told_findings(job, code)
         else:
             job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
     if not here:

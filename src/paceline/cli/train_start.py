@@ -45,7 +45,7 @@ def launch(where: JobSpec, config: TrainConfig) -> tuple[Path, int]:
         write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
         job = training_job(config, replace_fields(where, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
-        code = run(local(job), attempt_dir, keep_open=[lock])
+        code = run(local(job), keep_open=[lock])
     if code == ExitCode.USAGE and attempt > 1:
         return run_dir, code  # refused: nothing is written over
     if code not in (ExitCode.DONE, ExitCode.SAVED):
