@@ -105,7 +105,7 @@ def _train_as_rank(settings: Path) -> int:
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
-    return train(config, run_dir=config.run.run_dir).code
+    return train(config).code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -130,8 +130,8 @@ def _resumed_config(given: Mapping[str, Any]) -> Path | None:
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     env = os.environ
-    asked, prepared = config.launch.nproc, WorkerBirth.here() is not None
-    if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
+    asked = config.launch.nproc
+    if WorkerBirth.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
@@ -145,5 +145,5 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
-    ended = train(config, run_dir=config.run.run_dir if prepared else None)
+    ended = train(config)
     return ended.folder, ended.code
