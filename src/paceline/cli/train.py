@@ -22,7 +22,7 @@ from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.job import GPU_CORES, JobSpec
+from paceline.contract.job import JobSpec
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
@@ -44,8 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         check_guard(config)
         return start_here(config)[1]
     given = config.launch.nproc if isinstance(config.launch.nproc, int) else None
-    job = replace_fields(placed_job(config.cluster, given), stall_after=check_guard(config))
-    if config.cluster.on != "local":
+    cluster = config.cluster
+    if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
+        cluster = replace(cluster, gpus_per_node=given or 1)
+    job = replace_fields(placed_job(cluster, given), stall_after=check_guard(config))
+    if cluster.on != "local":
         return _elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
     nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else config.launch.nproc
@@ -79,9 +82,6 @@ def _elsewhere(config: TrainConfig, job: JobSpec) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
-        cores = config.cluster.cpus_per_rank or GPU_CORES
-        job = replace_fields(job, slurm=replace_fields(job.slurm, gpus_per_node=job.nproc, cpus_per_rank=cores))
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
