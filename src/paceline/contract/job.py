@@ -96,8 +96,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     role: str = "default"  # torchrun's name of what the ranks do, for scripts
     stdin_rank: int = -1  # which rank of a script has standard input; -1: all
     preload: bool = False  # workers may be forked from one that has imported everything: our own command, no CUDA
-    name: str = "run"  # for people: Slurm's job name
     hosts: tuple[Host, ...] = ()  # of ssh, node 0 first; of print, if known
+    # for launchers; agents do not use them
+    name: str = "run"  # for people: Slurm's job name
     submit_dir: str = ""  # in the run folder: what was started (plan.json, job.sbatch, config.toml), private
     python: str = sys.executable  # on every node
     ssh: tuple[str, ...] = ("ssh",)  # the user's ssh command
