@@ -53,7 +53,7 @@ def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, head: tuple[str, .
 
     On one node the ranks meet at the job's port. On several nodes the head agent listens there.
     """
-    plan = NodePlan(**asdict(job) | {"node": node, "nproc": nproc or job.nproc, "head": head})
+    plan = replace(NodePlan(**asdict(job)), node=node, nproc=nproc or job.nproc, head=head)
     if job.nodes > 1:
         return replace(plan, head_ports=head_ports(job))
     return replace(plan, ranks=NodeRanks(master_port=job.port))
