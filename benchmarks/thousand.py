@@ -38,10 +38,10 @@ from paceline.agent.follower import Follower
 from paceline.agent.head import Head
 from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders, signal_inbox
 from paceline.host.facts import Facts, gather
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 from paceline.launch.ssh.announcements import await_agents
 from paceline.launch.ssh.sessions import open_sessions
 
@@ -77,10 +77,11 @@ class StandIns:
         hangs = BOARD[HANGS] or float("inf")
         step = int((min(now, hangs) - BOARD[BEGAN]) / STEP_SECONDS)
         since = BOARD[BEGAN] + step * STEP_SECONDS
-        return [self._sample(self.plan.first_rank + n, step, now - since, now >= hangs) for n in range(self.plan.nproc)]
+        first = self.plan.ranks.first
+        return [self._sample(first + n, step, now - since, now >= hangs) for n in range(self.plan.nproc)]
 
     def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> Sample:
-        guilty = hanging and rank == self.plan.world_size - 1
+        guilty = hanging and rank == self.plan.ranks.world_size - 1
         return Sample(
             rank, f"n{self.plan.node}", 1000 + rank, self.plan.node, self._code, step=step, still_seconds=still_seconds,
             phase=Phase.FORWARD if guilty else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
@@ -88,10 +89,10 @@ class StandIns:
         )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Answers:
-        return Answers(question, self.plan.world_size)
+        return Answers(question, self.plan.ranks.world_size)
 
     def release(self, ranks: Sequence[int], word: bytes) -> None:
-        if self.plan.first_rank in ranks:  # they end as freed ranks do; the one that hangs is killed
+        if self.plan.ranks.first in ranks:  # they end as freed ranks do; the one that hangs is killed
             self._code = 76
 
     def stop(self, grace_seconds: float) -> None:

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.contract.variables import FAULTS_MARK
 from paceline.host.procfs import PROC, processes
 from paceline.host.sweep import carries, sweep
 
+FAULTS_MARK = "PACELINE_FAULTS_MARK"  # processes that a planted fault starts inherit it, so they can be found and ended
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_BYTES = 3 << 30
 SHM_SIZE, DISK_SIZE = "8k", "400k"

@@ -13,7 +13,7 @@ from subprocess import PIPE, Popen
 import pytest
 
 from paceline.agent.attach import AttachedWorkers
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail
 
 RANK = """

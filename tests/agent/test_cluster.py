@@ -13,7 +13,7 @@ from threading import Thread
 
 from paceline.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
 from paceline.agent.cluster import Cluster
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.host.facts import gather
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.agent.cluster import Cluster
 from paceline.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import UsageError
 

@@ -17,7 +17,7 @@ from paceline.agent.generation import Generation
 from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, VerdictKind
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
@@ -306,7 +306,7 @@ class Broken(Generation):
 
 
 def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
-    plan = NodePlan(("true",), nproc=1, world_size=1, attempt_dir=str(tmp_path))
+    plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=1), attempt_dir=str(tmp_path))
     with signal_inbox(()) as inbox:
         guarding = Monitor(Broken(plan, Workers(plan, 0, 0), Cluster(plan, Orders(inbox, lifeline=False))))
         (tmp_path / "ask-1-x").touch()

@@ -20,7 +20,7 @@ from paceline.agent import joining
 from paceline.agent.channel import Hello, Reached, StartReply
 from paceline.agent.cluster import RemoteNode
 from paceline.agent.joining import Newcomers, refuse_differences
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import Host, NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
 from paceline.observe.nodes import read_nodes
@@ -59,7 +59,7 @@ runpy.run_module("paceline.agent", run_name="__main__")
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Nodes]:
     """Two nodes of a run for one to three, in its first steps."""
-    with several(tmp_path, STEPS, nodes=3, min_nodes=1, names=("a", "b"), join_seconds=20.0) as run:
+    with several(tmp_path, STEPS, nodes=3, min_nodes=1, hosts=(Host("a"), Host("b")), join_seconds=20.0) as run:
         run.start(1, 0)
         run.wait_for("world-4-rank-3-generation-0")
         yield run

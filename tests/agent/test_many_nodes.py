@@ -25,7 +25,7 @@ from paceline.agent.joining import ALL_PAIRS, partners
 from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
@@ -33,7 +33,7 @@ from paceline.guard.report import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
 
 SECRET = "5e" * 32
@@ -101,7 +101,8 @@ def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_befo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("paceline.agent.monitor.unreachable", lambda *_: [])
-    plan, waiting = NodePlan(("true",), nproc=1, world_size=3), [rank(n, BEFORE, WAITS) for n in range(3)]
+    plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=3))
+    waiting = [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (cluster, _):
         guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
         judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
+from paceline.contract.job import Host
 from paceline.observe.machine import ClockAhead, read_machine
 
 pytestmark = pytest.mark.sample(3)
@@ -240,7 +241,7 @@ def test_a_frozen_node_is_lost_after_15_s(nodes) -> None:
 
 
 def test_a_missing_node_is_named_and_not_waited_for_for_ever(nodes) -> None:
-    run = nodes("forever()", nodes=3, nproc=1, join_seconds=2.0, names=("n1", "n2", "n3"))
+    run = nodes("forever()", nodes=3, nproc=1, join_seconds=2.0, hosts=tuple(map(Host, ("n1", "n2", "n3"))))
     run.start(0, 1)
     assert run.codes() == [1, 1]
     assert "2 of 3 nodes are here; missing: node 2 (n3). Given up after 2 s" in run.said(0)

@@ -29,9 +29,8 @@ from paceline.worker.probes.generators import SETTERS, Generators, watch_setters
 from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
-from paceline.worker.probes.meshes import OFFERED_BY, Meshes
 from paceline.worker.probes.noting import length_of, padded_more
-from paceline.worker.probes.seeing import StepWatch
+from paceline.worker.probes.seeing import OFFERED_BY, Meshes, StepWatch
 
 
 class Stream(IterableDataset[int]):

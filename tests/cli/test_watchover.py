@@ -55,7 +55,7 @@ def test_bad_words_are_refused_before_anything_is_started(words: str, code: str,
 
 def test_the_plan_of_the_agent_is_what_the_launcher_has_said() -> None:
     plan = agent_plan(WatchoverConfig(), AUTO, ENV)
-    assert (plan.first_rank, plan.nproc, plan.world_size, plan.node) == (2, 2, 4, 1) and plan.nodes > 1
+    assert (plan.ranks.first, plan.nproc, plan.ranks.world_size, plan.node) == (2, 2, 4, 1) and plan.nodes > 1
     assert agent_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
     with raises("launcher-variables-missing", missing=["LOCAL_WORLD_SIZE"]):
         agent_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})

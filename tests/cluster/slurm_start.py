@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.contract.job import Allocation, JobSpec
 from paceline.errors import UsageError
-from paceline.launch.job import Allocation, Job
 from paceline.launch.slurm.fits import check_allocation, check_fits, in_allocation, run_here
 from paceline.launch.slurm.plan import slurm
 from paceline.launch.slurm.queue import follow, submit
@@ -25,9 +25,9 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
     if not python.exists():
         python.write_text(f"#!{sys.executable}\n{STUB.read_text()}")
         python.chmod(0o755)
-    job = Job(
+    job = JobSpec(
         argv=(seconds, code), nproc=2, run_id="5f", threads=0, nodes=int(nodes), min_nodes=int(nodes),
-        python=str(python), run_dir=Path(run), submit_dir=submit_dir, cwd=run, slurm=Allocation(**asked),
+        python=str(python), run_dir=run, submit_dir=str(submit_dir), cwd=run, slurm=Allocation(**asked),
     )  # fmt: skip
     held = in_allocation(os.environ)
     if held is not None:

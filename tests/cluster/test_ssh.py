@@ -18,29 +18,26 @@ from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
+from paceline.contract.job import Host, JobSpec
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Host, Job
 
 LAUNCHER = """
 import json, sys
-from dataclasses import replace
-from pathlib import Path
+from paceline.contract.job import JobSpec
 from paceline.errors import PacelineError
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Job
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.supervise import run
 from paceline.launch.ssh.plan import rsync_commands, sync
 told = json.loads(sys.argv[1])
 told |= {"ssh": tuple(told["ssh"]), "argv": tuple(told["argv"]), "hosts": parse_hosts(told["hosts"])}
-told["run_dir"] = Path(told["run_dir"])
 copied = told.pop("sync", False)
-job = Job(run_id="5f", threads=1, secret="5ec4" * 16, python=sys.executable, **told)
+job = JobSpec(run_id="5f", threads=1, secret="5ec4" * 16, python=sys.executable, **told)
 try:
     if copied:
         sync(rsync_commands(job))
-    sys.exit(run(ssh(job), None))
+    sys.exit(run(ssh(job)))
 except PacelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -243,7 +240,8 @@ os._exit(0)
 def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: Path) -> None:
     script = tmp_path / "all reduce.py"
     script.write_text(ALL_REDUCE)
-    job = Job((sys.executable, str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=(Host("n1"), Host("n2", None, 2)))
+    hosts = (Host("n1"), Host("n2", None, 2))
+    job = JobSpec((sys.executable, str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=hosts)
     lines = [line for line in typed(by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
@@ -256,10 +254,10 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
     (tmp_path / "run").mkdir()
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    folders = {"submit_dir": tmp_path, "run_dir": tmp_path / "run"}
+    folders = {"submit_dir": str(tmp_path), "run_dir": str(tmp_path / "run")}
     argv = (sys.executable, str(script), str(tmp_path))
     told = {"nodes": 2, "min_nodes": 2, "hosts": parse_hosts("n1,n2"), "torchrun": False, "secret": "ab" * 32}
-    plan = by_hand(Job(argv, 2, "5f", 1, **told, **folders))
+    plan = by_hand(JobSpec(argv, 2, "5f", 1, **told, **folders))
     (tmp_path / "plan.json").write_text(plan.files["plan.json"])
     (tmp_path / "plan.json").chmod(0o600)
     lines = [line for line in typed(plan).splitlines() if line and not line.startswith("#")]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import main
+from paceline.contract.job import Host
 from paceline.doctor.session import PROGRAM
 from paceline.errors import UsageError
-from paceline.launch.job import Host
 from paceline.launch.ssh.plan import sessions
 
 

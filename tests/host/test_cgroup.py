@@ -1,10 +1,11 @@
 """What this process is granted: by Slurm, where it does not bind tasks; and how much memory is left."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from paceline.host.cgroup import free_memory, usable_cores
+from paceline.host.cgroup import free_memory, oom_kills, threads_per_rank, usable_cores
 
 MIB = 1 << 20
 
@@ -60,3 +61,41 @@ def test_free_memory_is_the_machines_or_what_a_containers_limit_leaves(
 
 def test_a_kernel_that_says_nothing_of_memory(tmp_path: Path) -> None:
     assert free_memory(tmp_path, tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, 4), (2, 4, 1), (7, 2, 3)])
+def test_threads_per_rank(cores: int, nproc: int, threads: int) -> None:
+    assert threads_per_rank(cores, nproc) == threads
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "100000 100000"}, 1),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),  # half a core is still one worker thread
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),  # an ancestor's quota holds too
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("4:cpu:/docker/77", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),  # not mounted
+        ("9:name=systemd:/", {}, None),
+    ],
+)
+def test_usable_cores(tmp_path: Path, group: str, files: dict[str, str], quota: int | None) -> None:
+    own, root = tmp_path / "cgroup", tmp_path / "fs"
+    own.write_text(group + "\n")
+    root.mkdir()
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    allowed = len(os.sched_getaffinity(0))
+    assert usable_cores(root, own) == (allowed if quota is None else min(allowed, quota))
+
+
+def test_oom_kills_are_counted_from_the_cgroup(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/a\n0::/\n")
+    (tmp_path / "memory/a").mkdir(parents=True)
+    assert oom_kills(tmp_path, own) is None
+    (tmp_path / "memory/a/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert oom_kills(tmp_path, own) == 3

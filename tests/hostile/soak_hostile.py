@@ -30,8 +30,8 @@ from tests.guard.test_guard_story import STALLED
 from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
+from paceline.contract.evidence import Live, LiveRank
 from paceline.contract.failure import Failure
-from paceline.contract.live import Live, LiveRank
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
 

@@ -21,20 +21,19 @@ HARD_LIMIT_SECONDS = 30.0
 
 LAUNCHER = """
 import fcntl, json, os, sys
-from pathlib import Path
+from paceline.contract.job import JobSpec
 from paceline.contract.windows import Windows
-from paceline.launch.job import Job
-from paceline.launch.local import local
+from paceline.launch.plan import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
-folder, lock = Path(settings.pop("attempt_dir")), settings.pop("lock", None)
+lock = settings.pop("lock", None)
 settings["stall_after"] = Windows.parse(settings.get("stall_after", "auto"))
-job = Job(tuple(settings.pop("argv")), attempt_dir=folder, run_id="test", threads=1, **settings)
+job = JobSpec(tuple(settings.pop("argv")), run_id="test", threads=1, **settings)
 keep_open = []
 if lock:
     keep_open.append(os.open(lock, os.O_RDWR | os.O_CREAT))
     fcntl.flock(keep_open[0], fcntl.LOCK_EX)
-sys.exit(run(local(job), folder, keep_open=keep_open))
+sys.exit(run(local(job), keep_open=keep_open))
 """
 
 PRELUDE = """
@@ -106,7 +105,7 @@ def start(
 ) -> Launch:
     """Start a launcher whose workers run the Python text `worker`.
 
-    `settings` are further fields of its Job, or `lock`: a file that it locks and keeps open for its workers.
+    `settings` are further fields of its JobSpec, or `lock`: a file that it locks and keeps open for its workers.
     """
     script = folder / "worker.py"
     script.write_text(PRELUDE + worker)

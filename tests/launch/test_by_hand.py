@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from tests.errors import raises
 
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import Host, JobSpec, NodePlan
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Host, Job, describe
+from paceline.launch.plan import describe
 
 GOLDEN = """\
 # node 0: n1
@@ -32,7 +32,7 @@ PACELINE_RUN_ID=5f OMP_NUM_THREADS=2 DATA='/my data' /env/bin/python -m torch.di
 """
 
 
-def job(**settings: object) -> Job:
+def job(**settings: object) -> JobSpec:
     told = {
         "argv": ("/env/bin/python", "-P", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
         "nproc": 2,
@@ -41,9 +41,9 @@ def job(**settings: object) -> Job:
         "python": "/env/bin/python",
         "nodes": 2,
         "min_nodes": 2,
-        "submit_dir": Path("/runs/a/submit-1"),
+        "submit_dir": "/runs/a/submit-1",
     }
-    return Job(**{**told, **settings})  # type: ignore[arg-type]
+    return JobSpec(**{**told, **settings})  # type: ignore[arg-type]
 
 
 def test_the_printed_text() -> None:
@@ -68,7 +68,7 @@ def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     assert (told.node, told.nodes, told.min_nodes, told.head, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
     assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.head_ports) == 8
     assert "abab" not in typed(plan) and "abab" not in describe(plan)
-    assert json.loads(plan.files["plan.json"])["names"] == ["n1", "n2"]
+    assert json.loads(plan.files["plan.json"])["hosts"] == [{"name": "n1"}, {"name": "n2"}]
 
 
 def test_what_torchrun_cannot_do_is_refused_or_said() -> None:

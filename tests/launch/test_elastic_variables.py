@@ -12,7 +12,7 @@ import pytest
 from tests.agent.nodes_harness import several
 
 from paceline.agent.workers import worker_environment
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 
 pytestmark = pytest.mark.sample(2)
 
@@ -92,7 +92,7 @@ def test_an_outer_launchers_words_do_not_reach_a_script() -> None:
     before = dict(os.environ)
     os.environ.update(outer)
     try:
-        env = worker_environment(NodePlan(("x",), 1, world_size=1, attempt_dir="/a"), 0, 1)
+        env = worker_environment(NodePlan(("x",), 1, attempt_dir="/a"), 0, 1)
     finally:
         os.environ.clear()
         os.environ.update(before)

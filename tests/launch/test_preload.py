@@ -19,8 +19,8 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.contract.forking import at_import
-from paceline.launch.job import Job
+from paceline.contract.birth import at_import
+from paceline.contract.job import JobSpec
 
 BECOMES = """
 import os, sys
@@ -168,11 +168,11 @@ def test_a_terminal_stays_a_terminal_for_a_forked_rank_0(tmp_path: Path) -> None
     script.write_text(BECOMES.format(before="", first="pass", modules=("json",)) + PRELUDE + worker)
     main, side = pty.openpty()
     code = (
-        "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
-        "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
+        "import sys; from pathlib import Path; from paceline.contract.job import JobSpec\n"
+        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"job = Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder, preload=True)\n"
-        "sys.exit(run(local(job), folder))"
+        f"job = JobSpec((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=str(folder), preload=True)\n"
+        "sys.exit(run(local(job)))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
@@ -277,8 +277,8 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
         "from paceline.worker.guard import Guard\n"
-        "Guard.of_process().take_order()\n"
-        "assert [op.kind for op in Guard.of_process().taken()] == ['all_reduce']\n"
+        "Guard.of_process().ledger.take_order()\n"
+        "assert [op.kind for op in Guard.of_process().ledger.taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
         before="",
         modules=("keeper",),
@@ -332,13 +332,13 @@ def test_what_imports_may_read_must_be_alike_and_nothing_else() -> None:
 def test_no_worker_is_forked_beside_cuda_for_another_python_or_where_it_is_switched_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Job((), 2, "id", 1, attempt_dir=tmp_path)
+    here = JobSpec((), 2, "id", 1, attempt_dir=str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def preloads(where: Job = here, **launch: Any) -> bool:
+    def preloads(where: JobSpec = here, **launch: Any) -> bool:
         return may_preload(TrainConfig(launch=LaunchConfig(nproc=2, **launch)), where)
 
-    elsewhere = replace(here, attempt_dir=None)
+    elsewhere = replace(here, attempt_dir="")
     assert preloads() and preloads(device="cpu") and preloads(elsewhere, device="cpu")
     assert not preloads(device="cuda") and not preloads(elsewhere)
     assert not preloads(replace(here, python="/usr/bin/other-python")) and not preloads(backend="mpi")

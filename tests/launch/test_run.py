@@ -125,10 +125,11 @@ def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
     script.write_text(PRELUDE + "print(rank, sys.stdout.isatty(), flush=True)")
     main, side = pty.openpty()
     code = (
-        "import sys; from pathlib import Path; from paceline.launch.job import Job\n"
-        "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
+        "import sys; from pathlib import Path; from paceline.contract.job import JobSpec\n"
+        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        f"sys.exit(run(local(Job((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=folder)), folder))"
+        f"job = JobSpec((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=str(folder))\n"
+        "sys.exit(run(local(job)))"
     )
     try:
         done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.errors import raises
 
+from paceline.contract.job import Host, JobSpec, head_ports
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Host, Job, describe, head_ports
+from paceline.launch.plan import describe
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 
 OPTIONS = (
@@ -23,10 +24,10 @@ OPTIONS = (
 )
 
 
-def job_on(names: str, **settings: object) -> Job:
+def job_on(names: str, **settings: object) -> JobSpec:
     parsed = parse_hosts(names)
     told = {"argv": ("python", "train.py"), "nproc": 2, "run_id": "5f", "threads": 1, "python": "/env/bin/python"}
-    return Job(**{**told, "hosts": parsed, "nodes": len(parsed), "min_nodes": len(parsed), **settings})  # type: ignore[arg-type]
+    return JobSpec(**{**told, "hosts": parsed, "nodes": len(parsed), "min_nodes": len(parsed), **settings})  # type: ignore[arg-type]
 
 
 def test_the_command_lines_of_two_hosts() -> None:
@@ -41,11 +42,11 @@ def test_the_command_lines_of_two_hosts() -> None:
 
 def test_each_node_is_told_who_it_is_and_where_node_0_is() -> None:
     hosts = (Host("me@n1"), Host("n2", None, 5))
-    plan = ssh(job_on("n1,n2", hosts=hosts, run_dir=Path("/runs/a"), min_nodes=1, secret="ab" * 32))
+    plan = ssh(job_on("n1,n2", hosts=hosts, run_dir="/runs/a", min_nodes=1, secret="ab" * 32))
     first, second = plan.nodes
     assert (first.node, first.nproc, second.node, second.nproc) == (0, 2, 1, 5)
     for node in plan.nodes:
-        assert (node.nodes, node.min_nodes, node.head, node.names) == (2, 1, ("n1",), ("n1", "n2"))
+        assert (node.nodes, node.min_nodes, node.head, node.hosts) == (2, 1, ("n1",), hosts)
         assert (node.run_dir, node.attempt_dir, node.secret, node.silence_seconds) == ("/runs/a", "", "ab" * 32, 30.0)
 
 
@@ -59,7 +60,7 @@ def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
 
 
 def test_ports_of_node_0_are_the_asked_one_or_eight_of_the_run() -> None:
-    assert ssh(job_on("n1", port=29500)).nodes[0].head_ports == (29500,)
+    assert ssh(job_on("n1,n2", port=29500)).nodes[0].head_ports == (29500,)
     ports = ssh(job_on("n1,n2")).nodes[1].head_ports
     assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
     assert ports == ssh(job_on("n3,n4")).nodes[0].head_ports != ssh(job_on("n1,n2", run_id="60")).nodes[0].head_ports
@@ -67,7 +68,7 @@ def test_ports_of_node_0_are_the_asked_one_or_eight_of_the_run() -> None:
 
 @given(st.text(max_size=30))
 def test_ports_are_eight_for_every_run(run_id: str) -> None:
-    ports = head_ports(Job(("x",), 1, run_id, 1))
+    ports = head_ports(JobSpec(("x",), 1, run_id, 1))
     assert len(set(ports)) == 8 and all(20000 <= port <= 29999 for port in ports)
 
 
@@ -154,4 +155,4 @@ def test_every_host_that_cannot_be_copied_to_is_named() -> None:
 def test_a_plan_survives_its_way_as_json() -> None:
     text = describe(ssh(job_on("n1")))
     told = text.split("<<'PLAN'\n")[1].split("\nPLAN")[0]
-    assert json.loads(told)["names"] == ["n1"]
+    assert json.loads(told)["hosts"] == [{"name": "n1"}]

@@ -19,14 +19,15 @@ pytestmark = pytest.mark.sample(2)
 
 LAUNCHER = """
 import json, sys
+from paceline.contract.job import NodePlan
 from paceline.errors import PacelineError
-from paceline.launch.job import Command, NodePlan, Plan
+from paceline.launch.plan import Command, Plan
 from paceline.launch.supervise import run
 told = json.loads(sys.argv[1])
 agents = [Command(f"n{k + 1}", tuple(argv)) for k, argv in enumerate(told["agents"])]
 nodes = [NodePlan(argv=("x",), nproc=1, node=k, head=("n1",), **told["plan"]) for k in range(len(agents))]
 try:
-    sys.exit(run(Plan(agents=tuple(agents), nodes=tuple(nodes)), None))
+    sys.exit(run(Plan(agents=tuple(agents), nodes=tuple(nodes))))
 except PacelineError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -284,11 +285,11 @@ def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
 
 def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from paceline.launch.job import *\n"
-        "from paceline.launch.local import local; from paceline.launch.supervise import run\n"
+        "import sys; from pathlib import Path; from paceline.contract.job import *\n"
+        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "job = Job(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=folder, detached=True)\n"
-        "sys.exit(run(local(job), None))"
+        "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"
+        "sys.exit(run(local(job)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
@@ -297,8 +298,8 @@ def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Pat
 
 def test_a_missing_ssh_is_wrong_use(tmp_path: Path) -> None:
     code = (
-        "from paceline.launch.job import *; from paceline.launch.supervise import run\n"
-        "run(Plan(agents=(Command('n1', ('/no/such/ssh',)),), nodes=(NodePlan(argv=(), nproc=1),)), None)"
+        "from paceline.launch.plan import *; from paceline.launch.supervise import run\n"
+        "run(Plan(agents=(Command('n1', ('/no/such/ssh',)),), nodes=(NodePlan(argv=(), nproc=1),)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert "UsageError: there is no program '/no/such/ssh' on this machine. Install the OpenSSH client" in done.stderr

@@ -130,7 +130,7 @@ def compared(rank: int, size: int) -> dict[str, Any]:
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     guard = Guard.of_process().watch_torch()
     notices: list[str] = []
-    order = CallOrder(world, guard.take_order, guard.taken, notices.append)
+    order = CallOrder(world, guard.ledger.take_order, guard.ledger.taken, notices.append)
 
     def step(*calls: Any) -> str:
         for call in calls:

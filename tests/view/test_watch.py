@@ -20,8 +20,7 @@ from textual.widgets import Static
 from paceline.cli import main
 from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
-from paceline.contract.evidence import Phase
-from paceline.contract.live import LIVE, WATCHED, Live, LiveRank
+from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.observe.summary import RunState

@@ -20,8 +20,8 @@ from tests.worker.guard_ranks import calls
 from torch import nn
 
 from paceline.collectives.tree import Forest
-from paceline.worker.calls import Group
 from paceline.worker.guard import Guard
+from paceline.worker.ledger import Group
 
 
 def asymmetric(rank: int, world_size: int) -> None:
@@ -44,49 +44,49 @@ def asymmetric(rank: int, world_size: int) -> None:
     else:
         dist.recv(x, 0)
     dist.all_reduce(x)
-    assert guard.taken() == []
+    assert guard.ledger.taken() == []
 
 
 def orders(rank: int, world_size: int) -> dict[str, int]:
     guard = Guard.of_process().watch_torch()
     every, one = dist.new_group(), dist.new_group([0])
-    found = {"nothing": guard.take_order()}
+    found = {"nothing": guard.ledger.take_order()}
     asymmetric(rank, world_size)
-    found["asymmetric"] = guard.take_order()
-    found["nothing again"] = guard.take_order()
+    found["asymmetric"] = guard.ledger.take_order()
+    found["nothing again"] = guard.ledger.take_order()
     dist.all_reduce(torch.ones(3))
-    found["one"] = guard.take_order()
+    found["one"] = guard.ledger.take_order()
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
-    found["two"] = guard.take_order()
+    found["two"] = guard.ledger.take_order()
     a = dist.all_reduce(torch.ones(3), group=every if rank else None, async_op=True)
     b = dist.all_reduce(torch.ones(3), group=None if rank else every, async_op=True)
     assert a is not None and b is not None
     a.wait(), b.wait()
-    found["groups in another order, from other lines"] = guard.take_order()
+    found["groups in another order, from other lines"] = guard.ledger.take_order()
     for group in (every, None) if rank else (None, every):
         dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    found["groups in another order"] = guard.take_order()
+    found["groups in another order"] = guard.ledger.take_order()
     if rank == 0:
         dist.all_reduce(torch.ones(3), group=one)
-    found["a group of some"] = guard.take_order()
-    assert guard.taken() == []
+    found["a group of some"] = guard.ledger.take_order()
+    assert guard.ledger.taken() == []
     named = [torch.ones(3), torch.ones(3)]
     for name, tensor in zip(("loss", "accuracy"), named, strict=True):
         tensor.__dict__["collective"] = name
     for tensor in reversed(named) if rank else named:
         dist.all_reduce(tensor)
-    found["swapped"] = guard.take_order()
-    found["swapped, in words"] = calls(guard.taken())  # type: ignore[assignment]
+    found["swapped"] = guard.ledger.take_order()
+    found["swapped, in words"] = calls(guard.ledger.taken())  # type: ignore[assignment]
     if rank:
         dist.all_reduce(torch.ones(2))
     else:
         dist.all_reduce(torch.ones(2))
-    found["another line"] = guard.take_order()
+    found["another line"] = guard.ledger.take_order()
     for _ in range(300):
         dist.all_reduce(torch.ones(1))
-    found["many"] = guard.take_order()
-    assert len(guard.taken()) == 256 and guard.taken()[-1].done
+    found["many"] = guard.ledger.take_order()
+    assert len(guard.ledger.taken()) == 256 and guard.ledger.taken()[-1].done
     return found
 
 
@@ -171,8 +171,8 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
 
     def taken() -> list[str]:
-        guard.take_order()
-        return [f"{op.kind} {op.name}" for op in guard.taken()]
+        guard.ledger.take_order()
+        return [f"{op.kind} {op.name}" for op in guard.ledger.taken()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     reducer = over_torch(model, Forest([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)

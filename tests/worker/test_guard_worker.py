@@ -280,7 +280,7 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         "from paceline.contract.evidence import Phase\n"
         "guard = Guard.of_process()\n"
         "guard.box.enter(Phase.DATA); guard.box.set_step(5); dist.all_reduce(torch.ones(2))\n"
-        "print(dist.all_reduce.__code__.co_filename, guard.take_order(), guard.taken(), flush=True)\n"
+        "print(dist.all_reduce.__code__.co_filename, guard.ledger.take_order(), guard.ledger.taken(), flush=True)\n"
         "ready(); time.sleep(1000)\n"
     )
     with ranks(script, 1, tmp_path, guarded=False) as (one,):

@@ -87,7 +87,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from framework import train
 for swapped in (False, True, False):
     train(swapped)
-    print(guard.take_order(), *[op.site.partition(", ")[2] for op in guard.taken()], sep="|")
+    print(guard.ledger.take_order(), *[op.site.partition(", ")[2] for op in guard.ledger.taken()], sep="|")
 dist.destroy_process_group()
 """
 FRAMEWORK = """

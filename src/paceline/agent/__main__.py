@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.workers import Inherited, make_snapshots, worker_environment
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing
 from paceline.disk.reading import read
@@ -169,7 +169,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
         janitor = start_janitor(not_kept=not_kept, temporary=temporary)
         # before all else that takes time: it imports while we look at folders and ports
-        preloader = start_preloader(plan.argv, worker_environment(plan, 0, plan.port)) if plan.preload else None
+        preloader = start_preloader(plan.argv, worker_environment(plan, 0, 0)) if plan.preload else None
         try:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts or plan.elastic else ()

@@ -30,7 +30,7 @@ from paceline.agent.workers import Inherited, Worker, Workers
 from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders, Readable, wait_readable
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
@@ -327,7 +327,7 @@ class AttachedHead:
 
     def __init__(self, workers: AttachedWorkers) -> None:
         self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
-        plan, self.heads = self.plan, self.plan.first_rank == 0 and self.plan.nodes > 1
+        plan, self.heads = self.plan, self.plan.ranks.first == 0 and self.plan.nodes > 1
         self.cluster = Cluster(plan if self.heads else replace(plan, nodes=1), self.orders)
         self._generation = Generation(plan, workers, self.cluster)
         self._stall_seconds: float | None = None  # when a stall was reported that still lasts
@@ -384,14 +384,14 @@ class AttachedHead:
     @property
     def _whole(self) -> bool:
         """Whether all ranks of the job are seen from here."""
-        return len(self._generation.samples()) == self.plan.world_size
+        return len(self._generation.samples()) == self.plan.ranks.world_size
 
     def _take_in_nodes(self) -> bool:
         """Accept the agents of other nodes that have connected; whether there are any."""
         before = [*self._generation.members]
         for member in self.cluster.here:
             if member not in before:
-                member.start(StartOrder(0, 0, self.plan.world_size, 0, "", ""))
+                member.start(StartOrder(0, self.plan.ranks, "", ""))
         self._generation.members = [*self.cluster.members.values()]
         return self._generation.members != before
 

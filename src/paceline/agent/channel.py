@@ -26,6 +26,7 @@ from contextlib import suppress
 import msgspec
 
 from paceline.contract.evidence import Evidence, Sample
+from paceline.contract.job import NodeRanks
 from paceline.contract.orders import Readable
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
@@ -75,14 +76,9 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
     """Head to node: start these workers."""
 
     generation: int
-    first_rank: int
-    world_size: int
-    master_port: int
+    ranks: NodeRanks
     attempt_dir: str
-    proof: str  # what the attempt folder's file `.shared` holds, where all nodes must see one folder; else empty
-    group_rank: int = 0  # the node's place among those that take part
-    groups: int = 1
-    restarts: int = 0  # after a failure
+    proof: str  # what the attempt folder's file `.shared` holds, if all nodes must see one folder; else empty
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ from paceline.agent.channel import (
 )
 from paceline.agent.store import StoreGate
 from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
 from paceline.errors import PacelineError
 from paceline.host.procfs import allow_files
@@ -118,7 +118,7 @@ class RemoteNode:
 
     def start(self, start: StartOrder) -> None:
         """Have it start its part of a generation."""
-        self.ranks = self.hello.ranks or range(start.first_rank, start.first_rank + self.hello.nproc)
+        self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
         self.beat, self._samples, self.started = Beat(start.generation), {}, None
         self.link.send(start)
 

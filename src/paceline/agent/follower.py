@@ -30,7 +30,7 @@ from paceline.agent.channel import (
 )
 from paceline.agent.joining import interface_of, join, try_to_reach
 from paceline.agent.workers import Inherited, Workers
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
@@ -133,16 +133,7 @@ class Follower:
         return StartReply(-1)
 
     def _start(self, start: StartOrder) -> StartReply:
-        plan = replace(
-            self.plan,
-            first_rank=start.first_rank,
-            world_size=start.world_size,
-            port=start.master_port,
-            attempt_dir=str(Path(start.attempt_dir).resolve()),
-            group_rank=start.group_rank,
-            groups=start.groups,
-            restarts=start.restarts,
-        )
+        plan = replace(self.plan, ranks=start.ranks, attempt_dir=str(Path(start.attempt_dir).resolve()))
         self._number = start.generation
         if self._workers is not None:
             self._workers.close()

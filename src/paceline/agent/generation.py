@@ -15,7 +15,7 @@ from paceline.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder
 from paceline.agent.cluster import Cluster, RemoteNode
 from paceline.agent.workers import Inherited, Workers
 from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS
 from paceline.disk import writing
 from paceline.errors import UsageError
@@ -53,17 +53,16 @@ class Generation:
         """
         members = cluster.here
         total = plan.nproc + sum(member.hello.nproc for member in members)
-        plan = replace(plan, world_size=total, groups=1 + len(members))
+        ranks = replace(plan.ranks, world_size=total, groups=1 + len(members))
+        plan = replace(plan, ranks=ranks)
         proof = _proof(plan)
         own = Workers.start(plan, number, inherited)
         cluster.gate = own.gate
-        first_rank = plan.nproc
+        first = plan.nproc
         for group_rank, member in enumerate(members, 1):
-            place = StartOrder(
-                number, first_rank, total, own.port, plan.attempt_dir, proof, group_rank, plan.groups, plan.restarts
-            )
-            member.start(place)
-            first_rank += member.hello.nproc
+            theirs = replace(ranks, first=first, group_rank=group_rank, master_port=own.port)
+            member.start(StartOrder(number, theirs, plan.attempt_dir, proof))
+            first += member.hello.nproc
         return cls(plan, own, cluster, proof)
 
     def wait_started(self) -> bool:

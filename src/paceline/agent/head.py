@@ -15,7 +15,7 @@ from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart,
 from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
@@ -64,7 +64,8 @@ class Head:
         nproc = self.plan.nproc
         while not self.cluster.ordered:
             self.plan = reachable(self.plan, self.cluster)
-            plan = replace(self.plan, nproc=nproc, restarts=len(self._failures))
+            ranks = replace(self.plan.ranks, restarts=len(self._failures))
+            plan = replace(self.plan, nproc=nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
                 end = self._run_one(generation)
             if isinstance(end, int):

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from paceline.agent.channel import Enter, Link, PeerAddress, Reach, introduce
 from paceline.agent.cluster import Cluster, RemoteNode
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan, labels
 from paceline.contract.orders import Orders
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
@@ -59,7 +59,7 @@ def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
         PacelineError: when some have not come in time; says which.
         UsageError: when a node may not take part, or cannot: it is another paceline, or a firewall keeps it apart.
     """
-    count = len(plan.names) or plan.nodes  # those that are named begin; up to `nodes` may come later
+    count = len(plan.hosts) or plan.nodes  # those that are named begin; up to `nodes` may come later
     if count == 1:
         return plan
     say(f"node 0 ({os.uname().nodename}) waits for {count - 1} more at port {cluster.port}")
@@ -100,7 +100,8 @@ def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
         if now < min(next_word, end) or len(cluster.members) >= count - 1:
             continue
         absent = [node for node in range(1, count) if node not in cluster.members]
-        names = [f"node {n} ({plan.names[n]})" if n < len(plan.names) else f"node {n}" for n in absent]
+        named = labels(plan.hosts)
+        names = [f"node {n} ({named[n]})" if n < len(named) else f"node {n}" for n in absent]
         words = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
         if now >= end:
             raise PacelineError(

@@ -19,8 +19,17 @@ from msgspec.structs import replace
 
 from paceline.agent.generation import Generation
 from paceline.agent.joining import unreachable
-from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
-from paceline.contract.live import CHECKPOINT_ASK, LIVE, WATCHED, Live, LiveRank
+from paceline.contract.evidence import (
+    CHECKPOINT_ASK,
+    LIVE,
+    WATCHED,
+    Evidence,
+    Live,
+    LiveRank,
+    Sample,
+    Verdict,
+    VerdictKind,
+)
 from paceline.disk import writing
 from paceline.errors import ExitCode
 from paceline.guard.collect import ANSWER_SECONDS
@@ -103,7 +112,7 @@ class Monitor:
         self.look_seconds = sample_seconds(self._windows)  # how often to look
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
-            self._plan.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
+            self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
         )
         self._sleep, self._unmet = SleepDetector(self._windows), UnmetDetector(self._windows)
         self._off = self._windows.off
@@ -143,7 +152,7 @@ class Monitor:
     def _look(self) -> Judgement | None:
         running = self._generation.running()
         self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.see(time.monotonic(), perhaps_waiting(running, self._plan.world_size))
+        alarm = self._stalls.see(time.monotonic(), perhaps_waiting(running, self._plan.ranks.world_size))
         for kind, words in (("", self._stalls.notice), ("slow", self._slow(running))):
             if words:
                 self._notify(words, kind=kind)
@@ -223,7 +232,8 @@ class Monitor:
         if now < self._early_seconds:
             return None
         asked_seconds, met = self._windows.seconds, any(one.met for one in running)
-        apart = self._plan.world_size > 1 and not met and asked_seconds is not None and still_seconds >= asked_seconds
+        several = self._plan.ranks.world_size > 1
+        apart = several and not met and asked_seconds is not None and still_seconds >= asked_seconds
         left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
         if self._sleep.due(running):
             return Alarm("stall", still_seconds, 0.0)

@@ -18,8 +18,7 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.forking import MAX_ORDER_BYTES, READY, ForkOrder, as_bytes, at_import
+from paceline.contract.birth import MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth, as_bytes, at_import
 from paceline.contract.orders import Orders
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process

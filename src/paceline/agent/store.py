@@ -22,7 +22,7 @@ from functools import partial
 from typing import Self
 
 from paceline.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
 from paceline.host.signed import sign
@@ -247,7 +247,7 @@ class Store:
             if plan.node:
                 door, secret = plan.head_ports[0], bytes.fromhex(plan.secret)
                 return cls(None, gate=far_store(plan.master_addr, door, secret))
-            store, gate = own_store(plan.port)
+            store, gate = own_store(plan.ranks.master_port)
             return cls(store, gate=gate)
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
@@ -261,7 +261,7 @@ class Store:
         """What the ranks get as MASTER_PORT."""
         if self.gate is not None:
             return self.gate.port
-        return self.port.getsockname()[1] if self.port is not None else plan.port
+        return self.port.getsockname()[1] if self.port is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
         """What the ranks get as MASTER_ADDR."""
@@ -278,11 +278,12 @@ class Store:
 def _bound(plan: NodePlan) -> socket.socket | None:
     if plan.node != 0:
         return None
+    port = plan.ranks.master_port
     store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last run's closing connections do no harm
     try:
-        store.bind(("" if plan.plain_store else plan.master_addr, plan.port))
+        store.bind(("" if plan.plain_store else plan.master_addr, port))
     except OSError as error:
         store.close()
-        raise port_taken(f"port {plan.port} on {plan.master_addr}", plan.port, error) from error
+        raise port_taken(f"port {port} on {plan.master_addr}", port, error) from error
     return store

@@ -27,8 +27,8 @@ from paceline.contract.box import make_box
 from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
+from paceline.contract.job import NodePlan
 from paceline.contract.marks import read_names
-from paceline.contract.node_plan import NodePlan
 from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
 from paceline.guard.collect import Collection, IdleClock
@@ -117,20 +117,20 @@ class Worker:
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
-    rank = plan.first_rank + local_rank
+    ranks, rank = plan.ranks, plan.ranks.first + local_rank
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
     env |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(plan.world_size),
+        "WORLD_SIZE": str(ranks.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(plan.nproc),
-        "GROUP_RANK": str(plan.group_rank),
-        "GROUP_WORLD_SIZE": str(plan.groups),
+        "GROUP_RANK": str(ranks.group_rank),
+        "GROUP_WORLD_SIZE": str(ranks.groups),
         "ROLE_NAME": plan.role,
         "ROLE_RANK": str(rank),  # all ranks have one role
-        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "ROLE_WORLD_SIZE": str(ranks.world_size),
         "TORCHELASTIC_RUN_ID": plan.rdzv_id or plan.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(plan.restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(ranks.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 opens its own
         "TORCHELASTIC_ERROR_FILE": str(Path(plan.attempt_dir) / _elastic_error(rank, generation)),
@@ -171,7 +171,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
     """
     agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
-        rank = plan.first_rank + local_rank
+        rank = plan.ranks.first + local_rank
         path = Path(plan.attempt_dir) / f"rank-{rank}.log"
         log = _open_log(path, generation)
         log_start = os.fstat(log).st_size

@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.orders import hold_standard_descriptors
@@ -88,6 +89,25 @@ def entry() -> None:
     sys.exit(code)
 
 
+def _train_as_rank(settings: Path) -> int:
+    """Run `paceline train --config FILE` as an agent of paceline types it; the exit code.
+
+    A rank does what `cli.train` would do, without its imports of options and launchers, which would delay all ranks.
+    """
+    from paceline.cli.train_checks import check_guard
+    from paceline.config import check_values, load
+    from paceline.disk.reading import real_path
+    from paceline.worker.imports import TRAINING, import_all
+
+    config = load(real_path(settings), ours=True)
+    check_values(config)
+    check_guard(config)
+    import_all(TRAINING)  # the first import of torch
+    from paceline.train.run import train
+
+    return train(config).code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -116,9 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] not in COMMANDS:
             raise unknown("command", arguments[0], COMMANDS)
         if birth is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
-            from paceline.cli.rank import of_settings
-
-            return of_settings(arguments[2])
+            return _train_as_rank(Path(arguments[2]))
         return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
         if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():

@@ -19,7 +19,7 @@ from paceline.cli.finding import (
     signal_agent,
 )
 from paceline.cli.run_state import standing
-from paceline.contract.node_plan import STOP_GRACE_SECONDS
+from paceline.contract.job import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.slurm import queue

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.facts import EPOCHS, WHOLE, ScriptFacts, facts_file
+from paceline.contract.job import JobSpec
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.job import Job
 from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
 from paceline.verify.script_page import judged, mistakes, script_page
@@ -22,7 +22,7 @@ FINDINGS = "check.json"
 MAX_FACTS_BYTES = 64 << 20
 
 
-def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
+def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> JobSpec:
     """The job with workers that write down what their script does.
 
     Raises:
@@ -48,9 +48,10 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
     return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
 
 
-def told_findings(attempt_dir: Path, job: Job, code: int) -> int:
+def told_findings(job: JobSpec, code: int) -> int:
     """Print the page, and leave the findings in the attempt's folder; the script's exit code, or 1 for findings."""
     ranks: list[ScriptFacts] = []
+    attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):
         try:
             ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))

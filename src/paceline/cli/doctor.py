@@ -17,9 +17,9 @@ from paceline.doctor.session import PROGRAM, host_programs
 from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 from paceline.launch.ssh.plan import sessions
-from paceline.worker.nodelist import expand_nodes
+from paceline.worker.foreign import expand_nodes
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from paceline.cli.flags import check_positive, command_words
 from paceline.config import ClusterConfig
+from paceline.contract.job import GPU_CORES, Allocation, Host, JobSpec
 from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
-from paceline.launch.job import GPU_CORES, Allocation, Host, Job, Plan, describe
-from paceline.launch.local import local
+from paceline.launch.plan import Plan, describe, local
 from paceline.launch.slurm.fits import check_allocation, check_fits, cores_there, in_allocation, run_here
 from paceline.launch.slurm.plan import SCRIPT, slurm
 from paceline.launch.slurm.queue import follow, submit
@@ -31,7 +31,8 @@ from paceline.launchers import LauncherName, launchers_of
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
 
-LAUNCHERS: dict[LauncherName, Callable[[Job], Plan]] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
+Launcher = Callable[[JobSpec], Plan]
+LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}
 FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, paceline cancel"
 
 
@@ -52,7 +53,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         raise UsageError(code="cancel-without-follow")
 
 
-def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
+def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     """The part of a job that says where it runs: nodes, hosts and how they are reached. The rest is filled in later.
 
     Raises:
@@ -65,7 +66,7 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> Job:
     least, most = _nodes(cluster.nodes, hosts)
     if cluster.on == "local" and most > 1:
         raise UsageError(code="several-nodes-here", value=cluster.nodes)
-    return Job(
+    return JobSpec(
         argv=(),
         nproc=nproc or cluster.gpus_per_node or 1,
         run_id=secrets.token_hex(8),
@@ -108,18 +109,18 @@ def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     return numbers
 
 
-def workers(job: Job) -> int:
+def workers(job: JobSpec) -> int:
     """Processes on all nodes together, those included that may come later."""
     return sum(host.slots or job.nproc for host in job.hosts) + (job.nodes - len(job.hosts)) * job.nproc
 
 
-def planned_job(job: Job, asked: Path | None, name: str) -> Job:
+def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
     """For `--dry-run`: the job with the names that the folders of its run would have."""
     run_dir = (asked or new_run_dir(name)).absolute()
-    return replace(job, run_dir=run_dir, submit_dir=run_dir / "submit-1")
+    return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
 
-def show(cluster: ClusterConfig, job: Job) -> int:
+def show(cluster: ClusterConfig, job: JobSpec) -> int:
     """`--dry-run`: the complete plan; nothing is made, asked or started."""
     plan = LAUNCHERS[cluster.on](job)
     print(typed(plan) if cluster.on == "print" else describe(plan), end="")
@@ -145,59 +146,58 @@ def taken_run_dir(
         os.close(lock)
 
 
-def with_submit_dir(job: Job, settings: str = "") -> Job:
+def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
     """Make the folder of this start inside the run's; returns the job with it.
 
     Args:
         job: with its run folder.
         settings: the text of the workers' config.toml; empty: they have none.
     """
-    assert job.run_dir is not None
-    submit_dir = next_submit_dir(job.run_dir)
+    submit_dir = next_submit_dir(Path(job.run_dir))
     if settings:
         write_files(submit_dir, {"config.toml": settings})
-    return replace(job, submit_dir=submit_dir)
+    return replace(job, submit_dir=str(submit_dir))
 
 
-def start(cluster: ClusterConfig, job: Job) -> int:
+def start(cluster: ClusterConfig, job: JobSpec) -> int:
     """Hand the job to ssh, to Slurm, or to the user; the exit code.
 
     Raises:
         UsageError: when it cannot be started: hosts that cannot be reached, a shape that the cluster does not have.
     """
-    assert job.submit_dir is not None
     if cluster.on == "slurm":
-        return _start_slurm(cluster, job, job.submit_dir)
+        return _start_slurm(cluster, job)
     plan = LAUNCHERS[cluster.on](job)
-    write_files(job.submit_dir, plan.files)
+    write_files(Path(job.submit_dir), plan.files)
     if cluster.sync:
         sync(rsync_commands(job))
-    _record(cluster, job, job.submit_dir)
+    _record(cluster, job)
     if cluster.on == "print":
         print(typed(plan), end="")
         return ExitCode.DONE
-    code = run(plan, None)
+    code = run(plan)
     if job.detached and code == ExitCode.DONE:
         say(f"started. {FIND_AGAIN.format(job.run_dir)}")
     return code
 
 
-def _start_slurm(cluster: ClusterConfig, job: Job, submit_dir: Path) -> int:
+def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
+    submit_dir = Path(job.submit_dir)
     held = in_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
         cores = min(GPU_CORES, cores_there(held, job, os.environ))
-        job = replace(job, slurm=dataclasses.replace(job.slurm, cpus_per_rank=cores))
+        job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if held is not None:
         check_allocation(held, job)
     plan = slurm(job)
     write_files(submit_dir, plan.files)
     if held is None:
         check_fits(job, os.environ)
-    _record(cluster, job, submit_dir)  # before it is submitted, too: if we are killed now, the run is known
+    _record(cluster, job)  # before it is submitted, too: if we are killed now, the run is known
     if held is not None:
         return run_here(submit_dir / SCRIPT)
     job_id = submit(plan, os.environ)
-    _record(cluster, job, submit_dir, job_id)
+    _record(cluster, job, job_id)
     say(f"submitted as Slurm job {job_id}; its script is {submit_dir / SCRIPT}")
     if not cluster.follow:
         say(FIND_AGAIN.format(job.run_dir))
@@ -207,7 +207,7 @@ def _start_slurm(cluster: ClusterConfig, job: Job, submit_dir: Path) -> int:
     return follow(job_id, output, say, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
-def _record(cluster: ClusterConfig, job: Job, submit_dir: Path, slurm_job: str = "") -> None:
+def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:
     submission = Submission(
         on=cluster.on,
         started_at=time.time(),
@@ -218,7 +218,7 @@ def _record(cluster: ClusterConfig, job: Job, submit_dir: Path, slurm_job: str =
         command=_without_secrets(sys.argv),
         cwd=job.cwd,
     )
-    write_submission(submit_dir, submission)
+    write_submission(Path(job.submit_dir), submission)
 
 
 def _without_secrets(command: Sequence[str]) -> tuple[str, ...]:

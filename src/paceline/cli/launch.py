@@ -18,10 +18,10 @@ from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.job import JobSpec
 from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.job import Job
-from paceline.launch.local import local
+from paceline.launch.plan import local
 from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
@@ -100,12 +100,12 @@ def main(arguments: Sequence[str]) -> int:
         return show(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
     with taken_run_dir(run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
-        job = replace(job, run_dir=run_dir)
+        job = replace(job, run_dir=str(run_dir))
         if here:
-            attempt_dir = create_attempt_dir(run_dir)[1]
-            code = run(local(replace(job, attempt_dir=attempt_dir)), attempt_dir, keep_open=[lock])
+            job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
+            code = run(local(job), keep_open=[lock])
             if options.script.check:
-                code = told_findings(attempt_dir, job, code)
+                code = told_findings(job, code)
         else:
             job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
     if not here:
@@ -143,7 +143,7 @@ def _check_script(script: ScriptConfig) -> None:
         raise UsageError(code="not-positive", setting="stop_grace", value=script.stop_grace)
 
 
-def _check_collectives(options: LaunchScript, job: Job) -> None:
+def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
     """Refuse --collectives shared where it can do nothing."""
     impossible = {
         f"memory is shared on one host, and here are {job.nodes} nodes": job.nodes > 1,
@@ -154,7 +154,7 @@ def _check_collectives(options: LaunchScript, job: Job) -> None:
         raise UsageError(code="collectives-not-shared", why="; ".join(why))
 
 
-def _stdin_rank(text: str, job: Job) -> int:
+def _stdin_rank(text: str, job: JobSpec) -> int:
     """Which rank has standard input; -1: all.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_no_rank(env: Mapping[str, str]) -> None:
         raise UsageError(code="launch-within-launcher", rank=env.get("RANK"), world_size=env.get("WORLD_SIZE"))
 
 
-def _script_job(options: LaunchScript, words: Sequence[str]) -> Job:
+def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
     script, cluster = options.script, options.cluster
     nproc = script.nproc
     if isinstance(nproc, str):

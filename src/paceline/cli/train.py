@@ -22,10 +22,10 @@ from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
+from paceline.contract.job import JobSpec
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
-from paceline.launch.job import GPU_CORES, Job
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import say
 from paceline.tasks.settings import told
@@ -44,14 +44,17 @@ def main(arguments: Sequence[str]) -> int:
         check_guard(config)
         return start_here(config)[1]
     given = config.launch.nproc if isinstance(config.launch.nproc, int) else None
-    job = replace_fields(placed_job(config.cluster, given), stall_after=check_guard(config))
-    if config.cluster.on != "local":
+    cluster = config.cluster
+    if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
+        cluster = replace(cluster, gpus_per_node=given or 1)
+    job = replace_fields(placed_job(cluster, given), stall_after=check_guard(config))
+    if cluster.on != "local":
         return _elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
     nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else config.launch.nproc
     check_training(config, nproc or 1)
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
-    config = replace(config, launch=replace(config.launch, nproc=nproc))
+    config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.cluster.dry_run:
         return show_plan(config, job)
     if config.cluster.detach:
-        return _elsewhere(config, replace_fields(job, nproc=nproc or 1))
+        return _elsewhere(config, job)
     start = start_here if nproc is None else partial(launch, job)
     run_dir, code = start(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     return start(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
-def _elsewhere(config: TrainConfig, job: Job) -> int:
+def _elsewhere(config: TrainConfig, job: JobSpec) -> int:
     """On other machines, or later: those check what only they know."""
     on, size = config.cluster.on, workers(job)
     if config.launch.nproc == "auto":
@@ -79,9 +82,6 @@ def _elsewhere(config: TrainConfig, job: Job) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    if on == "slurm" and config.launch.device == "cuda" and config.cluster.gpus_per_node is None:
-        cores = config.cluster.cpus_per_rank or GPU_CORES
-        job = replace_fields(job, slurm=replace(job.slurm, gpus_per_node=job.nproc, cpus_per_rank=cores))
     check_training(config, size)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
@@ -130,8 +130,8 @@ def _resumed_config(given: Mapping[str, Any]) -> Path | None:
 def start_here(config: TrainConfig) -> tuple[Path, int]:
     """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
     env = os.environ
-    asked, prepared = config.launch.nproc, WorkerBirth.here() is not None
-    if not prepared:  # our own agents need no checks, and after a restart there may be fewer of us
+    asked = config.launch.nproc
+    if WorkerBirth.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
@@ -145,5 +145,5 @@ def start_here(config: TrainConfig) -> tuple[Path, int]:
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
-    ended = train(config, run_dir=config.run.run_dir if prepared else None)
+    ended = train(config)
     return ended.folder, ended.code

@@ -12,11 +12,11 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import threads_of
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
+from paceline.contract.job import JobSpec
 from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
-from paceline.launch.job import Job
-from paceline.launch.local import local
+from paceline.launch.plan import local
 from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
 from paceline.mesh import mesh_of
@@ -37,34 +37,32 @@ def _record(config: TrainConfig, run_dir: Path) -> None:
         write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
 
 
-def launch(where: Job, config: TrainConfig) -> tuple[Path, int]:
+def launch(where: JobSpec, config: TrainConfig) -> tuple[Path, int]:
     """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
-    nproc = int(config.launch.nproc or 1)
     with _taken(config) as (run_dir, lock):
-        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), nproc)
+        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), where.nproc)
         attempt, attempt_dir = create_attempt_dir(run_dir)
         write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
-        job = training_job(config, replace_fields(where, nproc=nproc, run_dir=run_dir, attempt_dir=attempt_dir))
-        code = run(local(job), attempt_dir, keep_open=[lock])
+        job = training_job(config, replace_fields(where, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
+        code = run(local(job), keep_open=[lock])
     if code == ExitCode.USAGE and attempt > 1:
         return run_dir, code  # refused: nothing is written over
     if code not in (ExitCode.DONE, ExitCode.SAVED):
-        write_failed_summary(run_dir, config, nproc, code)
+        write_failed_summary(run_dir, config, where.nproc, code)
         say(f"run folder {run_dir}")
     return run_dir, code
 
 
-def show_plan(config: TrainConfig, where: Job) -> int:
+def show_plan(config: TrainConfig, where: JobSpec) -> int:
     """`--dry-run`, with the names that the folders of this run would have."""
     job = planned_job(where, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
-        assert job.run_dir is not None
-        job = replace_fields(job, nproc=int(config.launch.nproc or 1), attempt_dir=job.run_dir / "attempt-1")
+        job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
     return show(config.cluster, training_job(config, job))
 
 
-def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
+def launch_elsewhere(config: TrainConfig, where: JobSpec, world_size: int) -> int:
     """Make the run folder and hand the job over; the exit code."""
     cluster, on = config.cluster, config.cluster.on
     with _taken(config) as (run_dir, _):  # from the start on node 0's agent holds it
@@ -78,7 +76,7 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
             cluster=ClusterConfig(nodes=shape),
         )
         config = configuration.with_defaults(config, world_size)
-        job = with_submit_dir(replace_fields(where, run_dir=run_dir), configuration.dump(config))
+        job = with_submit_dir(replace_fields(where, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
     code = start(cluster, training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
@@ -89,25 +87,24 @@ def launch_elsewhere(config: TrainConfig, where: Job, world_size: int) -> int:
     return code
 
 
-def training_job(config: TrainConfig, where: Job) -> Job:
+def training_job(config: TrainConfig, where: JobSpec) -> JobSpec:
     """The workers of a training: each runs this very command, with the settings in the folder of this start."""
-    settings_dir = where.attempt_dir or where.submit_dir
-    assert settings_dir is not None
+    settings = Path(where.attempt_dir or where.submit_dir) / CONFIG
     return replace_fields(
         where,
         # -P: what lies in the working folder is not ours to import
-        argv=(where.python, "-P", "-m", "paceline", "train", "--config", str(settings_dir / CONFIG)),
+        argv=(where.python, "-P", "-m", "paceline", "train", "--config", str(settings)),
         threads=threads_of(config.launch.threads_per_rank),
         port=config.launch.port,
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,
         stop_grace_seconds=config.launch.stop_grace,
-        name=str(where.run_dir.name if where.run_dir else config.task),
+        name=Path(where.run_dir).name or str(config.task),
         preload=may_preload(config, where),
     )
 
 
-def may_preload(config: TrainConfig, where: Job) -> bool:
+def may_preload(config: TrainConfig, where: JobSpec) -> bool:
     """Whether workers may be forked from a process that has imported torch: never beside CUDA, or into another Python.
 
     One worker alone gains nothing by it but a faster restart. On another machine, or later, only where the CPU is asked
@@ -118,8 +115,7 @@ def may_preload(config: TrainConfig, where: Job) -> bool:
     pays = where.nproc > 1 or config.launch.max_restarts > 0 or where.elastic
     if not (asked and ours and pays) or config.launch.device not in ("auto", "cpu"):
         return False
-    here = where.attempt_dir is not None
-    return config.launch.device == "cpu" or (here and count_gpus() == 0)
+    return config.launch.device == "cpu" or (where.attempt_dir != "" and count_gpus() == 0)
 
 
 def write_failed_summary(run_dir: Path, config: TrainConfig, world_size: int, code: int) -> None:

@@ -13,7 +13,7 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
-from paceline.contract.live import CHECKPOINT_ASK
+from paceline.contract.evidence import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.cli.commands import command_line
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.windows import Windows
 from paceline.errors import UsageError
 from paceline.observe.folder import create_attempt_dir, open_run_dir
@@ -82,8 +82,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
         stall_after=windows,
         nodes=size if size > local_size else 1,  # how many there are nobody says; their numbers are below this
         node=int(env.get("GROUP_RANK") or rank),
-        first_rank=rank,
-        world_size=size,
+        ranks=NodeRanks(first=rank, world_size=size),
         run_dir=run_dir,
         attempt_dir=attempt_dir,
         head=(env.get("MASTER_ADDR", ""),),

@@ -343,14 +343,14 @@ class SharedMemory:
             )
         self._call = call
         channel.announce(call.text)
-        begun = Guard.of_process().begin_own(self, self._ranks, call.op, of_all=self._of_all)
+        begun = Guard.of_process().ledger.begin_own(self, self._ranks, call.op, of_all=self._of_all)
         try:
             yield
         except BaseException:
             self.leave()  # the others would wait for the rest of it
-            Guard.of_process().end_own(begun, failed=True)
+            Guard.of_process().ledger.end_own(begun, failed=True)
             raise
-        Guard.of_process().end_own(begun, work)
+        Guard.of_process().ledger.end_own(begun, work)
 
     def leave(self) -> None:
         """Tell all ranks that this one will not come any more; may be called twice."""

@@ -1,7 +1,14 @@
-"""A worker's certificate of birth: all that its agent tells it beside torchrun's variables, in one of ours, read once.
+"""What an agent passes to its workers when they start, and its protocol with the preloader.
 
-A worker takes it out of the environment, for its own children are not the agent's: they neither die with it nor speak
-to it. Descriptors are numbers of open files that the worker inherits; -1 is none.
+An agent starts a worker as a process of its own, or has the preloader fork it, a process that has imported everything:
+
+    agent                                   preloader (worker/preload.py)
+    starts it, as it would start a worker   imports what every worker imports
+                                            -> READY, or why no worker can be forked from it
+    ForkOrder, with descriptors                 -> the worker's pid, when it is the agent's child
+    a byte, once it knows the worker        the worker begins; without that byte it ends
+
+All messages use one socket that keeps them apart. Nothing in them is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -15,10 +22,22 @@ import msgspec
 ROOM = "paceline.worker."  # what runs in a rank
 BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
 BIRTH = "PACELINE_BIRTH"
+READY = b"ready"
+MAX_ORDER_BYTES = 1 << 20
+MAX_DESCRIPTORS = 253  # that the kernel sends at once
+LATE_PREFIXES = ("PACELINE_", "TORCHELASTIC_", "ROLE_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LATE = (  # variables that differ between ranks or starts, and are only read when a process group is made
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker's certificate of birth."""
+    """What a worker gets from its agent beside torchrun's variables, in one environment variable.
+
+    The worker removes the variable from its environment, because its own children are not the agent's: they neither
+    die with it nor report to it. Descriptors are numbers of open files that the worker inherits; -1: none.
+    """
 
     _here: ClassVar[WorkerBirth | None] = None
 
@@ -36,7 +55,7 @@ class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerBirth | None:
-        """This process's; None in one that no agent of ours has started."""
+        """That of this process; None if no agent of paceline has started it."""
         if (text := env.pop(BIRTH, None)) is not None:  # not only once: a forked worker gets its own after its fork
             WorkerBirth._here = msgspec.json.decode(text, type=WorkerBirth)
         return WorkerBirth._here
@@ -50,3 +69,24 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
     """How often this process's run was restarted before, by our agent or by torchrun's."""
     birth = WorkerBirth.here()
     return birth.generation if birth is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Fork a worker with this environment. The descriptors sent along are where it waits for its beginning, and these.
+
+    `numbers` are those they get in the worker; 1 and 2 among them.
+    """
+
+    env: tuple[tuple[bytes, bytes], ...]
+    numbers: tuple[int, ...]
+    blocked_signals: tuple[int, ...]
+
+
+def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+    """An environment as the kernel has it: a value need not be UTF-8."""
+    return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
+
+
+def at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of a worker's environment that libraries may read while they are imported: the same for all ranks."""
+    return {name: value for name, value in env.items() if name not in LATE and not name.startswith(LATE_PREFIXES)}

@@ -3,6 +3,7 @@
     Sample      how it gets on, at one moment: its process and its box. The beat that agents send
     Evidence    a sample, and all that only asking finds out: stacks, collectives. The judge's only input
     Verdict     who is to blame
+    Live        how every rank gets on now: what the head agent writes for `paceline watch`, while somebody watches
 
 How a rank failed, in its own words, is a `Failure`. No two hosts' clocks can be compared, so only ages travel.
 """
@@ -21,6 +22,10 @@ SHARED_GROUP = "shared"
 
 BLOCK = "block "
 """with what the names of collectives begin that belong to a block of a model cut by strategy fsdp"""
+LIVE = "live.json"  # in the attempt's folder: all ranks, each second
+WATCHED = "watched"  # beside it: whoever watches touches it, again and again
+CHECKPOINT_ASK = "ask-checkpoint-"  # and what follows is the asker's own: save after this step
+MAX_LIVE_BYTES = 4 << 20
 
 
 class Phase(IntEnum):
@@ -245,3 +250,35 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = 0  # how many steps the rank that has come furthest has done
     failed: int | None = None
     """the rank that failed first, where its failure is all there is to tell; None where others are to blame, or none"""
+
+
+class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank at this moment."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int = 0
+    code: int | None = None  # its exit code; None while it runs
+    lost: bool = False  # with its whole node
+    step: int = 0
+    phase: str = Phase.USER.word
+    phase_seconds: tuple[float, ...] = ()  # spent in each phase so far
+    still_seconds: float = 0.0  # since anything of it has moved
+    waiting: bool = False  # for other ranks
+
+    @classmethod
+    def of(cls, one: Sample) -> Self:
+        """What a watcher needs of a sample."""
+        return cls(
+            one.rank, one.host, one.pid, one.node, one.code, bool(one.lost), one.step, one.phase.word,
+            tuple(round(seconds, 6) for seconds in one.phase_seconds), round(one.still_seconds, 1), one.waiting,
+        )  # fmt: skip
+
+
+class Live(msgspec.Struct, frozen=True):
+    """All ranks of a generation."""
+
+    unix_time: float
+    generation: int
+    ranks: tuple[LiveRank, ...]

@@ -9,11 +9,10 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from paceline.contract.node_plan import GRACE_SECONDS
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control has them ignored in what it starts with `&`
 LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
+GRACE_SECONDS = 3.0  # from a request to a worker to stop until its kill; the sweep after it still ends within 5 s
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
 REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
 STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Request
-from paceline.launch.job import Command
+from paceline.launch.plan import Command
 from paceline.launch.ssh.announcements import why_no_agent
 
 T = TypeVar("T")

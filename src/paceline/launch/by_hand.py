@@ -3,18 +3,17 @@
 import shlex
 from collections.abc import Iterator
 
-import msgspec
-
 from paceline.contract.birth import BOOTSTRAP
+from paceline.contract.job import JobSpec, head_ports, labels, plain_name
 from paceline.contract.variables import RUN_ID, SECRET_NAME
 from paceline.errors import UsageError
-from paceline.launch.job import Command, Job, Plan, head_ports, labels, node_plan, plain_name
+from paceline.launch.plan import Command, Plan, as_file, node_plan
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # in the place of a name that we do not know
 
 
-def by_hand(job: Job) -> Plan:
+def by_hand(job: JobSpec) -> Plan:
     """One command for each node, to be typed there. Pure: nothing is looked up or started.
 
     torchrun's rendezvous is the static one: each node knows its number, so a clock that is wrong cannot make a run of
@@ -46,7 +45,7 @@ def typed(plan: Plan) -> str:
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 
-def _agents(job: Job) -> Plan:
+def _agents(job: JobSpec) -> Plan:
     head, nodes = _head(job), _nodes(job)
     if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError(code="slots-differ")
@@ -55,11 +54,10 @@ def _agents(job: Job) -> Plan:
     commands = tuple(
         Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(nodes)
     )
-    text = msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
-    return Plan(by_hand=commands, files={PLAN_FILE: text}, notes=tuple(_notes(job)))
+    return Plan(by_hand=commands, files={PLAN_FILE: as_file(plan)}, notes=tuple(_notes(job)))
 
 
-def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
+def _torchrun(job: JobSpec, node: int, nproc: int) -> tuple[str, ...]:
     # torchrun wants a script without a Python, which is its own, and our bootstrap
     worker = job.argv[job.argv.index(BOOTSTRAP) + 1 :] if BOOTSTRAP in job.argv else ("--no-python", *job.argv)
     return (
@@ -73,18 +71,18 @@ def _torchrun(job: Job, node: int, nproc: int) -> tuple[str, ...]:
     )
 
 
-def _nodes(job: Job) -> list[tuple[str, int]]:
+def _nodes(job: JobSpec) -> list[tuple[str, int]]:
     if not job.hosts:
         return [(f"node {node}", job.nproc) for node in range(job.nodes)]
     names = labels(job.hosts)
     return [(f"node {k}: {names[k]}", host.slots or job.nproc) for k, host in enumerate(job.hosts)]
 
 
-def _head(job: Job) -> str:
+def _head(job: JobSpec) -> str:
     return plain_name(job.hosts[0]) if job.hosts else NODE0
 
 
-def _notes(job: Job) -> Iterator[str]:
+def _notes(job: JobSpec) -> Iterator[str]:
     ports = head_ports(job)[:1] if job.torchrun else head_ports(job)
     if not job.hosts:
         yield f"Put the name or address of node 0 in the place of {NODE0}: one that all other nodes can reach."
@@ -106,7 +104,7 @@ def _notes(job: Job) -> Iterator[str]:
         yield f"{PLAN_FILE} holds the secret of this run: it must stay readable by you alone."
 
 
-def _preparations(job: Job) -> Iterator[str]:
+def _preparations(job: JobSpec) -> Iterator[str]:
     for module in job.modules:
         yield f"module load {shlex.quote(module)}"
     kind, colon, name = job.activate.partition(":")

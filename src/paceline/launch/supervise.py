@@ -24,27 +24,25 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import JobSpec, NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
-from paceline.launch.job import Command, Job, Plan
-from paceline.launch.local import local
+from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.observe.terminal import say
 
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
 
 
-def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) -> int:
+def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     """Run the plan to its end; return the exit code. Main thread only.
 
     By then all messages are on stderr. Stop signals end the run in good order, a second one at once (scripts hear
     SIGTERM first, for some seconds). No process of the run is left on this host when this returns or is killed.
 
     Args:
-        plan: what to run.
-        attempt_dir: an existing folder of this attempt alone, for one agent on this machine; None: the agents are on
-            other hosts, announce themselves, and node 0's makes the folder.
+        plan: what to run: one agent on this machine, if its plan names the folder of the attempt; else agents on other
+            hosts, which announce themselves, and of which node 0's makes the folder.
         keep_open: descriptors that every worker inherits, so that what they hold (a lock) lasts until the last process
             of the run is gone, also when this one is killed. Not for agents on other hosts.
 
@@ -55,10 +53,11 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
         OSError: when the agent cannot be started.
         UsageError: when other hosts cannot be used; nothing was started then.
     """
-    if attempt_dir is None:
+    if not plan.nodes[0].attempt_dir:
         return run_remote(plan)
-    roster_path(attempt_dir).unlink(missing_ok=True)  # never sweep by an earlier run's
     (command,), (node,) = plan.agents, plan.nodes
+    attempt_dir = Path(node.attempt_dir)
+    roster_path(attempt_dir).unlink(missing_ok=True)  # never sweep by an earlier run's
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         agent = _start(command, node, keep_open)
         try:
@@ -70,11 +69,11 @@ def run(plan: Plan, attempt_dir: Path | None, *, keep_open: Sequence[int] = ()) 
 
 
 def run_workers(module: str, words: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any) -> int:
-    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of Job."""
+    """Run `python -m MODULE WORDS` as `nproc` ranks on this machine; the exit code. `options` are fields of JobSpec."""
     attempt_dir.mkdir(parents=True)
     argv = (sys.executable, "-P", "-m", module, *words)
-    job = Job(argv=argv, nproc=nproc, attempt_dir=attempt_dir, run_id=token_hex(8), threads=threads, **options)
-    return run(local(job), attempt_dir)
+    job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)
+    return run(local(job))
 
 
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:

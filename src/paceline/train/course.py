@@ -56,7 +56,7 @@ class Course(Records):
         super().__init__(place, world, show)
         self.origin, self._rhythm = origin, rhythm
         self._guard = Guard.of_process()
-        self.order = CallOrder(world, self._guard.take_order, self._guard.taken, self.say)
+        self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
         self.request: StopRequest | None = None
         self._left_out, self._policy = LeftOut(not_finite, world, self.say), not_finite
         self.throughput, self._waiting, self._traces = Throughput(), Waiting(), Traces(self._guard.box)

@@ -45,12 +45,8 @@ class Outcome:
     code: ExitCode
 
 
-def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
+def train(config: TrainConfig) -> Outcome:
     """Train as `config` says, as the rank that the environment names.
-
-    Args:
-        config: all settings.
-        run_dir: the run folder, if a launcher has made it already.
 
     Raises:
         UsageError: before the first step, on one rank; ToldElsewhere on the others.
@@ -60,9 +56,10 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
     guard = Guard.of_process()
     guard.take_over()
     guard.box.enter(Phase.INIT)
+    prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has made and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
-        world, config.run.run_dir, str(config.task), prepared=run_dir, resume=config.checkpoint.resume == "auto",
+        world, config.run.run_dir, str(config.task), prepared=prepared, resume=config.checkpoint.resume == "auto",
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
         asked, config = config.data, with_defaults(config, world.size)
@@ -107,7 +104,7 @@ def train(config: TrainConfig, *, run_dir: Path | None = None) -> Outcome:
                 code = Training(parts, place, origin).run()
         except BaseException as error:
             refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and place.attempt > 1
-            if run_dir is None and world.rank == 0 and not refused:  # a launcher of ours knows the exit code itself
+            if prepared is None and world.rank == 0 and not refused:  # a launcher of ours knows the exit code itself
                 _summarise_failure(config, place.folder, world, error)
             stalled = None if isinstance(error, PacelineError) else guard.stall_error(error)
             if stalled is not None:

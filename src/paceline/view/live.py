@@ -1,7 +1,7 @@
 """Reads a run while it goes on: what is new since the last look, and of long files only the end.
 
-Where its head agent is asked to (`contract/live.py`), it says how each rank is at this moment. Of other runs there is
-what the ranks themselves write down: their last step, and for how long nothing has come.
+The head agent of a run, if it is asked, writes how each rank gets on at this moment (`Live` in contract/evidence.py).
+Other runs have what the ranks themselves write: their last step, and for how long nothing has come.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.contract.live import LIVE, MAX_LIVE_BYTES, WATCHED, Live
+from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.disk import writing
 from paceline.disk.owners import opened
 from paceline.disk.reading import decode

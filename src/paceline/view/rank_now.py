@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.contract.evidence import Phase
-from paceline.contract.live import LiveRank
+from paceline.contract.evidence import LiveRank, Phase
 from paceline.guard.detectors import OWN
 from paceline.observe.events import Step
 from paceline.observe.machine import GpuUse, RankUse

@@ -5,8 +5,11 @@ that name (loader workers under spawn, multiprocessing) finds the script and not
 dies with its agent, and an uncaught exception is written down for the agent before anything is torn down.
 """
 
+from __future__ import annotations
+
 import builtins
 import difflib
+import fcntl
 import io
 import os
 import re
@@ -14,19 +17,21 @@ import runpy
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth, restarts
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.worker.attach import attach, error_file_name, leave, record_failure, tell
 from paceline.worker.guard import Guard
+from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.start import look_on
-from paceline.worker.terminal import ask_in_turn
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -186,6 +191,64 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
         sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
         sys.__excepthook__(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
+
+
+class _Turn:
+    """The turn to ask: a lock on a folder that all ranks of the node see. It ends with its holder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._depth = folder, 0
+
+    @contextmanager
+    def taken(self) -> Generator[None]:
+        if self._depth or not self._folder:
+            yield
+            return
+        lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._depth = 1
+            yield
+        finally:
+            self._depth = 0
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
+            os.close(lock)
+
+
+def ask_in_turn(folder: str) -> None:
+    """Have `input` and pdb of this process wait for their turn: ranks with one terminal ask one after the other.
+
+    `input()` asks for a line, pdb until it continues. A script that reads `sys.stdin` itself takes what is there, as
+    under torchrun. `folder` is the same for all ranks of the node.
+    """
+    turn, ask = _Turn(folder), builtins.input
+
+    @wraps(ask)
+    def asked(prompt: object = "", /) -> str:
+        with turn.taken():
+            to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without that it goes to stderr
+            if prompt and to_pipe:  # of a pipe people see whole lines
+                sys.stdout.flush()
+                with suppress(OSError):
+                    os.write(0, f"[rank {os.environ.get('RANK', '')}] {prompt}".encode(errors="replace"))
+                return ask()
+            return ask(prompt)
+
+    def pdb_is_there(*, late: bool) -> None:
+        del late
+        kind: Any = sys.modules["pdb"].Pdb
+        interact = kind.interaction
+
+        @wraps(interact)
+        def interaction(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+            with turn.taken():
+                return interact(debugger, *args, **kwargs)
+
+        kind.interaction = interaction
+
+    builtins.input = asked
+    when_imported("pdb", pdb_is_there)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     guard = Guard.of_process()
     with guard.phase(Phase.EVALUATE): ...        # what it does, in the box that its agent reads
-    guard.take_order()                           # what collectives it has called, as a number that ranks compare
+    guard.ledger.take_order()                    # what collectives it has called, as a number that ranks compare
     guard.stall_error(error)                     # whether `error` is the guard's doing, and then why
 
 There is one for each process, made at the first call: a process has one agent, one box, one torch whose functions can
@@ -12,28 +12,31 @@ be wrapped once, one handler for a signal. `--stall-after off` leaves nothing of
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import ClassVar, Self
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, ClassVar, Self
 
 import msgspec
 
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box, make_box
-from paceline.contract.evidence import Op, Phase
+from paceline.contract.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box, make_box
+from paceline.contract.evidence import Answer, Phase
 from paceline.contract.failure import is_victim
 from paceline.errors import ExitCode, StallError
-from paceline.worker.calls import Begun
+from paceline.host.procfs import GUARD_THREAD
+from paceline.worker import recorder
 from paceline.worker.imports import when_imported
-from paceline.worker.ledger import MODULE, Ledger
-from paceline.worker.probes.calls import OrderMarks
-from paceline.worker.release import Connections
-from paceline.worker.watcher import NativeStacks, Watcher
+from paceline.worker.ledger import MODULE, Group, Ledger, OrderMarks
+from paceline.worker.release import Connections, abort_nccl
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
+WAKE_SECONDS = 0.25
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -55,13 +58,13 @@ class Guard:
         self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
         self.box = box or Box(make_box(0))
         self._complained = False
-        self._ledger = Ledger(self.box, self.complain)
+        self.ledger = Ledger(self.box, self.complain)
         self.connections = Connections()
         self._watcher: Watcher | None = None
         self._look_away: Callable[[], None] | None = None  # from a script that nobody changed
         if not on:
             self.box.keep_for_steps()
-            self._ledger.active = False
+            self.ledger.active = False
 
     @classmethod
     def of_process(cls) -> Guard:
@@ -91,7 +94,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self.complain(error)
-        self._watcher = Watcher(self.box, self._ledger, self.connections, native, self.complain)
+        self._watcher = Watcher(self.box, self.ledger, self.connections, native, self.complain)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -110,14 +113,14 @@ class Guard:
         """This process's script is seen from outside, until `look_away` is called. `failed` gets what its collectives
         raise.
         """
-        self._look_away, self._ledger.marker, self._ledger.failed = look_away, marker, failed
+        self._look_away, self.ledger.marker, self.ledger.failed = look_away, marker, failed
         self.box.put("script", 1)
 
     def take_over(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""
         if self._look_away is not None:
             self._look_away()
-            self._ledger.marker = self._ledger.failed = None
+            self.ledger.marker = self.ledger.failed = None
         self.box.put("script", 0)
 
     @contextmanager
@@ -128,31 +131,6 @@ class Guard:
             yield
         finally:
             self.box.enter(before)
-
-    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
-        """Show that an operation begins that is none of torch's; see `Ledger.begin_own`. Never raises."""
-        try:
-            return self._ledger.begin_own(owner, ranks, op, of_all=of_all)
-        except Exception as error:
-            self.complain(error)
-            return None
-
-    def end_own(self, begun: Begun | None, work: object = None, *, failed: bool = False) -> None:
-        """Show that it is over, or will be when `work` is completed; see `Ledger.end_own`."""
-        if begun is not None:
-            self._ledger.end_own(begun, work, failed=failed)
-
-    def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of the collectives over all ranks since the last take; the same on ranks that agree.
-
-        In order within each group, whatever the order between groups. In it: kind, name, type, line, and shape where
-        all ranks must pass the same.
-        """
-        return self._ledger.take_order()
-
-    def taken(self) -> list[Op]:
-        """What the last `take_order` covered, the oldest first; of more than 256 the last."""
-        return self._ledger.taken()
 
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
@@ -189,13 +167,13 @@ class Guard:
         module = sys.modules[MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
-            self._ledger.install(module, *others, late=late)
+            self.ledger.install(module, *others, late=late)
         self.connections.install(module)
 
     def _in_child(self) -> None:
         # a forked process loads data, or is the script's own business: it must not speak in the rank's name
         self.box.keep_for_loaders()
-        self._ledger.active = False
+        self.ledger.active = False
         self.on = self._has_agent = False
         self.record, self.leave = -1, lambda code: None
 
@@ -204,3 +182,123 @@ class Guard:
         if not self._complained:
             self._complained = True
             print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
+
+
+class Watcher:
+    """A thread that speaks, four times a second, for a worker whose main thread may be stuck.
+
+    It says that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
+    question for stacks and collectives, and cuts the connections of a collective that will never end. It holds no lock
+    that the main thread may want, imports nothing, and whatever goes wrong in it ends there.
+    """
+
+    def __init__(
+        self,
+        box: Box,
+        ledger: Ledger,
+        connections: Connections,
+        native: NativeStacks | None,
+        complain: Callable[[BaseException], None],
+    ) -> None:
+        self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
+        self._complain = complain
+        self._main = threading.main_thread().ident or 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
+        self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
+
+    def start(self) -> None:
+        """Begin."""
+        self._box.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it before the process ends, so that it is not within torch when torch is taken down."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
+        while not self._stop.wait(WAKE_SECONDS):
+            for part in (self._beat, self._reply, self._release):
+                try:
+                    part()
+                except Exception as error:
+                    self._complain(error)
+
+    def _beat(self) -> None:
+        box = self._box
+        box.put("beat_ns", time.monotonic_ns())
+        if self._native is not None:
+            box.put("ready", self._native.ready())
+        groups = [*self._ledger.groups.values()]
+        for group in groups:
+            group.sweep(box)
+        enqueued = [group for group in groups if group.enqueued]
+        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
+            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            for group in enqueued:
+                group.end_enqueued(pending, box)
+        now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
+        self._still = self._still + 1 if now == self._last else 0
+        self._last = now
+        box.put("enqueued", now[0])
+        box.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+
+    def _reply(self) -> None:
+        asked = self._box.get("asked")
+        if asked <= self._answered:
+            return
+        self._answered = asked
+        groups = self._groups()
+        stacks = recorder.stacks(self._main)
+        answer = Answer(
+            ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
+            titles=recorder.group_titles(),
+            stacks=stacks,
+            enqueued=self._last[0],
+        )
+        self._box.answer(asked, msgspec.json.encode(answer))
+
+    def _groups(self) -> dict[str, Group]:
+        return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+
+    def _release(self) -> None:
+        if not self._box.get("released"):
+            return
+        if not self._aborted and (module := recorder.distributed()) is not None:
+            self._aborted = True
+            threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
+        self._connections.shut()
+
+
+class NativeStacks:
+    """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
+
+    So a regular expression that runs for ever, or a C extension that never returns, is seen with the line of Python
+    that called it.
+    """
+
+    def __init__(self, box: Box) -> None:
+        """Raises OSError where /proc is not to be had."""
+        path = f"/proc/self/fd/{box.descriptor}"
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
+        self._inode = os.fstat(self._file.fileno()).st_ino
+        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
+        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
+
+    def ready(self) -> int:
+        """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
+        if self._file is None:
+            return WATCHED
+        try:
+            if os.fstat(self._file.fileno()).st_ino == self._inode:
+                return SIGNAL_SAFE
+        except OSError:
+            pass
+        faulthandler.unregister(SIGNAL)
+        self._file = None
+        return WATCHED

@@ -4,30 +4,206 @@ Each call leaves a record in the box's ring, which outlives the process, and goe
 order of their calls (`take_order`). What a wrapper does besides never raises, changes nothing, and costs microseconds.
 """
 
+from __future__ import annotations
+
 import hashlib
 import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from threading import get_ident, main_thread
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 
-import msgspec.structs
+from msgspec.structs import replace
 
-from paceline.contract.box import NO_PEER, Box, ring_text
+from paceline.contract.box import NO_PEER, RECORDS, Box, ring_text
 from paceline.contract.evidence import Op, Phase
-from paceline.worker.calls import KINDS, SAME, Begun, Group, Known, ReadingRule, leave_untraced, peer_of, torch_number
-from paceline.worker.probes.calls import OrderMarks, order_hash
+from paceline.contract.marks import GROUPS, Names, Order, put_call
+from paceline.contract.order import ROOTED
 from paceline.worker.sites import Site, call_site
 from paceline.worker.unseen import unseen
 
+_SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
+SAME = {  # another name, or the other way to wait, for what is one call to the other ranks
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "isend": "send",
+    "irecv": "recv",
+}
 MODULE = "torch.distributed.distributed_c10d"
 MAX_TAKEN, MAX_CACHED = 256, 4096
 NAME = "collective"  # what a caller may set in a tensor's __dict__: "bucket 3"
+
+
+@dataclass(frozen=True)
+class ReadingRule:
+    """How to read one function's arguments. Only what all ranks of a call must agree on is kept."""
+
+    tensor: str = ""  # the argument whose shape and type tell; a tensor, or a list of them
+    shape: bool = True  # False where ranks may rightly pass different sizes
+    peer: tuple[str, str] | None = None  # the arguments that name the other rank, or the root: of the world, the group
+    message: bool = False  # between two ranks, not a collective
+    single: bool = True  # raises torch's number by one; else by more, or by what the backend likes
+
+
+KINDS: Mapping[str, ReadingRule] = {
+    "all_reduce": ReadingRule("tensor"),
+    "all_reduce_coalesced": ReadingRule("tensors"),
+    "broadcast": ReadingRule("tensor", peer=_SOURCE),
+    "reduce": ReadingRule("tensor", peer=_TARGET),
+    "all_gather": ReadingRule("tensor", shape=False),
+    "all_gather_coalesced": ReadingRule("input_tensor_list", shape=False, single=False),
+    "all_gather_single": ReadingRule("input_tensor"),
+    "all_gather_into_tensor": ReadingRule("input_tensor"),
+    "gather": ReadingRule("tensor", peer=_TARGET),
+    "scatter": ReadingRule("tensor", peer=_SOURCE),
+    "reduce_scatter": ReadingRule("output", shape=False, single=False),
+    "reduce_scatter_single": ReadingRule("output"),
+    "reduce_scatter_tensor": ReadingRule("output"),
+    "all_to_all": ReadingRule("output_tensor_list", shape=False),
+    "all_to_all_single": ReadingRule("input", shape=False),
+    "barrier": ReadingRule(),
+    "monitored_barrier": ReadingRule(single=False),
+    "send": ReadingRule("tensor", peer=_TARGET, message=True),
+    "recv": ReadingRule("tensor", peer=_SOURCE, message=True),
+    "isend": ReadingRule("tensor", peer=_TARGET, message=True),
+    "irecv": ReadingRule("tensor", peer=_SOURCE, message=True),
+}
+
+
+@dataclass
+class Group:
+    """What has been called over one process group.
+
+    A collective's number is counted per group, from 1, and a call counts once: torch's own numbers also rise with
+    messages to a peer, and by several for calls that it makes out of others (`Group.own`).
+    """
+
+    name: str
+    of_all: bool  # all ranks of the world are members
+    members: tuple[int, ...]
+    polled: bool  # a work may be asked whether it is completed, at any time
+    still_there: weakref.ref[Any]
+    spans: deque[tuple[int, float, int]] = field(default_factory=lambda: deque[tuple[int, float, int]](maxlen=512))
+    """where torch's numbers run ahead: (the number before a call, after it, by how many all such calls so far)"""
+    ahead: int = 0
+    calls: int = 0  # for backends that do not count
+    messages: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    pending: deque[tuple[int, weakref.ref[Any]]] = field(
+        default_factory=lambda: deque[tuple[int, weakref.ref[Any]]](maxlen=RECORDS)
+    )
+    enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    """of NCCL, whose calls return when the GPU has only been told: record and number of what may be on its way"""
+    sent: int = 0  # and received
+    checksum: int = 0
+    count: int = 0
+
+    def own(self, number: int) -> int | None:
+        """Our number for torch's; None for what belongs to a call that counts once, or is too long ago to know."""
+        if len(self.spans) == self.spans.maxlen and number <= self.spans[0][0]:
+            return None
+        ahead = 0
+        for before, after, total in self.spans:
+            if number <= before:
+                break
+            if number <= after:
+                return None
+            ahead = total
+        return number - ahead
+
+    def count_ahead(self, begun: Begun) -> None:
+        """Note by how much torch's number has risen more than ours with a call that has returned."""
+        after = torch_number(begun.backend, self)
+        self.ahead += after - begun.before - begun.counts
+        if begun.counts:
+            self.spans.pop()  # the open one
+        if after > begun.before:
+            self.spans.append((begun.before, after, self.ahead))
+
+    def returned(self, begun: Begun, result: Any, box: Box) -> None:
+        """A call has returned, with a `Work` perhaps; end its record, unless it may be on its way."""
+        if self.polled and hasattr(result, "is_completed"):
+            self.pending.append((begun.record, weakref.ref(result)))
+            return
+        if self.polled:
+            box.end(begun.record)
+            return
+        self.enqueued.append((begun.record, begun.number))
+        if len(self.enqueued) > RECORDS // 2:  # so long ago that nobody needs to be asked
+            box.end(self.enqueued.popleft()[0])
+
+    def end_enqueued(self, pending: Collection[tuple[str, int]], box: Box) -> None:
+        """End the records of all that is not `pending`, known by group and number."""
+        for entry in [*self.enqueued]:
+            if (self.name, entry[1]) not in pending:
+                with suppress(ValueError):  # pushed out meanwhile, by the main thread
+                    self.enqueued.remove(entry)
+                box.end(entry[0])
+
+    def sweep(self, box: Box) -> None:
+        """End the records of asynchronous calls that are over by now, up to the first that is not."""
+        while self.pending:
+            entry = self.pending.popleft()
+            work = entry[1]()
+            if work is not None and not work.is_completed():  # None: nobody can wait for it any more
+                self.pending.appendleft(entry)
+                return
+            box.end(entry[0])
+
+
+@dataclass(frozen=True)
+class Known:
+    """One call as it comes again and again: at this line, with these arguments."""
+
+    code: CodeType  # kept, as the next one, so that no other code can have its address
+    inner: CodeType
+    op: Op
+    text: bytes
+    order: int = 0  # a hash of what all ranks have in common, in the order of calls
+
+
+class Begun(NamedTuple):  # made at every call: half the price of a dataclass
+    """A call that is on its way."""
+
+    record: int
+    group: Group
+    backend: Any
+    before: int  # torch's number
+    single: bool  # which the call raises by one
+    counts: int  # 1 for a collective, 0 for a message
+    number: int  # ours; of a message -1, -2, ...: how many this process has sent and received over the group
+
+
+def torch_number(backend: Any, group: Group) -> int:
+    """How many collectives torch has counted on this group."""
+    try:
+        return backend._get_sequence_number_for_group()
+    except RuntimeError:  # MPI, and groups of two backends
+        return group.calls
+
+
+def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
+    """The other rank of a call, of the world, out of the arguments that may name it."""
+    of_world, of_group = [*asked, None][:2]
+    if of_world is not None:
+        return of_world
+    if of_group is not None:
+        return group.members[of_group]
+    return NO_PEER if kind.message else 0  # from anybody; torch's default for a root
+
+
+def leave_untraced(code: CodeType) -> None:
+    """Have torch.compile run frames of this code, and what they call, as they are; without importing its compiler."""
+    frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    with suppress(AttributeError, TypeError):  # a torch with other names: then it is traced, in vain but rightly
+        action = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
 
 
 class Ledger:
@@ -74,7 +250,11 @@ class Ledger:
         self._hang_on_waits(distributed.Work)
 
     def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of what has been called over all ranks since the last take; see `Guard`."""
+        """A hash, 0 <= n < 2**52, of what was called over all ranks since the last take; the same on ranks that agree.
+
+        In order within each group, whatever the order between groups. In it: kind, name, type, line, and shape if all
+        ranks must pass the same.
+        """
         groups = [*self._gone, *self.groups.values()]
         parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
         for group in groups:
@@ -86,32 +266,37 @@ class Ledger:
         return int.from_bytes(digest, "little") >> 4
 
     def taken(self) -> list[Op]:
-        """What the last `take_order` covered: 256 at most."""
-        return [msgspec.structs.replace(known.op, seq=seq, done=True) for known, seq in self._taken]
+        """What the last `take_order` covered, the oldest first; of more than 256 the last."""
+        return [replace(known.op, seq=seq, done=True) for known, seq in self._taken]
 
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
-        """Note that an operation begins that is none of torch's, for `end_own`; None where nothing is noted.
+        """Note that an operation begins that is none of torch's, for `end_own`; None if nothing is noted. Never raises.
 
         `owner` is what its `ranks` (of the world) have in common, as a process group is: numbers count up as long as it
         lives. `op` comes without number and line, which are found here; `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None
-        group = self.groups.get(id(owner))
-        if group is None or group.still_there() is not owner:
-            if group is not None:
-                self._gone.append(group)
-            group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
-        place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        known = self._known_at(place, (op,), lambda site: msgspec.structs.replace(op, site=site))
-        group.calls += 1
-        self._own += 1
-        return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+        try:
+            group = self.groups.get(id(owner))
+            if group is None or group.still_there() is not owner:
+                if group is not None:
+                    self._gone.append(group)
+                group = self.groups[id(owner)] = Group(op.group, of_all, ranks, True, weakref.ref(owner))
+            place = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+            known = self._known_at(place, (op,), lambda site: replace(op, site=site))
+            group.calls += 1
+            self._own += 1
+            return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
+        except Exception as error:
+            self._complain(error)
+            return None
 
-    def end_own(self, begun: Begun, work: Any = None, *, failed: bool = False) -> None:
+    def end_own(self, begun: Begun | None, work: Any = None, *, failed: bool = False) -> None:
         """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
-        self._own -= 1
-        self._end(begun, work, failed=failed)
+        if begun is not None:
+            self._own -= 1
+            self._end(begun, work, failed=failed)
 
     def group_of(self, backend: Any) -> Group | None:
         """What is known of a process group; None if this rank is no member."""
@@ -276,3 +461,27 @@ class Ledger:
                 begun.group.returned(begun, result, self._box)
         except Exception as error:
             self._complain(error)
+
+
+def order_hash(op: Op) -> int:
+    """Of what all ranks must have in common: not the line where code asks for the rank, nor where it gives names."""
+    return zlib.crc32(ring_text(replace(op, site="") if op.name or op.kind in ROOTED else op))
+
+
+class OrderMarks:
+    """Which collectives this process's script calls over the first groups of all ranks: agents compare the orders."""
+
+    def __init__(self, box: Box, names: Names) -> None:
+        self._box, self._names = box, names
+        self._groups: dict[str, tuple[int, Order]] = {}
+
+    def note(self, group: str, members: int, call: int, text: bytes) -> None:
+        """A call: how it is hashed, and what it is."""
+        if group not in self._groups:
+            self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())
+            self._box.put("marks", self._box.get("marks") + 1)
+        table, order = self._groups[group]
+        if table < GROUPS:
+            self._names.of_call(call, text)
+            put_call(self._box, table, order, call)
+            self._groups[group] = table, order._replace(made=order.made + 1)

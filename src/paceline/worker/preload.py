@@ -1,6 +1,6 @@
 """Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
-It runs a worker's own command, up to here (see contract/forking.py and agent/preload.py). A fork is safe while
+It runs a worker's own command, up to here (see contract/birth.py and agent/preload.py). A fork is safe while
 this is the only thread, and no file and no CUDA device is open: that is looked at before. What a worker would have got
 from its start (environment, descriptors, session, signals) it gets after the fork.
 """
@@ -20,13 +20,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.forking import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder
+from paceline.contract.birth import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.worker.calls import KINDS
 from paceline.worker.guard import Guard
-from paceline.worker.ledger import MODULE
+from paceline.worker.ledger import KINDS, MODULE
 
 NAME = "preloader"  # in `ps -o comm` and `top`; its command line is a worker's
 COMM = Path("/proc/self/comm")
@@ -194,4 +192,4 @@ def _watch_torch() -> None:
         if other is not module
         and any(getattr(other, "__dict__", {}).get(name) is found for name, found in functions.items())
     ]
-    guard._ledger.install(module, *others)  # pyright: ignore[reportPrivateUsage] - this is the guard's beginning
+    guard.ledger.install(module, *others)

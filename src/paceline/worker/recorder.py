@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from paceline.contract.boxes import of_this_life
 from paceline.contract.evidence import Op, Stack
 from paceline.contract.places import Activity, activity_of, shown_site_of
-from paceline.worker.calls import KINDS, SAME, Group
-from paceline.worker.ledger import MODULE
+from paceline.worker.ledger import KINDS, MODULE, SAME, Group
 from paceline.worker.sites import frame_of
 
 capturing = threading.Event()

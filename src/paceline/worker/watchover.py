@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from paceline.contract.attach import Goodbye, Hello, Meeting, agent_address, peer_pid, receive, send
 from paceline.contract.birth import restarts
 from paceline.contract.box import make_box
-from paceline.contract.node_plan import NodePlan
+from paceline.contract.job import NodePlan
 from paceline.observe.terminal import say
 from paceline.worker import recorder
 from paceline.worker.foreign import job_token

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.contract.job import JobSpec
 from paceline.contract.orders import STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import PacelineError, UsageError, plural, unknown
 from paceline.host.procfs import PR_SET_PDEATHSIG
-from paceline.launch.job import Job
 from paceline.launch.slurm.queue import run_slurm, slurm_words
 
 FORMAT = "%P|%D|%c|%G|%l|%a"
@@ -36,7 +36,7 @@ class Nodes:
     default: bool
 
 
-def check_fits(job: Job, env: Mapping[str, str]) -> None:
+def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
     """Refuse a job that the cluster can never start, as far as its partitions show; the rest sbatch refuses itself.
 
     Raises:
@@ -54,7 +54,7 @@ def check_fits(job: Job, env: Mapping[str, str]) -> None:
         raise UsageError(code="slurm-does-not-fit", found="; ".join(found), partitions=_choices(all_nodes))
 
 
-def _asked(job: Job, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
+def _asked(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
     """All nodes, and the partitions that the job is for, separated by commas."""
     done = run_slurm("sinfo", "-h", "-e", "-o", FORMAT)
     if done.returncode != 0:
@@ -64,7 +64,7 @@ def _asked(job: Job, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
     return found, job.slurm.partition or env.get("SBATCH_PARTITION", "") or usual
 
 
-def misfit(name: str, nodes: Sequence[Nodes], job: Job) -> str:
+def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
     """Why a job cannot run in a partition, in words; empty if it can."""
     asked, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
@@ -148,7 +148,7 @@ def in_allocation(env: Mapping[str, str]) -> Granted | None:
     )
 
 
-def cores_there(held: Granted | None, job: Job, env: Mapping[str, str]) -> int:
+def cores_there(held: Granted | None, job: JobSpec, env: Mapping[str, str]) -> int:
     """Cores for each rank of a job with GPUs, at least 1: of the allocation `held`, else of nodes that it may get.
 
     Raises:
@@ -166,7 +166,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(held: Granted, job: Job) -> None:
+def check_allocation(held: Granted, job: JobSpec) -> None:
     """Refuse a job of another shape than the allocation's.
 
     Raises:

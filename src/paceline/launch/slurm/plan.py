@@ -10,10 +10,11 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
+from paceline.contract.job import JobSpec
 from paceline.errors import UsageError, plural
-from paceline.launch.job import Command, Job, Plan, node_plan
+from paceline.launch.plan import Command, Plan, as_file, node_plan
 
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
 LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal
@@ -52,7 +53,7 @@ OURS = {  # option of sbatch -> what to say instead
 }
 
 
-def slurm(job: Job) -> Plan:
+def slurm(job: JobSpec) -> Plan:
     """The plan for a Slurm cluster: a batch script, and the agents' plan.
 
     Raises:
@@ -60,13 +61,12 @@ def slurm(job: Job) -> Plan:
     """
     _check(job)
     # the script loads and activates before it starts the agents; Slurm says which node an agent is on
-    node = node_plan(msgspec.structs.replace(job, modules=(), activate=""), node=-1, nproc=job.nproc, head=())
-    plan = msgspec.json.format(msgspec.json.encode(node), indent=2).decode() + "\n"
+    plan = node_plan(replace(job, modules=(), activate=""), node=-1)
     command = Command("sbatch", ("sbatch", "--parsable", f"{job.submit_dir}/{SCRIPT}"))
-    return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: plan})
+    return Plan(submit=command, files={SCRIPT: batch_script(job), PLAN: as_file(plan)})
 
 
-def _check(job: Job) -> None:
+def _check(job: JobSpec) -> None:
     asked = job.slurm
     if job.min_nodes < job.nodes:
         raise UsageError(code="slurm-nodes-fixed", least=job.min_nodes, nodes=job.nodes)
@@ -83,13 +83,13 @@ def _check(job: Job) -> None:
         )  # fmt: skip
     for option in asked.options:
         check_option(option)
-    texts = {"working folder": job.cwd, "run folder": str(job.submit_dir), "--partition": asked.partition}
+    texts = {"working folder": job.cwd, "run folder": job.submit_dir, "--partition": asked.partition}
     texts |= {"--python": job.python, "--activate": job.activate, "--module": "".join(job.modules)}
     for name, text in texts.items():
         check_text(name, text)
     if re.search(r"[\s()]", Path(job.python).name):
         raise UsageError(code="python-with-spaces", value=job.python)
-    if "\\" in str(job.submit_dir):
+    if "\\" in job.submit_dir:
         raise UsageError(code="backslash-in-folder", submit_dir=job.submit_dir)
 
 
@@ -111,9 +111,9 @@ def check_text(name: str, text: str) -> None:
         raise UsageError(code="control-characters", name=name, value=text)
 
 
-def batch_script(job: Job) -> str:
+def batch_script(job: JobSpec) -> str:
     """The text of the script."""
-    q, folder = shlex.quote, str(job.submit_dir)
+    q, folder = shlex.quote, job.submit_dir
     setup = "\n".join(_environment(job))
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH --{option}" for option in _options(job)),
@@ -127,7 +127,7 @@ def batch_script(job: Job) -> str:
     )
 
 
-def _options(job: Job) -> Iterator[str]:
+def _options(job: JobSpec) -> Iterator[str]:
     asked = job.slurm
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job.name).strip("-.") or "run"
     yield f"job-name={name}"
@@ -140,7 +140,7 @@ def _options(job: Job) -> Iterator[str]:
         yield f"time={asked.minutes}"
     if asked.partition:
         yield f"partition={_sbatch_quote(asked.partition)}"
-    yield f"output={_sbatch_quote(str(job.submit_dir).replace('%', '%%') + '/' + OUTPUT)}"
+    yield f"output={_sbatch_quote(job.submit_dir.replace('%', '%%') + '/' + OUTPUT)}"
     yield "open-mode=append"
     yield "requeue"
     if asked.save_seconds:
@@ -157,7 +157,7 @@ def _sbatch_quote(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _environment(job: Job) -> Iterator[str]:
+def _environment(job: JobSpec) -> Iterator[str]:
     q = shlex.quote
     if job.cwd:
         yield f"cd -- {q(job.cwd)} || exit 2"

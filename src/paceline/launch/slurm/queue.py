@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.launch.job import Plan
+from paceline.launch.plan import Plan
 from paceline.launch.slurm.plan import SCRIPT
 from paceline.launch.tail import Tail
 

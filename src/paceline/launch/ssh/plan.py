@@ -5,8 +5,11 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
+from paceline.contract.job import Host, JobSpec, labels, plain_name
 from paceline.errors import UsageError
-from paceline.launch.job import Command, Host, Job, Plan, labels, node_plan, plain_name
+from paceline.launch.plan import Command, Plan, node_plan
 
 SILENCE_SECONDS = 30.0  # an agent that hears nothing for so long ends its workers: the network is cut
 CONNECT_SECONDS = 10
@@ -31,7 +34,7 @@ SYNC_SECONDS = 3600.0
 WORDS_OF_AN_ERROR = 2  # lines of rsync's, which says the reason first
 
 
-def ssh(job: Job) -> Plan:
+def ssh(job: JobSpec) -> Plan:
     """The plan for `job.hosts`. Pure: nothing is looked up or started.
 
     Nothing of the user's but the path of Python is on a command line, where every user of the host could read it; the
@@ -44,13 +47,12 @@ def ssh(job: Job) -> Plan:
         raise UsageError(code="ssh-without-hosts")
     if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
+    job = replace(job, silence_seconds=SILENCE_SECONDS)
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
-        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),  # -P: see local.py
-        nodes=tuple(
-            node_plan(job, node=node, nproc=host.slots or job.nproc, head=head, silence_seconds=SILENCE_SECONDS)
-            for node, host in enumerate(job.hosts)
-        ),
+        # -P: see launch.plan.local
+        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),
+        nodes=tuple(node_plan(job, node, nproc=host.slots or 0, head=head) for node, host in enumerate(job.hosts)),
     )
 
 
@@ -75,7 +77,7 @@ def destination(host: Host) -> str:
     return f"{user}{at}{plain_name(host)}"
 
 
-def rsync_commands(job: Job) -> list[Command]:
+def rsync_commands(job: JobSpec) -> list[Command]:
     """One rsync for each host, from the working folder here to that of the same path there.
 
     Without --delete: what else the hosts have is not ours to remove.

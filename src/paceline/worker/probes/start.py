@@ -10,7 +10,7 @@ from typing import Any
 from paceline.contract.box import Box
 from paceline.contract.marks import Names
 from paceline.worker.guard import Guard
-from paceline.worker.probes.calls import OrderMarks
+from paceline.worker.ledger import OrderMarks
 from paceline.worker.probes.finite import Batches, Finite
 from paceline.worker.probes.hooks import Events, Hooks
 from paceline.worker.probes.joint import Joint
