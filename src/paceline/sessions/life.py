@@ -95,6 +95,10 @@ class Life(Loop):
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         self._track = track
+        self._others = {
+            "checkpoint_every": checkpoint_every, "keep": keep, "watch_every": watch_every, "not_finite": not_finite,
+            "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout, "track": track,
+        }  # fmt: skip
         if wanted(track) and run_dir is None:
             raise UsageError(code="track-without-folder", value=track)
         self._is_seeded = seed is not None

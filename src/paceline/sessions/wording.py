@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.collectives.control import check_equal, together
-from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
+from paceline.config import dump_given
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
@@ -85,19 +85,11 @@ def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
 
 
-def write_session_settings(
-    place: Place | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int
-) -> None:
-    """As config.toml, what a task would be given for such a training; on rank 0."""
-    if place is None or place.attempt_dir is None:
-        return
-    shape = DataConfig(
-        global_batch=plan.global_batch, accumulation=plan.accumulation, virtual_ranks=plan.virtual_ranks, tail=plan.tail
-    )
-    run = RunConfig(seed=seed, epochs=epochs)
-    settings = TrainConfig(task=name, data=shape, run=run, checkpoint=CheckpointConfig(), strategy=strategy)
-    run_folder.shelve_summary(place.folder, place.attempt)
-    run_folder.write_settings(place.folder, dump(settings))
+def write_session_settings(place: Place | None, settings: Mapping[str, Any]) -> None:
+    """As config.toml, what the session was given, and what it has made of it; on rank 0."""
+    if place is not None and place.attempt_dir is not None:
+        run_folder.shelve_summary(place.folder, place.attempt)
+        run_folder.write_settings(place.folder, dump_given(settings))
 
 
 def script_name() -> str:
