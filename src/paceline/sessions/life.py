@@ -216,17 +216,15 @@ class Life(Loop):
         body = self._steps.body
         if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [one for one in frames if "site-packages" not in one.filename]
-        place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
-        told = f"{type(error).__name__}{place}: {error}."
+        told, trace = f"{type(error).__name__}: {error}.", error.__traceback__
         if "mixed torch.Tensor and DTensor" in str(error):
-            return UsageError(code="sharded-weights-used", error=told)
+            return UsageError(code="sharded-weights-used", error=told).with_traceback(trace)
         if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
             return None
-        if "NoneType" not in str(error) and not any(one.filename.endswith(CLIPPING) for one in frames):
+        files = [one.filename for one in traceback.extract_tb(trace)]
+        if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):
             return None
-        return UsageError(code="gradient-not-complete", error=told)
+        return UsageError(code="gradient-not-complete", error=told).with_traceback(trace)
 
     exited: tuple[Any, int] | None = None
     """the exit code that sys.exit was given in a training loop, and after which step"""
@@ -327,6 +325,7 @@ def install() -> None:
         with suppress(Exception):
             error = next((found for one in open_sessions if (found := one.explained(error))), error)
             close_all(error)
+        reword(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
             leave(tell(error))

@@ -16,6 +16,7 @@ from paceline.observe import folder as run_folder
 from paceline.train.resume import Origin, Place
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
+from paceline.worker.sites import line_of
 from paceline.worker.world import World
 
 OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too
@@ -56,9 +57,9 @@ def _is_plain(value: object) -> bool:
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of arguments, not of the command line."""
-    if isinstance(error, PacelineError):
-        error.front_end, error.write = "session", keyword
+    """Let an error of ours speak of arguments, not of the command line, and begin with the line of the user's code."""
+    if isinstance(error, PacelineError) and error.front_end != "session":
+        error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before
 
 
 def compare(
