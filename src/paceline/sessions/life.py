@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from contextlib import ExitStack, nullcontext, suppress
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -321,6 +322,7 @@ def install() -> None:
         return
     before = sys.excepthook
 
+    @wraps(before)  # also its module: whose hook prints the error in the end
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
             error = next((found for one in open_sessions if (found := one.explained(error))), error)
@@ -341,7 +343,7 @@ def install() -> None:
 
         noted_exit.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
         sys.exit = noted_exit
-    hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
+    hook.of_paceline = True  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = hook
     if not getattr(close_all, "is_registered", False):
         close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
