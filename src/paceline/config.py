@@ -466,6 +466,15 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
             _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
 
 
+def dump_given(settings: Mapping[str, Any]) -> str:
+    """The TOML text of some settings only, without those that are None; `load` reads it."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is not None:
+            (found.setdefault(section, {}) if (section := _section(name)) else found)[name] = value
+    return tomli_w.dumps(found)
+
+
 def dump(config: TrainConfig) -> str:
     """The TOML text that `load` reads back into an equal config (None values are left out)."""
 

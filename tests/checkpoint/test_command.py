@@ -37,6 +37,15 @@ def test_list_shows_every_checkpoint_the_newest_last(run, capsys, inner):
     assert rows == ["1", "2", "3"]
 
 
+def test_a_run_without_a_subcommand_gets_the_commands_to_type(run):
+    with raises("checkpoint-without-action", run=str(run), allowed=["list", "verify"]):
+        main([str(run)])
+    with raises("checkpoint-without-action", run=str(run)):
+        main([str(run), "list"])
+    with raises("wrong-command-line"):
+        main(["lst", str(run)])
+
+
 def test_list_says_what_is_damaged_and_does_not_read_the_contents(run, capsys):
     spoil(run, 2)
     spoil(run, 3, short=True)

@@ -64,6 +64,15 @@ def test_it_resumes_on_fewer_ranks_than_it_was_started_on_and_not_on_more(tmp_pa
     assert resumed == pytest.approx(whole, rel=1e-13)
 
 
+def test_settings_that_the_script_has_changed_are_named_with_both_values(tmp_path: Path) -> None:
+    (tmp_path / "fewer.py").write_text(FEWER)
+    assert start(1, tmp_path / "run", 3, script=tmp_path / "fewer.py").returncode == 1
+    (tmp_path / "fewer.py").write_text(FEWER.replace("0.01)", "0.02, weight_decay=0.5)"))
+    done = start(1, tmp_path / "run", script=tmp_path / "fewer.py")
+    (note,) = [line for line in done.stdout.splitlines() if line.startswith("NOTE: optimizer 1 ")]
+    assert note.endswith(": lr 0.01 -> 0.02, weight_decay 0 -> 0.5"), note
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_killed_stopped_and_failed_on_other_numbers_of_ranks_it_comes_to_the_same_bits(

@@ -114,6 +114,7 @@ def test_it_ends_with_code_2_and_is_said_once_without_a_traceback(tmp_path: Path
     done = subprocess.run((sys.executable, *words), cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stderr.count("[not-data]")) == (2, 1), done.stdout + done.stderr
     assert "Traceback" not in done.stderr + done.stdout
+    assert "mine.py:3: " in done.stderr
     records = [json.loads(path.read_text()) for path in tmp_path.rglob("error-*.json")]
     assert {(one["code"], one["fields"]["kind"]) for one in records} == ({("not-data", "int")} if records else set())
     assert bool(records) == (launcher == "paceline")

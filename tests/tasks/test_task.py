@@ -71,9 +71,48 @@ def test_a_file_without_a_name_suggests_the_tasks_in_it(tmp_path: Path, monkeypa
         check_task("empty.py", {})
 
 
-def test_an_unknown_name_lists_tasks_and_functions_only(tmp_path: Path) -> None:
-    (tmp_path / "base.py").write_text(FILE)
+NAMES = (
+    FILE
+    + """
+def make() -> Task: return task
+def made(): return Task(make_model=dict, make_dataset=data, loss=max)
+def main(): local = made()
+third = made()
+if True: by_hand = 3
+"""
+)
+TASKS_IN_IT = ["task", "other", "make", "made", "third"]
+
+
+@pytest.mark.parametrize("name", ["tusk", "local", "split"])
+def test_a_name_that_the_file_does_not_define_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.py").write_text(NAMES)
+    with raises("unknown-name", value=name, allowed=TASKS_IN_IT):
+        check_task(f"base.py:{name}", {})
+    for there in (*TASKS_IN_IT, "by_hand", "Task"):  # what it is, only the ranks know
+        check_task(f"base.py:{there}", {})
+
+
+@pytest.mark.parametrize(
+    "line", ["from os import *", "globals()['tusk'] = 1", "def __getattr__(name): ...", "def f():\n    global tusk",
+             "import sys; sys.modules[__name__].tusk = 1", "def f():\n    setattr(f, 'tusk', 1)"],
+)  # fmt: skip
+def test_a_name_that_only_an_import_would_tell_is_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.py").write_text(f"{FILE}{line}\n")
+    check_task("base.py:tusk", {})
+
+
+@pytest.mark.parametrize("more", ["", "from os import *"])
+def test_an_unknown_name_lists_tasks_only(tmp_path: Path, more: str) -> None:
+    """Also if only the ranks can know that it is unknown."""
+    (tmp_path / "base.py").write_text(f"{FILE}{more}\n")
     words = (sys.executable, "-m", "paceline", "train", "base.py:tusk")
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     ended_with(done, "unknown-name")
-    assert "data, task, other" in done.stderr
+    assert "task, other" in done.stderr and "data" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests import warm
 from paceline.contract.evidence import Evidence, Frame, Op, Stack
 from paceline.contract.places import native_frames, shown_site_of, stands_at
 from paceline.guard.sentences import where
-from paceline.worker.sites import SITE_CHARS, call_site, frame_of
+from paceline.worker.sites import SITE_CHARS, call_site, frame_of, line_of
 
 PACKAGES = "/x/lib/python3.11/site-packages/"
 TORCH = f"{PACKAGES}torch/distributed/distributed_c10d.py:9"
@@ -75,6 +76,13 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
         op = Op("0", 1, "all_reduce", site=f"train.py:40 in main, by transformers/trainer.py:{at}")
         assert stands_at(here, op) is stands
     assert "in main at train.py:40, by transformers/trainer.py:3700" in where(here)
+
+
+def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        nested([TORCH, "/u/collate.py:8", TRAINER, "/u/train.py:3"], partial(int, "x"))
+    assert line_of(caught.value) == "collate.py:8: "
+    assert line_of(ValueError()).rpartition("/")[2].startswith("test_sites.py:")
 
 
 TWICE = """

@@ -118,6 +118,7 @@ class Worker:
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
     """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
+    later = f"-{generation}" if generation else ""
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
     env |= {
         "RANK": str(rank),
@@ -133,7 +134,8 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         "TORCHELASTIC_RESTART_COUNT": str(ranks.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 opens its own
-        "TORCHELASTIC_ERROR_FILE": str(Path(plan.attempt_dir) / _elastic_error(rank, generation)),
+        # torch's `record` writes an exception there; a name beside that of our own record
+        "TORCHELASTIC_ERROR_FILE": str(Path(plan.attempt_dir) / f"torchelastic-error-{rank}{later}.json"),
         "MASTER_ADDR": plan.master_addr,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(plan.threads),
@@ -154,11 +156,6 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         env.setdefault("GLOO_SOCKET_IFNAME", plan.interface)
         env.setdefault("NCCL_SOCKET_IFNAME", f"={plan.interface}")  # else all whose names begin so
     return env
-
-
-def _elastic_error(rank: int, generation: int) -> str:
-    """The file into which torch's `record` writes an exception; a name beside that of our own record."""
-    return f"torchelastic-error-{rank}.json" if not generation else f"torchelastic-error-{rank}-{generation}.json"
 
 
 def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:

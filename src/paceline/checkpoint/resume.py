@@ -151,6 +151,7 @@ def run_location(
         UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ToldElsewhere on the others.
     """
     generation, birth = restarts(), WorkerBirth.here()
+    launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None
     restarted = generation > 0 and asked is not None  # by torchrun, or our agent
     notices: list[str] = []
     mine: dict[str, Any] = {"folder": "", "attempt": 0}
@@ -158,11 +159,10 @@ def run_location(
     try:
         with together(world):
             if world.rank == 0:
-                if prepared is not None:
-                    assert birth is not None  # our agent has prepared the folder
-                    folder, attempt_dir = prepared, Path(birth.attempt_dir).resolve()
+                folder = prepared or run_folder.open_run_dir(asked, name, resume=resume or restarted, trust=trust)
+                if launched is not None and (prepared is not None or launched.parent == folder):
+                    attempt_dir = launched  # our agent has locked the folder, and made the attempt
                 else:
-                    folder = run_folder.open_run_dir(asked, name, resume=resume or restarted, trust=trust)
                     lock = run_folder.lock_run_dir(folder)
                     if fresh and not restarted:
                         run_folder.move_aside(folder)
@@ -170,7 +170,7 @@ def run_location(
                         notices.append(
                             "restarted by torchrun in a new folder, at step 0. To resume, name the run folder"
                         )
-                    attempt_dir = run_folder.create_attempt_dir(folder)[1]
+                    attempt_dir = run_folder.create_attempt_dir(folder, launched)[1]
                 # resolved here: another host may reach the same folder by other links
                 mine = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         told: dict[str, Any] = gather_words(mine, world)[0]

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.commands import command_line
-from paceline.cli.finding import (
-    Means,
-    RunFlags,
-    agent_runs,
-    existing_run,
-    head_roster,
-    is_locked,
-    signal_agent,
-)
+from paceline.cli.finding import Means, RunFlags, agent_runs, existing_run, head_roster, home, is_locked, signal_agent
 from paceline.cli.run_state import standing
 from paceline.contract.job import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
@@ -60,7 +52,7 @@ def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
         UsageError: what is recorded as its job or its agent is something else.
         TrainingError: it cannot be told from here.
     """
-    folder, submission = last_submission(run_dir)
+    folder, submission = last_submission(home(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.state(slurm_job)) is not None and job.lives:
         if not queue.writes_to(slurm_job, folder):

@@ -1,6 +1,7 @@
 """`paceline checkpoint`: lists a run's checkpoints, whether they are whole, and from which one it would go on."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ class CheckpointsConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline checkpoint ARGUMENTS`."""
+    words = [word for word in arguments if not word.startswith("-")]
+    if words and words[0] not in ("list", "verify") and (len(words) == 1 or is_folder(Path(words[0]))):
+        raise UsageError(code="checkpoint-without-action", run=shlex.quote(words[0]), allowed=["list", "verify"])
     config: CheckpointsConfig = command_line("checkpoint").parse(arguments)
     checkpoints, entries, ours = _find(real_path(config.run))
     console = table_console()

@@ -20,7 +20,7 @@ from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.submission import Submission, submit_number
-from paceline.observe.folder import CONFIG, LOCK, attempt_number
+from paceline.observe.folder import CONFIG, LOCK, attempt_number, launched_attempt
 from paceline.observe.terminal import say
 
 RUNS = Path("runs")
@@ -110,16 +110,28 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:
         UsageError: if there is no such run; with `act`, if none is named or others could have written it.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
-    if act and not config.trust:
-        check_ours(run_dir)
-    elif not config.trust and note_strangers(run_dir):
-        return run_dir, NOTHING
+    for folder in () if config.trust else dict.fromkeys((run_dir, home(run_dir))):
+        if act:
+            check_ours(folder)
+        elif note_strangers(folder):
+            return run_dir, NOTHING
     return run_dir, Means(command_words("--ssh", config.ssh), slurm=True)
 
 
+def numbered_attempts(run_dir: Path) -> dict[int, Path]:
+    """The folder of each start of a run, the newest last; of a session under `paceline launch` the launch's folder."""
+    own = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
+    return {number: launched_attempt(own[number]) for number in sorted(own) if number}
+
+
 def attempts(run_dir: Path) -> list[Path]:
-    """The folders of a run's starts, the newest last."""
-    return sorted((run_dir / name for name in folders(run_dir) if attempt_number(Path(name))), key=attempt_number)
+    """The folders of a run's starts, as `numbered_attempts`."""
+    return [*numbered_attempts(run_dir).values()]
+
+
+def home(run_dir: Path) -> Path:
+    """The run folder that the agent of the newest start has locked: that of `paceline launch` for a session's."""
+    return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -175,7 +187,7 @@ def signal_agent(run_dir: Path, roster: Roster, submission: Submission | None, s
             finally:
                 os.close(handle)
         return True
-    lock = shlex.quote(str(run_dir / LOCK))
+    lock = shlex.quote(str(home(run_dir) / LOCK))
     done = _on_head(
         submission,
         ssh,
@@ -194,7 +206,7 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 def _holds(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock of the run open, which only its own processes have."""
     try:
-        with opened(run_dir / LOCK) as lock:
+        with opened(home(run_dir) / LOCK) as lock:
             wanted = (lock.found.st_dev, lock.found.st_ino)
         held = [*(PROC / str(pid) / "fd").iterdir()]
     except OSError:  # there is none; or the process is another user's

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, NewestRunFlags, attempts, existing_run
+from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_attempts
 from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
@@ -130,11 +130,12 @@ def _since(text: str, now: float) -> float:
 
 def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
     """The logs that are asked for; of a run that has no start yet, the job's own output, as rank 0's."""
-    folders = attempts(run_dir)[-1:] if asked.attempt is None else [run_dir / f"attempt-{asked.attempt}"]
+    folders = numbered_attempts(run_dir)
+    folder = folders.get(max(folders, default=0) if asked.attempt is None else asked.attempt)
     submit_dir, submission = last_submission(run_dir)
-    if folders:
-        found = rank_logs(folders[0])
-    elif submission is not None and submission.slurm_job:
+    if folder is not None:
+        found = rank_logs(folder)
+    elif submission is not None and submission.slurm_job and asked.attempt is None:
         found = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
     else:
         found = {}
@@ -142,12 +143,12 @@ def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
 
 
 def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> UsageError:
-    numbers = [path.name.removeprefix("attempt-") for path in attempts(run_dir)]
-    if asked.attempt is not None and str(asked.attempt) not in numbers:
-        return UsageError(code="no-such-attempt", value=asked.attempt, allowed=numbers or ["(none yet)"])
-    if not numbers:
+    folders = numbered_attempts(run_dir)
+    if asked.attempt is not None and asked.attempt not in folders:
+        return UsageError(code="no-such-attempt", value=asked.attempt, allowed=[*map(str, folders)] or ["(none yet)"])
+    if not folders:
         return UsageError(code="not-started", run_dir=run_dir)
-    folder = run_dir / f"attempt-{asked.attempt or numbers[-1]}"
+    folder = folders[asked.attempt or max(folders)]
     there = in_runs(map(str, rank_logs(folder))) or "(none)"
     whose = "any rank" if config.rank == "all" else f"rank {config.rank}"
     return UsageError(code="no-output", value=whose, folder=folder, allowed=there)

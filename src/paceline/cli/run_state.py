@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from paceline import config as configuration
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, is_locked
+from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, home, is_locked
+from paceline.contract.failure import GOOD_ENDS
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
@@ -109,7 +110,7 @@ def standing(run_dir: Path, means: Means = NOTHING) -> Standing:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
-    _, submission = last_submission(run_dir)
+    _, submission = last_submission(home(run_dir))
     job, unheard = _slurm_job(submission, means)
     state, words = _judged(run_dir, submission, job, unheard, means)
     return Standing(state, words, submission, job)
@@ -130,7 +131,9 @@ def _judged(
     summary = read_summary(run_dir)
     ended = read_ended(newest) if newest else None
     if summary is not None:
-        return _of_code(summary.exit, (ended.words if ended else "") or summary.failure or "")
+        # of a session under `paceline launch` rank 0 wrote the summary, and perhaps another rank failed first
+        judged = ended if ended is not None and not {summary.exit, ended.exit} & {*GOOD_ENDS} else summary
+        return _of_code(judged.exit, (ended.words if ended else "") or summary.failure or "")
     if ended is not None and ended.words:
         return _of_code(ended.exit, ended.words)
     if job is not None:

@@ -11,7 +11,7 @@ runs/mnist-cnn-20260131-093000/
     .lock               held by the processes of the run that is active here
     attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
                         error-<r>.json, ended.json (the exit code and the verdict); of a run whose hosts come
-                        and go nodes.json, and join.json while it takes some
+                        and go nodes.json, and join.json while it takes some; launch.txt: see launched_attempt
     submit-1/           of each start on other machines, see launch/submission.py
 """
 
@@ -32,6 +32,7 @@ WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
 INVITATION = "join.json"  # in an attempt: what `paceline join` reads, the secret of the run included
+LAUNCHED = "launch.txt"  # in an attempt of a session that has its own folder under `paceline launch`
 LOCK = ".lock"
 FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 MOST_STARTS = 999_999  # numbers of attempts
@@ -164,15 +165,26 @@ def _never_began(run_dir: Path) -> bool:
     )
 
 
-def create_attempt_dir(run_dir: Path) -> tuple[int, Path]:
-    """Make the folder of a run's next start, numbered from 1."""
+def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
+    """Make the folder of a run's next start, numbered from 1; `launched`: see `launched_attempt`."""
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
         raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
     attempt_dir = run_dir / f"attempt-{number}"
     _make(attempt_dir, exist_ok=False)
+    if launched is not None:
+        writing.replace(attempt_dir / LAUNCHED, str(launched).encode())
     return number, attempt_dir
+
+
+def launched_attempt(attempt_dir: Path) -> Path:
+    """The attempt that has the logs, errors and reports: for a session under `paceline launch` the launch's."""
+    with suppress(OSError, ValueError):
+        launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
+        if launched.is_absolute() and attempt_number(launched) and names(launched):
+            return launched
+    return attempt_dir
 
 
 def _fenced_attempt(run_dir: Path) -> int:

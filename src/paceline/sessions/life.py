@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from contextlib import ExitStack, nullcontext, suppress
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
@@ -95,6 +96,10 @@ class Life(Loop):
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
         self._track = track
+        self._others = {
+            "checkpoint_every": checkpoint_every, "keep": keep, "watch_every": watch_every, "not_finite": not_finite,
+            "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout, "track": track,
+        }  # fmt: skip
         if wanted(track) and run_dir is None:
             raise UsageError(code="track-without-folder", value=track)
         self._is_seeded = seed is not None
@@ -212,17 +217,15 @@ class Life(Loop):
         body = self._steps.body
         if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [one for one in frames if "site-packages" not in one.filename]
-        place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
-        told = f"{type(error).__name__}{place}: {error}."
+        told, trace = f"{type(error).__name__}: {error}.", error.__traceback__
         if "mixed torch.Tensor and DTensor" in str(error):
-            return UsageError(code="sharded-weights-used", error=told)
+            return UsageError(code="sharded-weights-used", error=told).with_traceback(trace)
         if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
             return None
-        if "NoneType" not in str(error) and not any(one.filename.endswith(CLIPPING) for one in frames):
+        files = [one.filename for one in traceback.extract_tb(trace)]
+        if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):
             return None
-        return UsageError(code="gradient-not-complete", error=told)
+        return UsageError(code="gradient-not-complete", error=told).with_traceback(trace)
 
     exited: tuple[Any, int] | None = None
     """the exit code that sys.exit was given in a training loop, and after which step"""
@@ -319,10 +322,12 @@ def install() -> None:
         return
     before = sys.excepthook
 
+    @wraps(before)  # also its module: whose hook prints the error in the end
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
             error = next((found for one in open_sessions if (found := one.explained(error))), error)
             close_all(error)
+        reword(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
             leave(tell(error))
@@ -338,7 +343,7 @@ def install() -> None:
 
         noted_exit.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
         sys.exit = noted_exit
-    hook.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
+    hook.of_paceline = True  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = hook
     if not getattr(close_all, "is_registered", False):
         close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]

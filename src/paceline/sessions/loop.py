@@ -63,6 +63,7 @@ class Loop(Ranks):
     _parts: list[Prepared]
     _numbers: list[dict[str, Any]]
     _settings: dict[str, Any]
+    _others: dict[str, Any]  # arguments that do not define the run
     _strategy: str
     _name: str
     _exact: bool
@@ -378,7 +379,7 @@ class Loop(Ranks):
             definition |= {name: origin.content.definition[name] for name in self._data}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(opening(plan, self.world, self._strategy, self._name))
-        course, epochs = self._course, self._epochs or 1
+        course = self._course
         self._registered.check_all_there()
         for part in self._parts:
             part.numbers()  # raises for what cannot be saved
@@ -391,7 +392,9 @@ class Loop(Ranks):
             check_no_scaler()
         if course.place is not None:
             course.place = replace(course.place, definition=definition)
-            write_session_settings(course.place, self._name, plan, self._strategy, seed=self._seed, epochs=epochs)
+            batch = {"global_batch": plan.global_batch, "accumulation": plan.accumulation, "tail": plan.tail}
+            given = {"task": self._name, **self._settings, **batch, "epochs": self._epochs or 1, **self._others}
+            write_session_settings(course.place, given)
         course.open(
             self._parts, plan, self._share, self._facts,
             listed=plan.own_order, track=self._track, others=self._registered.state,

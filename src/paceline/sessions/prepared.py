@@ -71,21 +71,26 @@ class PreparedOptimizer:
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
         return {**numbers_of(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
 
-    def load_numbers(self, found: Mapping[str, Any]) -> str:
-        """Take over what `numbers` gave; what differs in the script now, in words."""
+    def load_numbers(self, found: Mapping[str, Any]) -> None:
+        """Take over what `numbers` gave, and note what the script has changed since."""
         given, groups = found["given"], from_json(found["groups"])
         have = len(self.optimizer.param_groups)
         self.groups = groups[have:]
-        changed = self._given != as_json(from_json(given)[:have])
+        changed = [
+            f"{f'group {number} ' if have > 1 else ''}{name} {old.get(name)} -> {new.get(name)}"
+            for number, (old, new) in enumerate(zip(from_json(given), from_json(self._given), strict=False), 1)
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
+        ]
         if have > len(groups):
             raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=have)
         load_numbers(self.optimizer, self.scheduler, {**found, "groups": as_json(groups[:have])})
         if self._extra:
             extra = {key: from_json(value) for key, value in found.get("extra", {}).items()}
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
-        return (
-            f"optimizer {self.number + 1} keeps the checkpoint's settings, not those of the script" if changed else ""
-        )
+        if changed:
+            note = f"optimizer {self.number + 1} keeps the checkpoint's settings, and ignores these of the script: "
+            self.part.gate.notes.once(note + ", ".join(changed))
 
     def _add(self, group: dict[str, Any]) -> None:
         """In place of `optimizer.add_param_group`."""
@@ -381,8 +386,8 @@ class Prepared(Trainee):
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
         return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
 
-    def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> str:
-        """Take over what `numbers` gave for one of its optimizers; what differs in the script now, in words."""
+    def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> None:
+        """Take over what `numbers` gave for one of its optimizers."""
         frozen = {*found.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it at a place that it does not come to again
@@ -390,7 +395,7 @@ class Prepared(Trainee):
         of_each = [found, *found.get("others", ())]
         if number >= len(of_each):
             raise UsageError(code="optimizer-too-many", saved=len(of_each))
-        return self.optimizers[number].load_numbers(of_each[number])
+        self.optimizers[number].load_numbers(of_each[number])
 
     # what its optimizers ask
 

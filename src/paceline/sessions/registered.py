@@ -173,10 +173,7 @@ class Registered:
         if world is not None and found:
             told = gather_words(found, world)
             if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
-                raise told_once(
-                    UsageError(code="registered-differs", name=differing[0]),
-                    world,
-                )
+                raise told_once(UsageError(code="registered-differs", name=differing[0]), world)
         return found
 
 
@@ -232,9 +229,7 @@ def instances(kind: type) -> list[Any]:
             gc.freeze()
         if enabled:
             gc.enable()
-    kinds = {
-        one for one in set(map(type, found)) if issubclass(one, kind)
-    }  # there are 600,000 objects of 3,000 classes
+    kinds = {one for one in set(map(type, found)) if issubclass(one, kind)}  # 600,000 objects are of 3,000 classes
     return [one for one in found if type(one) in kinds]
 
 

@@ -112,9 +112,7 @@ class Session(Life):
                 if part.number >= len(self._numbers):
                     raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
                 part.load(origin.source)
-                changed = part.load_numbers(self._numbers[part.number])
-            if changed:
-                self.print(f"NOTE: {changed}: it goes on with what it had")
+                part.load_numbers(self._numbers[part.number])
         self._parts.append(part)
         if self._observer is not None:
             self._observer.parts = self._parts
@@ -124,12 +122,10 @@ class Session(Life):
     def _prepare_again(self, part: Prepared, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
         """A second optimizer for other parameters of a model that was prepared before."""
         made = prepared_again(part, optimizer, scheduler, self.world)
-        if (origin := self._course.origin) is not None:
+        if self._course.origin is not None:
             with together(self.world):
                 part.load_waiting(made.optimizer, made.parameters)
-                changed = part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
-            if changed:
-                self.print(f"NOTE: {changed} (from {origin.where})")
+                part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
         found = (part.replica.module, made.optimizer)
         return found if scheduler is None else (*found, made.scheduler)
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import check_equal, together
-from paceline.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump
+from paceline.config import dump_given
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.observe import folder as run_folder
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
+from paceline.worker.sites import line_of
 from paceline.worker.world import World
 
 OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too
@@ -56,9 +57,9 @@ def _is_plain(value: object) -> bool:
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of arguments, not of the command line."""
-    if isinstance(error, PacelineError):
-        error.front_end, error.write = "session", keyword
+    """Let an error of ours speak of arguments, not of the command line, and begin with the line of the user's code."""
+    if isinstance(error, PacelineError) and error.front_end != "session":
+        error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before
 
 
 def compare(
@@ -85,19 +86,11 @@ def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
 
 
-def write_session_settings(
-    place: RunLocation | None, name: str, plan: BatchPlan, strategy: str, *, seed: int, epochs: int
-) -> None:
-    """As config.toml, what a task would be given for such a training; on rank 0."""
-    if place is None or place.attempt_dir is None:
-        return
-    shape = DataConfig(
-        global_batch=plan.global_batch, accumulation=plan.accumulation, virtual_ranks=plan.virtual_ranks, tail=plan.tail
-    )
-    run = RunConfig(seed=seed, epochs=epochs)
-    settings = TrainConfig(task=name, data=shape, run=run, checkpoint=CheckpointConfig(), strategy=strategy)
-    run_folder.shelve_summary(place.folder, place.attempt)
-    run_folder.write_settings(place.folder, dump(settings))
+def write_session_settings(place: RunLocation | None, settings: Mapping[str, Any]) -> None:
+    """As config.toml, what the session was given, and what it has made of it; on rank 0."""
+    if place is not None and place.attempt_dir is not None:
+        run_folder.shelve_summary(place.folder, place.attempt)
+        run_folder.write_settings(place.folder, dump_given(settings))
 
 
 def script_name() -> str:

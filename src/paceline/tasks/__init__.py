@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.datasets.mnist import check_mnist
 from paceline.errors import UsageError, unknown
-from paceline.tasks.finding import check_reference, import_module, imported, names_in, source_of, trains_at_import
+from paceline.tasks import finding
+from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, source_of, tasks_in
 from paceline.tasks.settings import converted, settings_in, settings_of
 
 if TYPE_CHECKING:
@@ -66,14 +66,8 @@ def check_optimizer(name: str) -> None:
     Raises:
         UsageError: there is no such module, or nothing of that name in it.
     """
-    if ":" not in name:
-        return
-    check_reference("optimizer", name)
-    module, _, attribute = name.rpartition(":")
-    tree = source_of("optimizer", name)
-    names = tree and names_in(tree)
-    if names and attribute not in names:
-        raise unknown(f"optimizer in {module}", attribute, sorted(n for n in names if not n.startswith("_")))
+    if ":" in name:
+        check_reference("optimizer", name)
 
 
 def load_task(name: str, options: Mapping[str, Any]) -> Task:
@@ -90,8 +84,9 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     module = importlib.import_module(module_name) if name in TASKS else import_module(module_name)
     found = getattr(module, attribute, None)
     if found is None:
-        there = [n for n, value in vars(module).items() if not n.startswith("_") and _may_be(value, module_name, Task)]
-        raise unknown(f"task in {module_name}", attribute, there or ["(it defines no Task, and no function)"])
+        known = tasks_in(source_of("task", reference))
+        there = [n for n, value in vars(module).items() if isinstance(value, Task) or n in known]
+        raise unknown(f"task in {module_name}", attribute, there or [NONE_FOUND])
     if isinstance(found, Task):
         if options:
             raise UsageError(code="task-takes-no-settings", name=name, options=[*options])
@@ -128,8 +123,10 @@ def check_loop(name: str) -> None:
     script, colon, function = name.rpartition(":")
     script = script if colon else name
     tree = source_of("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
-    if tree is not None and (line := trains_at_import(tree, function)) is not None:
+    if tree is not None and (line := finding.trains_at_import(tree, function)) is not None:
         raise UsageError(code="session-at-import", script=script, line=line)
+    if tree is not None and colon and "session(" in ast.unparse(tree):
+        finding.check_defined("loop", name)
 
 
 def load_function(name: str) -> Callable[[], object]:
@@ -138,7 +135,7 @@ def load_function(name: str) -> Callable[[], object]:
     Raises:
         UsageError: it is none, or takes some.
     """
-    found = imported(name)
+    found = finding.imported(name)
     try:
         signature(found).bind()
     except TypeError as error:
@@ -146,18 +143,7 @@ def load_function(name: str) -> Callable[[], object]:
     return found
 
 
-def _may_be(value: Any, module_name: str, task: type) -> bool:
-    """Whether it is a Task, or a function of the module itself, which may return one."""
-    here = str(getattr(value, "__module__", "")) == Path(module_name.rpartition(":")[2]).stem
-    return isinstance(value, task) or (callable(value) and not isinstance(value, type) and here)
-
-
 def _of_file(path: Path) -> str:
-    """FILE:NAME for each Task that a file makes at its top level, without importing it."""
-    with suppress(OSError, SyntaxError, ValueError):
-        tree = ast.parse(path.read_text())
-        made = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
-        tasks = [n for n in made if ast.unparse(n.value).partition("(")[0].rpartition(".")[2] == "Task"]
-        if names := [target.id for n in tasks for target in n.targets if isinstance(target, ast.Name)]:
-            return " or ".join(f"{path}:{name}" for name in names)
-    return f"{path}:NAME"
+    """FILE:NAME for each Task of a file, without importing it."""
+    names = tasks_in(source_of("task", f"{path}:NAME"))
+    return " or ".join(f"{path}:{name}" for name in names or ["NAME"])

@@ -5,6 +5,7 @@ import ast
 import importlib
 import importlib.machinery
 import itertools
+import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
@@ -13,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from paceline.disk.owners import other_writers
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, unknown
 
 MOST_FILES = 1000  # of a folder that are looked at
+NONE_FOUND = "(none found)"
+DYNAMIC = ("sys.modules", "globals()", "locals()", "vars()", "exec(", "setattr(")  # in a file: names may come from it
 
 
 def check_reference(kind: str, name: str) -> None:
     """Check without importing it that a module or file is there, and warn of what is imported with it.
 
     Raises:
-        UsageError: there is no such module or file, an installed module has its name, or it is no Python.
+        UsageError: there is no such module, file or name, an installed module has its name, or it is no Python.
     """
     folder, file = locate(kind, name)
     if file is not None and file.suffix == ".py":
         check_syntax(file)
+        check_defined(kind, name)
     if whose := other_writers(folder.resolve()):
         print(
             f"paceline: {whose}: what lies beside your {kind}, and who can write there, is imported with it",
@@ -46,6 +50,16 @@ def imported(name: str) -> Any:
     return getattr(import_module(module_name), attribute, None)
 
 
+def check_defined(kind: str, name: str) -> None:
+    """Raise UsageError if the file of `module:name` surely has no such name at its top level."""
+    module_name, _, attribute = name.rpartition(":")
+    tree = source_of(kind, name)
+    names = None if tree is None else names_in(tree)
+    if names is not None and attribute not in names:
+        choices = tasks_in(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
+        raise unknown(f"{kind} in {module_name}", attribute, choices or [NONE_FOUND])
+
+
 def source_of(kind: str, name: str) -> ast.Module | None:
     """The parsed file that `module:name` names, or None where it cannot be read; a plain name is none."""
     if ":" not in name:
@@ -58,15 +72,33 @@ def source_of(kind: str, name: str) -> ast.Module | None:
 
 def names_in(tree: ast.Module) -> set[str] | None:
     """The names that a module has at its top level; None where only importing it would tell."""
-    found: set[str] = set()
-    for node in ast.walk(tree):  # also of functions: too many rather than too few
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    nodes: list[ast.AST] = [*tree.body]
+    for node in nodes:  # grows
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.alias):
             found.add(node.asname or node.name.partition(".")[0])
-    return None if found & {"*", "__getattr__"} else found
+        nodes += ast.iter_child_nodes(node)
+    text = ast.unparse(tree)
+    return None if found & {"*", "__getattr__"} or any(word in text for word in DYNAMIC) else found
+
+
+def tasks_in(tree: ast.Module | None) -> list[str]:
+    """The names of a module's Tasks, and of its functions that return one, as far as its file tells."""
+    found: list[str] = []
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.FunctionDef):
+            found += [node.name] if re.search(r"Task\(|-> .*Task\b", ast.unparse(node)) else []
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
+            made_by = ast.unparse(node.value.func)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if made_by.rpartition(".")[2] == "Task" or made_by in found:
+                found += [target.id for target in targets if isinstance(target, ast.Name)]
+    return found
 
 
 def trains_at_import(tree: ast.Module, function: str) -> int | None:

@@ -19,7 +19,7 @@ from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
 from paceline.observe.events import Started, decode_event, event_files
-from paceline.observe.folder import CONFIG, attempt_number, failure_records
+from paceline.observe.folder import CONFIG, attempt_number, failure_records, launched_attempt
 from paceline.observe.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.observe.notices import Noted, notices
 from paceline.observe.summary import Summary, read_summary
@@ -149,15 +149,16 @@ def _read_starts(run: WholeRun) -> None:
             if not attempt_number(Path(name)):
                 continue
             run.starts += 1
-            run.noted += notices(run.folder / name)
-            for record in failure_records(run.folder / name):
+            attempt = launched_attempt(run.folder / name)
+            run.noted += notices(attempt)
+            for record in failure_records(attempt):
                 with _noting(run, f"{name}/{record}"):
-                    run.failures.append(decode(run.folder / name / record, Failure))
-            for inner in folders(run.folder / name):
+                    run.failures.append(decode(attempt / record, Failure))
+            for inner in folders(attempt):
                 found = inner.startswith("verdict-") and not inner.startswith("verdict-live")
                 if found and len(run.verdicts) < MOST_VERDICTS:
                     with _noting(run, f"{name}/{inner}"):
-                        told = read_verdict(run.folder / name / inner)
+                        told = read_verdict(attempt / inner)
                         run.verdicts.append(msgspec.structs.replace(told, evidence=()))
 
 

@@ -98,7 +98,7 @@ def repeat(run: WholeRun) -> str:
     sha256 = run.summary.weights_sha256 if run.summary else None
     digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
-    if ":" not in str(run.settings.get("task", ":")) and not run.settings.get("epochs"):
+    if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
         command = f"paceline status {folder}"
     return f"{command}\n# {about or 'versions are not known'}{digest}"
 

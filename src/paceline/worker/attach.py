@@ -129,13 +129,20 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     if birth is None:  # its agent may be gone by now: nobody is sure to tell it
         return False
     with suppress(OSError):
-        writing.replace(Path(birth.attempt_dir) / error_file_name(int(rank), birth.generation), encoded)
+        # why the first start failed must outlast the restarts
+        later = f"-generation-{birth.generation}" if birth.generation else ""
+        writing.replace(Path(birth.attempt_dir) / f"error-{rank}{later}.json", encoded)
     return True
 
 
-def error_file_name(rank: int, generation: int) -> str:
-    """The file of a rank's record for people: why the first start failed must outlast the restarts."""
-    return f"error-{rank}.json" if generation == 0 else f"error-{rank}-generation-{generation}.json"
+def tell_victim(error: BaseException, what: str) -> None:
+    """Print in one line `what` happened to a rank that lost another one. The traceback goes into its log only."""
+    birth = WorkerBirth.here()
+    assert birth is not None
+    log = Path(birth.attempt_dir) / f"rank-{os.environ['RANK']}.log"
+    with suppress(OSError), os.fdopen(writing.keep(log, append=True), "a", errors="replace") as file:
+        print_exception(error, file=file)
+    print(f"paceline: {what}: {type(error).__name__}, see {log}", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

@@ -25,9 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from paceline.contract.birth import BOOTSTRAP, WorkerBirth, restarts
+from paceline.contract.birth import BOOTSTRAP, WorkerBirth
+from paceline.contract.failure import is_victim
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.worker.attach import attach, error_file_name, leave, record_failure, tell
+from paceline.worker.attach import attach, leave, record_failure, tell, tell_victim
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.hooks import Events
@@ -180,10 +181,13 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:  # a person who stops a run knows it
         freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
-        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=freed or None)
-        if freed and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
-            file = error_file_name(int(os.environ["RANK"]), restarts())
-            print(f"paceline: freed by the hang guard, and ended: {type(error).__name__}, see {file}", file=sys.stderr)
+        victim = freed or is_victim(error)
+        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
+        if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
+            if (sessions := sys.modules.get("paceline.sessions.life")) is not None:  # by name: it imports torch
+                with suppress(Exception):
+                    sessions.close_all(error)
+            tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
             return ExitCode.FAILED
     try:
         sys.excepthook(type(error), error, trace)

@@ -8,6 +8,7 @@ last parts.
 
 import sys
 import sysconfig
+import traceback
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -118,6 +119,15 @@ def frame_of(frame: FrameType) -> Frame:
     """The record of a running frame, its file called as everywhere."""
     file = frame.f_code.co_filename
     return Frame(short(file), frame.f_lineno, frame.f_code.co_name, owner(file) is LIBRARY)
+
+
+def line_of(error: BaseException) -> str:
+    """`train.py:97: `, the innermost line of the user's program that `error` came through; empty if there is none."""
+    caller = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
+    places = [(caller, caller.f_lineno)] if caller is not None else []  # where it is raised before it leaves a function
+    places += traceback.walk_tb(error.__traceback__)
+    lines = [f"{short(file)}:{line}: " for frame, line in places if owner(file := frame.f_code.co_filename) is USER]
+    return lines[-1] if lines else ""
 
 
 def user_site() -> str:

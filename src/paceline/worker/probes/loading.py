@@ -12,15 +12,7 @@ from itertools import islice
 from operator import index as as_index
 from typing import Any
 
-from paceline.contract.facts import (
-    EPOCHS,
-    MAX_DIGESTS,
-    MAX_INDICES,
-    Pass,
-    ScriptFacts,
-    SeenLoader,
-    kept_batches,
-)
+from paceline.contract.facts import EPOCHS, MAX_DIGESTS, MAX_INDICES, Pass, ScriptFacts, SeenLoader, kept_batches
 from paceline.worker.guard import Guard
 from paceline.worker.probes.digests import leading, leaf_digests
 from paceline.worker.probes.generators import LOOKS, Fetched, Generators, watch_setters

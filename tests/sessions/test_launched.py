@@ -1,0 +1,135 @@
+"""A session with a folder of its own under `paceline launch`: from both folders a user finds what failed first."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests import warm
+
+from paceline.cli import logs, status
+from paceline.cli.finding import attempts, home
+from paceline.cli.hang import _newest_verdict
+from paceline.cli.run_state import run_state
+from paceline.disk.reading import decode_toml
+from paceline.observe.folder import LAUNCHED, create_attempt_dir, launched_attempt
+from paceline.observe.summary import Ended, Summary, write_ended, write_summary
+from paceline.view.happened import breakdowns
+from paceline.view.run import whole_run
+from paceline.view.tables import repeat
+
+pytestmark = pytest.mark.sample(2)
+
+SCRIPT = """
+import sys, torch, paceline
+
+def check(s):
+    if s.step == 3 and s.rank == 1 and sys.argv[2:]:
+        raise ValueError("bad sample 4711")
+
+with paceline.session(sys.argv[1], keep=2) as s:
+    model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    for epoch in s.epochs(2):
+        for x in s.loader(torch.arange(16.0).reshape(8, 2) / 16, global_batch=2):
+            check(s)
+            optimizer.zero_grad()
+            s.backward(model(x).mean())
+            optimizer.step()
+"""
+
+
+def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.py").write_text(SCRIPT)
+    command = ("-m", "paceline", "launch", "--nproc", "2", "--run-dir", "launched", "--", "mine.py", *words)
+    return warm.run(command, cwd=folder, torch=False)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with both run folders, and what the launcher has printed."""
+    folder = tmp_path_factory.mktemp("failed")
+    done = launch(folder, "own", "fails")
+    assert done.returncode == 1, done.stdout + done.stderr
+    return folder, done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["own", "launched"])
+def test_both_folders_lead_to_the_rank_that_failed_first(
+    failed: tuple[Path, str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = failed[0] / name
+    found = run_state(run)
+    assert found.state == "failed" and found.words.startswith("exit code 1: rank 1 ("), found
+    assert "ValueError: bad sample 4711" in found.words
+    assert [(rank.partition(" (")[0], words) for rank, words in breakdowns(whole_run(run))] == [
+        ("rank 1", "bad sample 4711")
+    ]
+    assert logs.main([str(run), "--rank", "1", "--grep", "4711"]) == status.main([str(run)]) == 0
+    assert capsys.readouterr().out.count("bad sample 4711") >= 2
+    assert home(run) == failed[0] / "launched"
+
+
+@pytest.mark.ranks
+def test_the_report_on_the_first_failure_stands_last_and_its_victim_takes_one_line(failed: tuple[Path, str]) -> None:
+    log = failed[0] / "launched" / "attempt-1" / "rank-0.log"
+    lines = failed[1].splitlines()
+    (victim,) = [number for number, line in enumerate(lines) if str(log) in line and line.startswith("[rank 0] ")]
+    assert not [line for line in lines if line.startswith("[rank 0] Traceback") or "closed by peer" in line]
+    headline = max(number for number, line in enumerate(lines) if line.startswith("rank 1 (") and " failed: " in line)
+    assert headline > victim and "ValueError: bad sample 4711" in lines[headline + 1 :]
+    assert "Traceback" in log.read_text() and "closed by peer" in log.read_text()
+
+
+@pytest.mark.ranks
+def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> None:
+    found = decode_toml(failed[0] / "own" / "config.toml")
+    assert found.pop("data") == {"virtual_ranks": 2, "global_batch": 2, "accumulation": 1, "tail": "keep"}
+    assert found.pop("run") == {"seed": 0, "epochs": 2}
+    assert found.pop("checkpoint") == {"keep": 2, "watch_every": 100}
+    assert found.pop("guard") == {"not_finite": "stop"}
+    assert {*found.pop("launch")} == {"device", "backend", "timeout"}
+    assert found == {"task": "mine.py", "strategy": "bucketed"}
+    assert "paceline train" not in repeat(whole_run(failed[0] / "own"))
+
+
+@pytest.mark.ranks
+def test_a_session_in_the_folder_of_its_launch_uses_the_same_attempt(tmp_path: Path) -> None:
+    done = launch(tmp_path, "launched")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "launched"
+    assert [path.name for path in attempts(run)] == ["attempt-1"] and not (run / "attempt-1" / LAUNCHED).exists()
+    assert run_state(run).state == "done" and (run / "model.safetensors").is_file()
+
+
+def test_reports_of_hangs_are_those_of_the_launch(tmp_path: Path) -> None:
+    (tmp_path / "launched" / "attempt-3" / "verdict-1").mkdir(parents=True)
+    (tmp_path / "launched" / "attempt-3" / "verdict-1" / "verdict.json").touch()
+    (tmp_path / "own").mkdir()
+    create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-3")
+    assert attempts(tmp_path / "own") == [tmp_path / "launched" / "attempt-3"]
+    assert _newest_verdict(tmp_path / "own") == tmp_path / "launched" / "attempt-3" / "verdict-1"
+
+
+@pytest.mark.parametrize(("summary", "launch", "told"), [(1, 137, 137), (0, 1, 0), (1, 0, 1)])
+def test_the_code_is_that_of_the_launch_if_both_have_failed(
+    tmp_path: Path, summary: int, launch: int, told: int
+) -> None:
+    (tmp_path / "launched" / "attempt-1").mkdir(parents=True)
+    write_ended(tmp_path / "launched" / "attempt-1", Ended(launch, "rank 1 was killed" if launch else ""))
+    (tmp_path / "own").mkdir()
+    create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-1")
+    write_summary(tmp_path / "own", Summary("mine.py", summary, failure="connection closed"))
+    found = run_state(tmp_path / "own")
+    assert (found.state, f"exit code {told}: " in found.words) == (("failed", True) if told else ("done", False))
+    assert ("rank 1 was killed" in found.words) == (told == 137)
+
+
+@pytest.mark.parametrize("text", ["attempt-1", "/", "/nowhere/attempt-1", "\0", "x" * 20_000, "{file}", b"\xff"])
+def test_what_is_no_attempt_is_not_followed(tmp_path: Path, text: str | bytes) -> None:
+    _, attempt = create_attempt_dir(tmp_path)
+    (tmp_path / "attempt-2").touch()
+    told = text.replace("{file}", str(tmp_path / "attempt-2")).encode() if isinstance(text, str) else text
+    (attempt / LAUNCHED).write_bytes(told)
+    assert launched_attempt(attempt) == attempt
