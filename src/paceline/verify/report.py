@@ -11,7 +11,7 @@ from paceline.verify.spec import (
     CAUSES,
     KINDS,
     LOOP_CAUSES,
-    TOLERANCE,
+    TOLERANCES,
     Bits,
     BitsReport,
     Result,
@@ -42,9 +42,10 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     failed = [r for r in results if r.finding]
     for result in failed:
         _print_finding(console, result)
+    tolerance = TOLERANCES[largest.precision]
     console.print(
-        f"allowed: {TOLERANCE:.0e} of the largest magnitude of its kind; what AdamW divides by its own size "
-        f"{ADAPTIVE_TOLERANCE:.0e}"
+        f"allowed: {tolerance:.0e} of the largest magnitude of its kind; what AdamW divides by its own size "
+        f"{max(tolerance, ADAPTIVE_TOLERANCE):.0e}"
     )
     ran = sum(1 for r in results if not r.not_run)
     told = f"{len(failed)} of {ran} cases DIFFER from one process" if failed else f"all {ran} cases equal one process"
@@ -135,4 +136,4 @@ def _print_finding(console: Console, result: Result) -> None:
 
 
 def _cell(error: float | None) -> str:
-    return "" if error is None else "0" if error == 0 else f"{error:.1e}"
+    return "-" if error is None else "0" if error == 0 else f"{error:.1e}"
