@@ -164,7 +164,7 @@ class Loop(Ranks):
         """Raise TrainingError if the parameters of prepared models differ between ranks (a collective)."""
         if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
             held = [one for part in self._parts for one in part.state()]
-            check_replicas(held, self.world, self._course.step)
+            check_replicas(held, self.world, self._course.step, [part.replica.optimizer for part in self._parts])
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
         self._evaluates = True

@@ -113,7 +113,7 @@ class Keeping:
         held = self._holder.state()
         if save or watch:  # never keep what is damaged already
             try:
-                check_replicas(held, self._world, step)
+                check_replicas(held, self._world, step, [part.replica.optimizer for part in self._holder.parts])
             except PacelineError:
                 self._saver.settle()  # the checkpoint on its way is of a step when all was well
                 raise
