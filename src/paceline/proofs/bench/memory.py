@@ -6,7 +6,6 @@ any moment, also in C++ (DDP's buckets), comes from torch's profiler, which repo
 
 import ctypes
 import gc
-import re
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -23,12 +22,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.bench.spec import Memory
 from paceline.compute.resources import peak_memory
 from paceline.contract.box import RECORDS, Box
-from paceline.contract.evidence import Op, Phase
+from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
 from paceline.strategies import Replica
 from paceline.train.costs import held_bytes
+from paceline.train.records import size_of
 from paceline.worker.world import World
 
 MARK = "paceline: "
@@ -37,7 +37,6 @@ SHARED = "shared"
 ELEMENT_BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Int": 4, "Long": 8,
 }  # fmt: skip
-_SHAPE = re.compile(r"\[([0-9, ]*)\]")
 
 
 class Inspection:
@@ -168,7 +167,7 @@ class Traffic:
         if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
-        found += [volume(op.kind, op_bytes(op), self._world.data.size) for op in shared]
+        found += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(found) + messages
 
     def _ranks(self, entry: dict[str, Any]) -> int:
@@ -190,13 +189,6 @@ def volume(kind: str, size: int, ranks: int) -> float:
     if kind.startswith(("all_gather", "_all_gather")):
         return (ranks - 1) * size
     return (ranks - 1) / ranks * size  # reduce-scatter, all-to-all, broadcast
-
-
-def op_bytes(op: Op) -> int:
-    """The size of a record of the guard's ring, in bytes."""
-    kind: Any = getattr(torch, op.dtype, None)
-    size = kind.itemsize if isinstance(kind, torch.dtype) else 4
-    return size * sum(_product(part.split(",")) for part in _SHAPE.findall(op.shape))
 
 
 def _kind(entry: dict[str, Any]) -> str:
