@@ -93,10 +93,9 @@ def backward_per_forward(run: Run) -> float:
 
 
 def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None) -> list[Share]:
-    """Causes of a step longer than that of one rank alone divided by `work`, with the unexplained rest; largest first.
+    """Causes of a step longer than that of one rank with `work` times the samples, divided by `work`; largest first.
 
-    Weak scaling: the one rank has as many samples as each rank (`work` 1). Strong scaling: it has `work` times as many;
-    `small` is one rank with as many samples as each rank, so it shows the cost of the smaller batch.
+    `small` is one rank with the samples of each rank, so it shows the cost of the smaller batch (strong scaling).
     """
     causes = {
         COMPUTE: parts.compute - base.compute / work,

@@ -41,9 +41,8 @@ def checked_job(job: Job, cluster: ClusterConfig, words: Sequence[str]) -> Job:
     if job.nproc < 2:
         raise UsageError(code="check-of-one-rank")
     say(
-        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; a "
-        f"paceline.session() trains for {MAX_STEPS} steps) and changes nothing else. The script's usual output files "
-        "will be overwritten"
+        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
+        f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
     # what drifts is on the page: a run that ended of it would hide what comes after
     return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))

@@ -103,7 +103,6 @@ class Life(Loop):
         self._pid = os.getpid()
         self._guard = Guard.of_process()
         self._guard.take_over()
-        self._max_steps = (self._observer or self._guard).max_steps
         self._guard.box.enter(Phase.INIT)
         self._stack, self._complete = ExitStack(), False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT
@@ -131,6 +130,7 @@ class Life(Loop):
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
             self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            self._max_steps = self._course.step + (self._observer or self._guard).max_steps
             self._steps = Gate(
                 world, self._virtual_ranks, self._enter, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',

@@ -166,7 +166,7 @@ class Traffic:
         self._begin()
         if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
-        found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
+        found = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
         found += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(found) + messages
 
@@ -184,6 +184,7 @@ def volume(kind: str, size: int, ranks: int) -> float:
     Those of a ring, which no algorithm undercuts where all ranks must get all of n ranks' sums: 2 (n-1)/n of an
     all-reduce's bytes, (n-1) times what each puts into an all-gather, (n-1)/n of what it puts into a reduce-scatter.
     """
+    kind = kind.rpartition(":")[2]  # of "gloo:all_reduce"
     if kind.startswith(("all_reduce", "allreduce")):
         return 2 * (ranks - 1) / ranks * size
     if kind.startswith(("all_gather", "_all_gather")):
@@ -191,19 +192,11 @@ def volume(kind: str, size: int, ranks: int) -> float:
     return (ranks - 1) / ranks * size  # reduce-scatter, all-to-all, broadcast
 
 
-def _kind(entry: dict[str, Any]) -> str:
-    return str(entry["profiling_name"]).rpartition(":")[2]
-
-
 def _bytes(entry: dict[str, Any]) -> int:
     return sum(
-        ELEMENT_BYTES.get(dtype, 4) * _product(sizes)
+        ELEMENT_BYTES.get(dtype, 4) * prod(map(int, sizes))
         for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     )
-
-
-def _product(sizes: Sequence[Any]) -> int:
-    return prod(int(size) if str(size).strip() else 1 for size in sizes)
 
 
 def _newest() -> int:

@@ -107,10 +107,11 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     for epoch, group in groupby(judged, lambda one: one.epoch if parts else (one.span[0] - 1) // plan.steps_per_epoch):
         steps = list(group)
         faults += [(one.span, text) for one in steps for text in one.faults]
-        result.epochs.append(_epoch(epoch, steps, plan.num_samples, parts))
-        if parts:
-            result.findings.extend(_against_the_stream(result.epochs[-1]))
-        elif plan.tail == "keep" and result.epochs[-1].steps == plan.steps_per_epoch:
+        result.epochs.append(used := _epoch(epoch, steps, plan.num_samples, parts))
+        if parts and (used.never or used.repeatedly):
+            words = f"of its stream {used.never} samples were passed over, {used.repeatedly} repeated"
+            result.findings.append(f"epoch {epoch}: {words}")
+        if not parts and plan.tail == "keep" and used.steps == plan.steps_per_epoch:
             result.findings.extend(_against_all_samples(epoch, steps, plan.num_samples))
     result.findings.extend(sentences(faults))
     if not result.epochs:
@@ -184,11 +185,6 @@ def _epoch(epoch: int, steps: Sequence[JudgedStep], given: int, parts: int) -> E
         given = sum(int(of_part.max()) // parts + 1 for of_part in of_parts if len(of_part))
     once = int((counts == 1).sum())
     return Epoch(epoch, count, once, given - len(values), len(values) - once)
-
-
-def _against_the_stream(epoch: Epoch) -> Iterator[str]:
-    if epoch.never or epoch.repeatedly:
-        yield f"epoch {epoch.epoch}: of its stream {epoch.never} samples were passed over, {epoch.repeatedly} repeated"
 
 
 def _against_all_samples(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Iterator[str]:

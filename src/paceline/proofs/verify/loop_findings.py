@@ -22,7 +22,6 @@ from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, Lo
 Run = Sequence[LoopRun]
 """what each rank has recorded"""
 Steps = Sequence[LoopStep]
-"""the same step, as each rank has seen it"""
 Differences = Sequence[Sequence[TensorDifference]]
 
 
