@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -320,20 +321,9 @@ def train_on_texts(dtype: torch.dtype | None = None, *, weighted: bool = True) -
                 optimizer.step()
 
 
-def padded_in_float32() -> None:
-    train_on_texts(torch.float32)
-
-
-def padded_in_bfloat16() -> None:
-    train_on_texts(torch.bfloat16)
-
-
-def padded_without_weights() -> None:
-    train_on_texts(weighted=False)
-
-
-def padded_without_weights_in_float32() -> None:
-    train_on_texts(torch.float32, weighted=False)
+padded_in_float32, padded_in_bfloat16 = partial(train_on_texts, torch.float32), partial(train_on_texts, torch.bfloat16)
+padded_without_weights = partial(train_on_texts, weighted=False)
+padded_without_weights_in_float32 = partial(train_on_texts, torch.float32, weighted=False)
 
 
 # ---- with one ----------------------------------------------------------------------------------------------------
