@@ -13,7 +13,7 @@ KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 OWN = "task"
 """of the optimizers: the one that the task makes"""
 
-TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """relative, for losses, gradients, buffers, and for parameters under SGD; by the least precise type in the graph of a
 custom loop's loss"""
 ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
