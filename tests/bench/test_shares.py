@@ -19,8 +19,7 @@ from paceline.bench.shares import (
     WAITING,
     Share,
     backward_per_forward,
-    lost_strong,
-    lost_weak,
+    lost_shares,
     take_apart,
 )
 
@@ -29,7 +28,7 @@ RATIO = backward_per_forward(BASE)
 
 
 def weak(run: Run) -> list[Share]:
-    return lost_weak(take_apart(BASE), take_apart(run, RATIO))
+    return lost_shares(take_apart(BASE), take_apart(run, RATIO))
 
 
 def explained(shares: list[Share]) -> float:
@@ -89,11 +88,11 @@ def test_strong_scaling_tells_smaller_batches_from_slower_compute() -> None:
     whole = take_apart(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
     small = take_apart(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
     run = take_apart(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003))
-    shares = {share.cause: share for share in lost_strong(whole, run, 4, small)}
+    shares = {share.cause: share for share in lost_shares(whole, run, 4, small)}
     assert shares[SMALLER].seconds == pytest.approx(0.0621 - 0.1221 / 4)
     assert shares[COMPUTE].seconds == pytest.approx(0, abs=1e-9)
     assert shares[EXCHANGE].seconds == pytest.approx(0.003)
-    unknown = {share.cause: share for share in lost_strong(whole, run, 4, None)}
+    unknown = {share.cause: share for share in lost_shares(whole, run, 4)}
     assert SMALLER not in unknown
     assert unknown[COMPUTE].seconds == pytest.approx(shares[SMALLER].seconds)
 
@@ -107,7 +106,7 @@ def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backwa
     run = lockstep(everybody, exchange=exchange, in_backward=in_backward, steps=8, hidden=hidden)
     base = take_apart(lockstep([Rank()], steps=8))
     for parts in (take_apart(run), take_apart(run, RATIO)):
-        for shares, ideal in ((lost_weak(base, parts), base.step), (lost_strong(base, parts, 3, None), base.step / 3)):
+        for shares, ideal in ((lost_shares(base, parts), base.step), (lost_shares(base, parts, 3), base.step / 3)):
             lost = parts.step - ideal
             assert sum(share.seconds for share in shares) == pytest.approx(lost, abs=1e-9)
             if abs(lost) > 1e-6:

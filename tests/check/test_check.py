@@ -9,6 +9,7 @@ from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
 from tests.errors import raises
 
 from paceline.cli import launch
+from paceline.contract.facts import MAX_STEPS
 from paceline.errors import UsageError
 
 pytestmark = pytest.mark.sample(5)
@@ -96,6 +97,14 @@ def test_what_ranks_rightly_have_or_train_for_themselves_is_noted_and_not_wrong(
     rules = {(one["rule"], one["level"]) for one in outcome.findings}
     assert not note or (note, "note") in rules
     assert ("gradients", "right") in rules, "what ranks train together is judged as ever"
+
+
+@pytest.mark.ranks
+def test_a_session_has_no_pitfalls_of_scripts_and_ends_after_some_steps_while_the_script_goes_on() -> None:
+    outcome = checked(Case("clean/session.py"))
+    assert outcome.counted == [] and outcome.code == 0, outcome.text
+    assert ("session", "note") in {(one["rule"], one["level"]) for one in outcome.findings}
+    assert f"trained {MAX_STEPS}\n" in outcome.text and f"{MAX_STEPS} steps:" in outcome.text
 
 
 @pytest.mark.ranks

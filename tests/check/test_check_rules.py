@@ -722,3 +722,13 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
 
     wrong = {("same batches", "wrong"), ("learning rate", "note")}
     assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong
+
+
+def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_to_type_fits_it() -> None:
+    steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
+    written = [PlacedFile("/m.pt", "t.py:30 in main")]
+    more: dict[str, Any] = {"session": True, "written": written, "threads": 4, "threads_site": "t.py:1 in main"}
+    told = judged([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
+    assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}
+    typed = {one.rule: one.type_instead for one in told}
+    assert typed["threads"] == "session(threads=1)" and "s.save(" in typed["one file"]

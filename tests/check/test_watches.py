@@ -30,7 +30,7 @@ from paceline.worker.probes.graphs import divided_by_world
 from paceline.worker.probes.hooks import Hooks
 from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
 from paceline.worker.probes.noting import length_of, padded_more
-from paceline.worker.probes.seeing import OFFERED_BY, Meshes, StepWatch
+from paceline.worker.probes.seeing import MAX_ALONE, OFFERED_BY, Meshes, StepWatch
 
 
 class Stream(IterableDataset[int]):
@@ -505,3 +505,17 @@ def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
     assert length_of(SimpleNamespace(lr_lambdas=[cosine])) == 500
     assert length_of(SimpleNamespace(T_max=70)) == 70
     assert length_of(SimpleNamespace()) == -1
+
+
+def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    seeing, model = StepWatch(facts, LoaderWatch(facts)), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = Hooks(print).listen(seeing)
+    hooks.dismiss()  # as when a session begins
+    for _ in range(MAX_ALONE + 1):
+        hooks._tell("backward_begins", model(torch.ones(1, 2)).sum())
+        hooks._tell("step_begins", optimizer)
+        hooks._tell("step_ended", optimizer)
+    assert facts.session and len(facts.steps) == MAX_ALONE + 1
+    assert {(one.gradients, one.backwards) for one in facts.steps} == {("", 0)}

@@ -28,7 +28,7 @@ from paceline.contract.marks import (
 
 
 def mark(number: int, table: int = 0) -> Mark:
-    return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4)
+    return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4, (0.25,) * 4)
 
 
 def test_the_regions_do_not_overlap() -> None:
@@ -66,7 +66,7 @@ def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
     put_mark(box, mark(12, table=3))
     (one,) = marks_of(read_marks(box.descriptor))
     assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
-    torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 4, 9))
+    torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
     torn[-8] = 8
     assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
 

@@ -20,7 +20,8 @@ BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log
 
 
 def marks(*found: Mark) -> bytes:
-    return b"".join(MARK.pack(m.number, m.layout, m.flags, *m.parts, *m.hashes, *m.sums, m.number) for m in found)
+    fields = [(*m[:3], *m.parts, *m.hashes, *m.sums, *m.settings, m.number) for m in found]
+    return b"".join(MARK.pack(*one) for one in fields)
 
 
 def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> Mark:
@@ -64,6 +65,18 @@ def test_the_rank_in_the_minority_is_named_with_the_tensor_and_the_first_step_at
 def test_without_a_majority_nobody_is_guilty() -> None:
     found = seen(*(rank(n, step(5, n)) for n in range(3)))
     assert found is not None and not found.guilty and found.tie == ((0,), (1,), (2,))
+
+
+def test_settings_of_the_optimizer_that_differ_are_told_though_no_majority_says_who_is_right() -> None:
+    def told(*rates: float) -> Verdict:
+        drifted = [step(5, n)._replace(settings=(rate, 0.5, 0.0, 0.0)) for n, rate in enumerate(rates)]
+        found = seen(*(rank(n, one) for n, one in enumerate(drifted)))
+        assert found is not None and not found.guilty
+        return found
+
+    (_, cause) = told(0.1, 0.2, 0.2).sentences
+    assert "lr" in cause and "weight_decay" not in cause and "0.2 on ranks 1, 2" in cause and "0.1 on rank 0" in cause
+    assert len(told(0.1, 0.1, 0.1).sentences) == 1
 
 
 def test_what_not_all_have_marked_is_not_compared_and_equal_is_right() -> None:

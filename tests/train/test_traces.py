@@ -90,6 +90,7 @@ def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sizes_are_read_from_the_guards_words() -> None:
     assert size_of("[10, 3] [4]", "float32") == 136
     assert size_of("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
-    assert size_of("", "float32") == 0
+    assert (size_of("", "float32"), size_of("[]", "float64")) == (0, 8)
+    assert size_of("[10]", "bfloat16") == 20
     assert size_of("[12, 3", "float32") == 144
     assert size_of("[12, x]", "float32") == 0

@@ -207,3 +207,20 @@ def test_of_stages_those_that_hold_the_same_are_compared(tmp_path):
     told, *others = run_ranks(stages_that_drift, 4, tmp_path, 3)
     assert codes(told) == ["replicas-differ"] and "step 7 model/1 differs between ranks 2 and 3" in told
     assert all(others)
+
+
+def drifted(rank: int, size: int, weight_decay: float) -> str:
+    world, weight = World(rank, size, rank, size, torch.device("cpu"), "gloo"), nn.Parameter(torch.full((2,), rank / 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=weight_decay * rank)
+    try:
+        check_replicas([Held("model/weight", weight.detach())], world, 7, [optimizer])
+    except PacelineError as error:
+        return error.shown
+    return ""
+
+
+@pytest.mark.ranks
+def test_settings_of_an_optimizer_that_differ_are_named_as_the_cause(tmp_path):
+    told, _ = run_ranks(drifted, 2, tmp_path, 0.5)
+    assert codes(told) == ["replicas-differ-by-settings"] and "weight_decay=0.0, weight_decay=0.5" in told
+    assert codes(run_ranks(drifted, 2, tmp_path, 0.0)[0]) == ["replicas-differ"]

@@ -116,6 +116,13 @@ def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
     assert len(marked(box)) == 1
 
 
+def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box: Box) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
+    Fingerprints(box, Names(box)).step_ended(optimizer)
+    assert marked(box)[0].settings == (1.0, 0.75, 0.0, 1.5)
+
+
 def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False) -> list[str]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,8 +15,7 @@ from paceline.bench.shares import (
     Share,
     StepParts,
     backward_per_forward,
-    lost_strong,
-    lost_weak,
+    lost_shares,
     take_apart,
 )  # fmt: skip
 from paceline.observe.tables import table_console
@@ -70,7 +69,7 @@ def lost_of(runs: Runs, parts: Points, machine: Machine, mode: str, batch: int) 
         work = 1 if mode == "weak" else ranks  # by how much less a rank has to do than one alone
         ratios = [a.step_seconds / work / b.step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         one, many = parts[base], parts[at]
-        shares = lost_weak(one, many) if mode == "weak" else lost_strong(one, many, ranks, parts.get(At(1, at.batch)))
+        shares = lost_shares(one, many, work, parts.get(At(1, at.batch)) if mode == "strong" else None)
         found.append(
             Lost(
                 mode,

@@ -92,37 +92,23 @@ def backward_per_forward(run: Run) -> float:
     return sum(one["backward"] for one in mean) / forward if forward > 0 else 0.0
 
 
-def lost_weak(base: StepParts, parts: StepParts) -> list[Share]:
-    """What makes a step longer than that of one rank, which has as many samples."""
-    return _shares(parts.step - base.step, _causes(base, parts, 1))
+def lost_shares(base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None) -> list[Share]:
+    """Causes of a step longer than that of one rank with `work` times the samples, divided by `work`; largest first.
 
-
-def lost_strong(base: StepParts, parts: StepParts, ranks: int, small: StepParts | None) -> list[Share]:
-    """What makes a step longer than an N-th of that of one rank, which has N times as many samples.
-
-    `small` is one rank with as many samples as each of the N has: then it shows what the smaller batch costs.
+    `small` is one rank with the samples of each rank, so it shows the cost of the smaller batch (strong scaling).
     """
-    causes = _causes(base, parts, ranks)
-    if small is not None:
-        causes[SMALLER] = small.compute - base.compute / ranks
-        causes[COMPUTE] = parts.compute - small.compute
-    return _shares(parts.step - base.step / ranks, causes)
-
-
-def _causes(base: StepParts, parts: StepParts, work: int) -> dict[str, float]:
-    """Seconds by cause, where one rank alone has `work` times as much to do."""
-    return {
+    causes = {
         COMPUTE: parts.compute - base.compute / work,
         DATA: parts.data - base.data / work,
         EXCHANGE: parts.exchange - base.exchange / work,
         WAITING: parts.waiting - base.waiting / work,
     }
-
-
-def _shares(lost: float, causes: Mapping[str, float]) -> list[Share]:
-    """All causes and what they leave unexplained, the largest first."""
-    every = {**causes, REST: lost - sum(causes.values())}
-    found = [Share(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in every.items()]
+    if small is not None:
+        causes[SMALLER] = small.compute - base.compute / work
+        causes[COMPUTE] = parts.compute - small.compute
+    lost = parts.step - base.step / work
+    causes[REST] = lost - sum(causes.values())
+    found = [Share(cause, seconds, 100 * seconds / lost if lost else 0.0) for cause, seconds in causes.items()]
     return sorted(found, key=lambda share: -share.seconds)
 
 

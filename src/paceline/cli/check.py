@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.facts import EPOCHS, WHOLE, ScriptFacts, facts_file
+from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.contract.job import JobSpec
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
@@ -41,8 +41,8 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> J
     if job.nproc < 2:
         raise UsageError(code="check-of-one-rank")
     say(
-        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each) "
-        "and changes nothing else. The script's usual output files will be overwritten"
+        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
+        f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
     # what drifts is on the page: a run that ended of it would hide what comes after
     return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))

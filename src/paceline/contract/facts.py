@@ -10,6 +10,7 @@ import msgspec
 
 EPOCHS = 2  # that are looked at; the later ones are cut to one batch each
 WHOLE = 24  # an epoch has so many batches and those that are left over of as many: windows end as they do in the whole
+MAX_STEPS = 100  # after which a script without epochs is ended, and the training of a session
 MAX_INDICES, MAX_DIGESTS = 5000, 32
 OWN_GENERATORS = "generators of its own"
 
@@ -181,6 +182,7 @@ class ScriptFacts(msgspec.Struct):
     threads: int = 0
     threads_site: str = ""
     ended: bool = False
+    session: bool = False  # it trains in a session, which checks samples, gradients and weights itself
     split: int = 1  # ranks among which layers are split: these are given the same batches
     split_rank: int = 0  # which of them it is
     gathers_for_metrics: bool = False  # Accelerate's, which drops what was padded

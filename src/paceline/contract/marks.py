@@ -26,8 +26,9 @@ TABLES = 4
 LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
 PARTS = 4  # of a mark
 MOST_CALLS = 64
-# number, layout, table and flags, which parts, their hashes, their sums, number again: a torn one is known by it
-MARK = struct.Struct("@QII4I4Q4fQ")
+# number, layout, table and flags, which parts, hashes, sums, settings, number again: a torn one is known by it
+MARK = struct.Struct("@QII4I4Q4f4fQ")
+SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of the optimizer
 TABLE_BYTES = LEVELS * KEPT * MARK.size
 # count of calls, hash of the group's name, how many ranks it has; then a ring of hashes, 4 bytes each
 ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
@@ -47,6 +48,7 @@ class Mark(NamedTuple):
     parts: tuple[int, ...]  # which tensors
     hashes: tuple[int, ...]
     sums: tuple[float, ...]
+    settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # added up over parameter groups
 
     @property
     def table(self) -> int:
@@ -117,9 +119,7 @@ def put_mark(own: box.Box, mark: Mark) -> None:
     level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
     at = box.MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
-    data = MARK.pack(
-        mark.number, mark.layout, mark.flags, *mark.parts, *mark.hashes, *mark.sums, mark.number
-    )  # fmt: skip
+    data = MARK.pack(*mark[:3], *mark.parts, *mark.hashes, *mark.sums, *mark.settings, mark.number)
     own.store_record(at, data)
     own.put("marks", own.get("marks") + 1)
 
@@ -176,7 +176,7 @@ def read_marks(descriptor: int) -> bytes:
 def marks_of(data: bytes) -> list[Mark]:
     """The same again, without those that are half written."""
     whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
-    return [Mark(one[0], one[1], one[2], one[3:7], one[7:11], one[11:15]) for one in whole if one[0] == one[15]]
+    return [Mark(*one[:3], one[3:7], one[7:11], one[11:15], one[15:19]) for one in whole if one[0] == one[19]]
 
 
 def read_names(descriptor: int) -> Named:

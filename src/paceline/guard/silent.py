@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from paceline.contract.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
-from paceline.contract.marks import SAME_BY_DDP, SUMMED, Mark, Order, marks_of, orders_of
+from paceline.contract.marks import SAME_BY_DDP, SETTINGS, SUMMED, Mark, Order, marks_of, orders_of
 from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import named, verb
@@ -327,7 +327,7 @@ class SilentFaultDetector:
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
-        lines = _parties(one, tensor, mark.number, before)
+        lines = [*_parties(one, tensor, mark.number, before), *_unequal_settings(one.marks)]
         told = [(rank.rank, found) for rank in ranks for found in rank.findings if found.step <= mark.number + 1]
         lines += [
             f"rank {rank} had gone on after {found.words} (before step {found.step})"
@@ -390,6 +390,15 @@ def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
                 f"after step {step}{before}"]  # fmt: skip
     told = " against ".join(named(party) for party in one.parties[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {told}; no majority says which is right"]
+
+
+def _unequal_settings(marks: Marks) -> Iterator[str]:
+    """Which settings of the optimizer differ between ranks: even if no majority says who is right, it is a cause."""
+    for n, name in enumerate(SETTINGS):
+        parties = parties_by({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
+        if len(parties) > 1:
+            told = (f"{next(iter(party.values()))} on {named(party)}" for party in parties[:MOST_PARTIES])
+            yield f"the optimizer's {name}, added up over parameter groups, is {' against '.join(told)}"
 
 
 def _misordered(found: Mismatch, ranks: Sequence[int], number: int) -> Verdict:

@@ -135,6 +135,7 @@ class Life(Loop):
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
             self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            self._max_steps = self._course.step + (self._observer or self._guard).max_steps
             self._steps = Gate(
                 world, self._virtual_ranks, self._enter, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',

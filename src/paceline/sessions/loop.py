@@ -97,6 +97,7 @@ class Loop(Ranks):
     _phases = 0
     """calls of s.epochs so far"""
     _in_epochs = False
+    _max_steps: float  # after which the training ends: an observer's, or that of `launch --check`
     _resumes = False
     """whether the run is to be resumed after an interruption"""
     _live = 0
@@ -164,7 +165,7 @@ class Loop(Ranks):
         """Raise TrainingError if the parameters of prepared models differ between ranks (a collective)."""
         if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
             held = [one for part in self._parts for one in part.state()]
-            check_replicas(held, self.world, self._course.step)
+            check_replicas(held, self.world, self._course.step, [part.replica.optimizer for part in self._parts])
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
         self._evaluates = True
@@ -194,13 +195,8 @@ class Loop(Ranks):
                 self._evaluated_batch = 0
                 restore()
 
-    @property
-    def _has_enough(self) -> bool:
-        """Whether the observer wants no more steps."""
-        return self._observer is not None and self._course.step >= self._observer.max_steps
-
     def _train(self, loader: Loader) -> Generator[Any]:
-        if self._has_enough:
+        if self._course.step >= self._max_steps:
             raise SystemExit(0)
         self._steps.check_only_loop()
         where, start = self._where, 0
@@ -244,7 +240,7 @@ class Loop(Ranks):
                 if observer is not None:
                     observer.on_batch_end()
             self._between(loader, bodies, plan)
-            if observer is not None and self._has_enough:
+            if self._course.step >= self._max_steps:
                 break
             self._stop_if_asked()
             self._clock(Phase.DATA)

@@ -231,7 +231,7 @@ class Session(Life):
                     put_global_streams(self._epoch_streams)
                 yield epoch
                 self._resumed = None
-                if self._has_enough:
+                if self._course.step >= self._max_steps:
                     return
         finally:
             self._complete, self._in_epochs = True, False

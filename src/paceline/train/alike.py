@@ -5,15 +5,17 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
+from paceline.train.numbers import settings_of
 from paceline.worker.world import World
 
 MAX_NAMED = 3
@@ -21,15 +23,15 @@ REGISTERED = "registered/"
 MAX_MODULES = 5  # in a message
 
 
-def check_replicas(held: Sequence[TensorShard], world: World, step: int) -> None:
+def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimizers: Iterable[Optimizer] = ()) -> None:
     """Compare what all ranks hold, or several of a mesh (a collective); one message with a number for each tensor.
 
     A bit that flips in one rank's memory spreads silently into every result. What a single rank holds (a virtual rank's
     buffers, a share of `zero`'s state) has nothing to be compared with, until it has changed a parameter.
 
     Raises:
-        TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none);
-            ToldElsewhere on the other ranks.
+        TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none),
+            and a setting of the `optimizers` that differs; ToldElsewhere on the other ranks.
     """
     compared = held if world.mesh is not None else [h for h in held if h.replicated]
     if world.size == 1 or not (compared or world.mesh):
@@ -51,7 +53,13 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int) -> None
         named = first_few([name.removeprefix(REGISTERED) for name in found], MAX_NAMED)
         raise told_once(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*found], MAX_NAMED), _odd(found)
-    error = TrainingError(code="replicas-differ", exit_code=ExitCode.DIVERGED, step=step, names=names, where=where)
+    mine = [f"{name}={value}" for one in optimizers for group in settings_of(one) for name, value in group.items()]
+    by_rank: list[list[str]] = gather_words(mine, world)
+    settings = next((", ".join(told) for told in zip(*by_rank, strict=False) if len({*told}) > 1), "")
+    error = TrainingError(
+        code="replicas-differ-by-settings" if settings else "replicas-differ",
+        exit_code=ExitCode.DIVERGED, step=step, names=names, where=where, settings=settings,
+    )  # fmt: skip
     raise told_once(error, world)
 
 
@@ -72,19 +80,14 @@ def checksum(tensor: Tensor) -> Tensor:
 def _odd(found: dict[str, dict[int, int]]) -> str:
     """Which ranks differ from the others, in words."""
     odd: set[int] = set()
-    holders = [*next(iter(found.values()))]
-    who = ""
     for prints in found.values():
         (common, votes), *_ = Counter(prints.values()).most_common()
         if votes * 2 <= len(prints):  # no majority: no rank is accused
-            named = " and ".join(map(str, prints))
-            two = f"ranks {named}, and two cannot tell which is right"
-            who = f"between {two if len(prints) == 2 else 'all ranks, without a majority'}"
-            break
+            two = f"ranks {' and '.join(map(str, prints))}, and two cannot tell which is right"
+            return f"between {two if len(prints) == 2 else 'all ranks, without a majority'}"
         odd |= {rank for rank, value in prints.items() if value != common}
-    if not who:
-        who = f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {len(holders)} ranks"
-    return who
+    holders = next(iter(found.values()))
+    return f"on rank {', '.join(map(str, sorted(odd)))}, against the majority of {len(holders)} ranks"
 
 
 def check_code(world: World) -> None:

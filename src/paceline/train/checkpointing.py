@@ -343,7 +343,7 @@ class Keeping:
         held = self._holder.state()
         if save or watch:  # never save a damaged state
             try:
-                check_replicas(held, self._world, step)
+                check_replicas(held, self._world, step, [part.replica.optimizer for part in self._holder.parts])
             except PacelineError:
                 self._saver.settle()  # the checkpoint that is being written is of an intact state
                 raise

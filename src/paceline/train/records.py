@@ -187,7 +187,8 @@ def is_due(step: int) -> bool:
 def size_of(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, as the guard knows them: '[10, 3] [4]', 'float32'; 0 where it does not say."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
-    found = [[number.strip() for number in shape.split(",")] for shape in shapes.strip("[]").split("] [")]
+    each = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []
+    found = [[number.strip() for number in shape.split(",") if number.strip()] for shape in each]
     total = sum(prod(map(int, shape)) for shape in found if all(map(str.isdigit, shape)))
     return total * width
 

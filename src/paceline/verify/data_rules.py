@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
+from paceline.guard.sentences import named
 from paceline.verify.finding import (
     Loaders,
     Remark,
     differs,
     loaders_of,
-    ranks_named,
     same_data,
     same_leaf,
     shared_part,
@@ -88,7 +88,7 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
     allowed = MOST_SHARED + len(loaders) * max(1, one.batch_size) / max(1, one.samples)
     drew = ", ".join(map(str, of_all[0][:SHOWN]))
     if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
-        seen = f"{ranks_named(loaders)} drew samples {drew}, ... in epoch 1"
+        seen = f"{named(loaders)} drew samples {drew}, ... in epoch 1"
         yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
     elif shared > allowed and repeats < REPEATED:
         words = "ranks do not share the samples among them: each draws from all of them"
@@ -162,7 +162,7 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Re
         if same[0].startswith(OWN_GENERATORS):
             do = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
         words = "all ranks draw the same random numbers for their samples (the same augmentation)"
-        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {ranks_named(loaders)}"
+        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {named(loaders)}"
         yield Remark("same augmentation", "wrong", words, seeded or one.site, do, seen)
     elif used:
         yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)

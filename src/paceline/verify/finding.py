@@ -97,9 +97,3 @@ def same_data(loaders: Loaders) -> bool:
 def differs(values: Iterable[object]) -> bool:
     """Whether not all are equal."""
     return len({*values}) > 1
-
-
-def ranks_named(ranks: Iterable[int]) -> str:
-    """ "rank 1", "ranks 0, 2"."""
-    told = [str(rank) for rank in ranks]
-    return ("rank " if len(told) == 1 else "ranks ") + ", ".join(told)

@@ -10,7 +10,8 @@ from operator import or_
 from msgspec.structs import replace
 
 from paceline.contract.facts import ScriptFacts, SeenStep
-from paceline.verify.finding import Remark, differs, ranks_named
+from paceline.guard.sentences import named
+from paceline.verify.finding import Remark, differs
 
 CLOSE = 1e-3  # sums of floats in another order
 LEAST_STEPS = 4  # of an optimizer, before most of them say anything
@@ -32,7 +33,7 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         found = [replace(one, **PAST, site=site) if one.rule == "replicas" else one for one in found]
     elif past is not None:
         alone = [facts.rank for facts in ranks if any(_past(facts))]
-        words = f"{ranks_named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
+        words = f"{named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
         do = "ddp(x), not ddp.module(x), if this is not meant"
         found.append(Remark("past DDP", "note", words, past.backward_site, do, "after steps through DDP"))
     yield from found
@@ -183,7 +184,7 @@ def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Remark | N
             do = (
                 "change weights on all ranks alike: without a condition on the rank, and without its own random numbers"
             )
-            seen = f"{ranks_named(changed)}: between steps {number - 1} and {number}"
+            seen = f"{named(changed)}: between steps {number - 1} and {number}"
             return Remark("replicas", "wrong", words, row[0].site, do, seen)
         if differs(step.after for step in row):
             return _unequal_step(facts, row, number)

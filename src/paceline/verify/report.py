@@ -11,7 +11,7 @@ from paceline.verify.spec import (
     CAUSES,
     KINDS,
     LOOP_CAUSES,
-    TOLERANCE,
+    TOLERANCES,
     Bits,
     BitsReport,
     Result,
@@ -41,10 +41,14 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
     _print_round_off(console, results)
     failed = [r for r in results if r.finding]
     for result in failed:
-        _print_finding(console, result)
+        if (finding := result.finding) is not None:
+            where = f", first in {finding.tensor}" if finding.tensor else ""
+            console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
+            console.print(f"  likely cause: {(CAUSES | LOOP_CAUSES)[finding.cause]}. {finding.detail}", markup=False)
+    tolerance = TOLERANCES[largest.precision]
+    adaptive = f"{ADAPTIVE_TOLERANCE:.0e}" if largest.precision == "float64" else "two learning rates per step more"
     console.print(
-        f"allowed: {TOLERANCE:.0e} of the largest magnitude of its kind; what AdamW divides by its own size "
-        f"{ADAPTIVE_TOLERANCE:.0e}"
+        f"allowed: {tolerance:.0e} of the largest magnitude of its kind; what AdamW divides by its own size {adaptive}"
     )
     ran = sum(1 for r in results if not r.not_run)
     told = f"{len(failed)} of {ran} cases DIFFER from one process" if failed else f"all {ran} cases equal one process"
@@ -126,13 +130,5 @@ def _print_round_off(console: Console, results: Sequence[Result]) -> None:
         )
 
 
-def _print_finding(console: Console, result: Result) -> None:
-    finding = result.finding
-    assert finding is not None
-    where = f", first in {finding.tensor}" if finding.tensor else ""
-    console.print(f"{result.case}: step {finding.step + 1}{where}", style="bold", markup=False)
-    console.print(f"  likely cause: {(CAUSES | LOOP_CAUSES)[finding.cause]}. {finding.detail}", markup=False)
-
-
 def _cell(error: float | None) -> str:
-    return "" if error is None else "0" if error == 0 else f"{error:.1e}"
+    return "-" if error is None else "0" if error == 0 else f"{error:.1e}"

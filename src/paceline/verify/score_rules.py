@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import EPOCHS, Pass, ScriptFacts, SeenStep
-from paceline.verify.finding import Loaders, Remark, differs, ranks_named, same_data, shared_part
+from paceline.guard.sentences import named
+from paceline.verify.finding import Loaders, Remark, differs, same_data, shared_part
 from paceline.verify.gradient_rules import steps_of
 
 COSTLY, COSTLY_SECONDS = 0.2, 1.0  # of an epoch
@@ -31,7 +32,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
         alone = _seconds(next(iter(looked.values()))[0], one.batches)
         epoch = sum(_seconds(loader.training[0], loader.batches) for loader in training)
-        words = f"{ranks_named(looked)} evaluates alone"
+        words = f"{named(looked)} evaluates alone"
         if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
             seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
             do = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
@@ -47,7 +48,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
     elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
         printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
         if len(printing) == 1:
-            words = f"{ranks_named(printing)} tells a score of its own share only"
+            words = f"{named(printing)} tells a score of its own share only"
             do = "dist.all_reduce(counts) before it is divided and printed"
             seen = "each rank evaluates a share, and no collective brings the results together"
             yield Remark("score of a share", "wrong", words, one.site, do, seen)

@@ -13,7 +13,7 @@ from paceline.verify.data_rules import data_findings
 from paceline.verify.finding import LEVELS, Remark
 from paceline.verify.gradient_rules import joint_steps
 from paceline.verify.run_rules import run_findings
-from paceline.verify.step_rules import step_findings
+from paceline.verify.step_rules import session_findings, step_findings
 
 WIDTH = 110
 
@@ -24,7 +24,8 @@ def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Re
     A rule says one thing of a line, the worst: several loaders, replicas or optimizers may come from there.
     """
     found: dict[tuple[str, str], Remark] = {}
-    for one in (*data_findings(ranks), *step_findings(ranks)):
+    in_session = any(facts.session for facts in ranks)
+    for one in session_findings(ranks) if in_session else (*data_findings(ranks), *step_findings(ranks)):
         said = found.setdefault((one.rule, one.site), one)
         if LEVELS.index(one.level) < LEVELS.index(said.level):
             found[one.rule, one.site] = one

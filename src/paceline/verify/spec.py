@@ -13,10 +13,11 @@ KINDS = ("loss", "gradient", "parameter", "buffer", "optimizer state")
 OWN = "task"
 """of the optimizers: the one that the task makes"""
 
-TOLERANCE = 1e-12  # relative, for losses, gradients, buffers, and for parameters under SGD
+TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
+"""relative, for losses, gradients, buffers, and for parameters under SGD; by the least precise type in the graph of a
+custom loop's loss"""
 ADAPTIVE_TOLERANCE = 1e-9  # for what Adam divides by the root of its own square: round-off is blown up by up to 1/eps
 """relative for parameters and state under all but SGD, absolute for those whose gradient is nothing but round-off"""
-
 
 CAUSES = {
     "error": "it raised an error",
@@ -74,12 +75,9 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     steps: int
     seed: int
     clip_norm: float
-    batch_size: int | None = None
-    """the largest micro-batch of a virtual rank; by default as small as the model allows: 3, with batch norm 8, whose
-    backward through the statistics of a few values blows rounding up ten thousandfold"""
     short_tail: bool | None = None
-    """whether the last global batch does not even reach every virtual rank, or has somewhat smaller, uneven shares; by
-    default it does not, except with batch norm, for the same reason"""
+    """whether the last global batch does not reach every virtual rank, or has somewhat smaller, uneven shares; by
+    default it does not, except with batch norm"""
     checkpoint_activations: str | None = None
     """modules that the ranks' backward computes again; the one process computes everything once"""
     device: str = "cpu"
@@ -172,6 +170,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
     samples: int
     results: list[Result]
     notes: list[str]
+    precision: str = "float64"
+    """a key of TOLERANCES"""
 
 
 class StepBits(msgspec.Struct, frozen=True):

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
-from paceline.verify.finding import Remark, differs, ranks_named
+from paceline.guard.sentences import named
+from paceline.verify.finding import Remark, differs
 from paceline.verify.gradient_rules import gradient_findings, joint_steps, steps_of
 
 LEAST_LOOKS = 8  # forwards without an unused parameter, before it is said that there are none
@@ -29,6 +30,14 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     yield from _threads(ranks[0])
     yield from _rate(ranks[0])
     yield from _schedule(ranks[0])
+
+
+def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
+    """Of a script that trains in a session, which raises an error for what the other rules look for."""
+    words = "the script trains in a paceline.session(), which checks samples, gradients and weights while it trains"
+    do = "paceline verify FILE.py:FUNCTION, which compares the loop with one process"
+    yield Remark("session", "note", words, ranks[0].steps[0].site if ranks[0].steps else "", do)
+    yield from (*_files(ranks), *_loads(ranks), *_threads(ranks[0]))
 
 
 def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -121,7 +130,9 @@ def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         path, of = files[0]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         do = "if dist.get_rank() == 0: in front of it; or the rank in the file's name"
-        yield Remark("one file", "wrong", "several ranks write one file", site, do, f"{ranks_named(of)}: {path}{more}")
+        if ranks[0].session:
+            do = "s.save(model, path) for weights; if s.rank == 0: in front of other files"
+        yield Remark("one file", "wrong", "several ranks write one file", site, do, f"{named(of)}: {path}{more}")
     if writers and not shared:
         yield Remark("one file", "right", "no file is written by two ranks")
 
@@ -141,7 +152,7 @@ def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
             one = places[astray[0]]
             words = f"all ranks load to GPU {one.devices[0]}, whose memory it fills"
             do = "torch.load(path, map_location=device), or map_location='cpu'"
-            yield Remark("one GPU", "costs", words, one.site, do, f"{ranks_named(astray)}: {path}")
+            yield Remark("one GPU", "costs", words, one.site, do, f"{named(astray)}: {path}")
 
 
 def _unused(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -157,7 +168,8 @@ def _unused(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
 def _threads(facts: ScriptFacts) -> Iterator[Remark]:
     share = max(1, facts.cores // max(1, facts.local_world))
     if facts.threads > share:
-        do = f"torch.set_num_threads({share})" if facts.threads_site else f"--threads-per-rank {share}"
+        call = "session(threads={})" if facts.session else "torch.set_num_threads({})"
+        do = call.format(share) if facts.threads_site else f"--threads-per-rank {share}"
         words = "there are more threads than cores"
         seen = f"{facts.local_world} ranks x {facts.threads} threads on {facts.cores} cores"
         yield Remark("threads", "costs", words, facts.threads_site, do, seen)

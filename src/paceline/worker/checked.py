@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from paceline.contract.birth import WorkerBirth
-from paceline.contract.facts import ScriptFacts, facts_file
+from paceline.contract.facts import MAX_STEPS, ScriptFacts, facts_file
 from paceline.disk import writing
 from paceline.worker import bootstrap
 from paceline.worker.guard import Guard
@@ -69,7 +69,8 @@ def watch(folder: Path) -> tuple[Events, ...]:
     )
     loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
     atexit.register(written.finish, noting, loading)
-    joint = Joint(lambda: Guard.of_process().box.get("ops"))
+    guard = Guard.of_process()
+    guard.max_steps, joint = MAX_STEPS, Joint(lambda: guard.box.get("ops"))
     return joint, loading, StepWatch(facts, loading, joint), noting, written
 
 

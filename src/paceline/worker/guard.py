@@ -48,6 +48,7 @@ class _Word(msgspec.Struct, frozen=True):
 class Guard:
     """One for each process: see the module's docstring."""
 
+    max_steps = float("inf")  # after which a session ends its training; the script continues
     _of_process: ClassVar[Guard | None] = None
 
     def __init__(self, box: Box | None, *, on: bool) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.contract.evidence import Op
-from paceline.proofs.bench.memory import op_bytes, volume
+from paceline.proofs.bench.memory import volume
 
 
 @pytest.mark.parametrize(
@@ -23,10 +22,3 @@ def test_the_volume_is_that_of_a_ring(kind: str, ranks: int, sent: float) -> Non
 def test_a_reduce_scatter_and_an_all_gather_of_the_shares_are_an_all_reduce(ranks: int, size: int) -> None:
     both = volume("reduce_scatter", size, ranks) + volume("all_gather", size // ranks, ranks)
     assert both == pytest.approx(volume("all_reduce", size, ranks))
-
-
-def test_the_size_of_a_record_is_that_of_its_tensors() -> None:
-    assert op_bytes(Op("shared", 1, "all_reduce", shape="[10, 10] [4]", dtype="float32")) == 416
-    assert op_bytes(Op("shared", 1, "all_reduce", shape="[10]", dtype="bfloat16")) == 20
-    assert op_bytes(Op("shared", 1, "barrier")) == 0
-    assert op_bytes(Op("shared", 1, "all_reduce", shape="[]", dtype="float64")) == 8

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
@@ -285,6 +286,44 @@ def trained_from(s: Any, loader: DataLoader[Any], step: Callable[..., object] | 
             optimizer.zero_grad()
             (step or usual(s))(model, optimizer, x, y)
     return model
+
+
+class Language(nn.Module):
+    """Its scores are in `dtype`, as those of many Hugging Face models are in float32."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype, self.embed, self.head = dtype, nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.head(self.embed(x).cumsum(1).tanh())
+        return scores if self.dtype is None else scores.to(self.dtype)
+
+
+def padded(rows: list[Tensor]) -> list[Tensor]:
+    """To the longest sample of the micro-batch: its inputs, and its targets."""
+    width = max(map(len, rows))
+    return [torch.stack([F.pad(row, (0, width - len(row)), value=pad) for row in rows]) for pad in (9, -100)]
+
+
+def train_on_texts(dtype: torch.dtype | None = None, *, weighted: bool = True) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 12, (60,), generator=generator).tolist()
+    texts = [torch.randint(9, (length,), generator=generator) for length in lengths]
+    with paceline.session() as s:
+        model, optimizer = s.prepare(Language(dtype), lambda p: AdamW(p, lr=1e-2))
+        for _ in s.epochs(9):
+            for x, y in s.loader(texts, global_batch=16, collate=padded):
+                optimizer.zero_grad()
+                count = (y != -100).sum()
+                loss = F.cross_entropy(model(x).transpose(1, 2), y, reduction="sum") / count
+                s.backward(loss, weight=count if weighted else None)
+                optimizer.step()
+
+
+padded_in_float32, padded_in_bfloat16 = partial(train_on_texts, torch.float32), partial(train_on_texts, torch.bfloat16)
+padded_without_weights = partial(train_on_texts, weighted=False)
+padded_without_weights_in_float32 = partial(train_on_texts, torch.float32, weighted=False)
 
 
 # ---- with one ----------------------------------------------------------------------------------------------------

@@ -6,17 +6,24 @@ All of them, with a table: `make soak-mutations`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.errors import ended_with
 from tests.proofs.verify import loops
-from tests.proofs.verify.loop_table import ENDS, RIGHT, right, said_of
+from tests.proofs.verify.loop_table import ENDS, RIGHT, right, said_of, spec_of
 
 from paceline.cli import verify
 from paceline.errors import UsageError
+from paceline.proofs.verify.causes import Comparison
+from paceline.proofs.verify.loop_findings import findings
+from paceline.proofs.verify.reference import Observed
 from paceline.tasks import check_loop
+from paceline.verify.report import print_report
+from paceline.verify.spec import Case, Result, VerifyReport
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
@@ -76,6 +83,47 @@ def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
     bad = paceline("verify", f"{LOOPS}:lr_by_number_of_ranks", "--ranks", "2")
     assert bad.returncode == 1, bad.stdout + bad.stderr
     assert "likely cause: the learning rate depends on the rank or on the number of ranks" in bad.stdout
+
+
+LOWER = {  # loops with padded batches: the type in which the loss is computed, and the cause of the difference
+    "train_on_texts": ("float64", None),
+    "padded_in_float32": ("float32", None),
+    "padded_in_bfloat16": ("bfloat16", None),
+    "padded_without_weights": ("float64", "weights"),
+    "padded_without_weights_in_float32": ("float32", "weights"),
+}
+
+
+@pytest.mark.slow
+def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_input(tmp_path: Path) -> None:
+    said_of([*LOWER], tmp_path, ranks=(1,))
+    for name, (precision, cause) in LOWER.items():
+        report, bits = findings(tmp_path / name, spec_of(name), (1,), {1: ""})
+        assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
+        assert [one.finding and one.finding.cause for one in report.results] == [cause], (name, report.results)
+
+
+def compared(error: float, precision: str, *, moved: float = 0.0) -> list[str]:
+    """The kinds that differ, if all numbers are off by `error`."""
+    want, got = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0 + error))
+    comparison = Comparison(adaptive=True, precision=precision, moved=moved)
+    seen = [Observed(scalars={"loss": float(t[0])}, gradients={"w": t}, parameters={"w": t}) for t in (got, want)]
+    return [one.kind for one in comparison.add(*seen)]
+
+
+def test_the_tolerance_is_that_of_the_precision() -> None:
+    assert compared(1e-6, "float32") == [] and compared(1e-6, "float64") == ["loss", "gradient", "parameter"]
+    assert compared(1e-2, "float32") == ["loss", "gradient", "parameter"] and compared(1e-2, "bfloat16") == []
+    # Adam makes a whole step of a rounding error
+    assert compared(1e-2, "float32", moved=1e-2) == ["loss", "gradient"]
+
+
+def test_what_was_not_compared_is_no_zero_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison, seen = Comparison(adaptive=False), Observed(scalars={"loss": 1.0})
+    assert comparison.add(seen, seen) == [] and comparison.errors == {"loss": 0.0}
+    print_report(None, [VerifyReport(1, 0, 0, [Result(Case("dp", 1, "none", "SGD"), comparison.errors, [], 0.0)], [])])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "SGD" in line)
+    assert re.findall(r"(?<= )[0-]+(?= )", row.partition("SGD")[2]) == ["0", "-", "-", "-", "-"]
 
 
 FLAT = "import paceline\n\ns = paceline.session()\n"

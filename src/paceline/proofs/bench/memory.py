@@ -6,7 +6,6 @@ any moment, also in C++ (DDP's buckets), comes from torch's profiler, which repo
 
 import ctypes
 import gc
-import re
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -23,12 +22,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.bench.spec import Memory
 from paceline.compute.resources import peak_memory
 from paceline.contract.box import RECORDS, Box
-from paceline.contract.evidence import Op, Phase
+from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
 from paceline.strategies import Replica
 from paceline.train.costs import held_bytes
+from paceline.train.records import size_of
 from paceline.worker.world import World
 
 MARK = "paceline: "
@@ -37,7 +37,6 @@ SHARED = "shared"
 ELEMENT_BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Int": 4, "Long": 8,
 }  # fmt: skip
-_SHAPE = re.compile(r"\[([0-9, ]*)\]")
 
 
 class Inspection:
@@ -167,8 +166,8 @@ class Traffic:
         self._begin()
         if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
-        found = [volume(_kind(entry), _bytes(entry), self._ranks(entry)) for entry in entries]
-        found += [volume(op.kind, op_bytes(op), self._world.data.size) for op in shared]
+        found = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
+        found += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(found) + messages
 
     def _ranks(self, entry: dict[str, Any]) -> int:
@@ -185,6 +184,7 @@ def volume(kind: str, size: int, ranks: int) -> float:
     Those of a ring, which no algorithm undercuts where all ranks must get all of n ranks' sums: 2 (n-1)/n of an
     all-reduce's bytes, (n-1) times what each puts into an all-gather, (n-1)/n of what it puts into a reduce-scatter.
     """
+    kind = kind.rpartition(":")[2]  # of "gloo:all_reduce"
     if kind.startswith(("all_reduce", "allreduce")):
         return 2 * (ranks - 1) / ranks * size
     if kind.startswith(("all_gather", "_all_gather")):
@@ -192,26 +192,11 @@ def volume(kind: str, size: int, ranks: int) -> float:
     return (ranks - 1) / ranks * size  # reduce-scatter, all-to-all, broadcast
 
 
-def op_bytes(op: Op) -> int:
-    """The size of a record of the guard's ring, in bytes."""
-    kind: Any = getattr(torch, op.dtype, None)
-    size = kind.itemsize if isinstance(kind, torch.dtype) else 4
-    return size * sum(_product(part.split(",")) for part in _SHAPE.findall(op.shape))
-
-
-def _kind(entry: dict[str, Any]) -> str:
-    return str(entry["profiling_name"]).rpartition(":")[2]
-
-
 def _bytes(entry: dict[str, Any]) -> int:
     return sum(
-        ELEMENT_BYTES.get(dtype, 4) * _product(sizes)
+        ELEMENT_BYTES.get(dtype, 4) * prod(map(int, sizes))
         for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     )
-
-
-def _product(sizes: Sequence[Any]) -> int:
-    return prod(int(size) if str(size).strip() else 1 for size in sizes)
 
 
 def _newest() -> int:

@@ -96,7 +96,10 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         )
         return result
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
-    faults = [fault for start in starts for fault in _out_of_place(start)]
+    faults = [
+        (range(step, step + 1), f"{start.name} logged it, although it began after step {start.first.start_step}")
+        for start in starts for step in start.steps() if step <= start.first.start_step
+    ]  # fmt: skip
     begin = min(start.first.start_step for start in starts)
     faults += [(range(1, begin + 1), "missing: every attempt began after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
@@ -104,12 +107,11 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     for epoch, group in groupby(judged, lambda one: one.epoch if parts else (one.span[0] - 1) // plan.steps_per_epoch):
         steps = list(group)
         faults += [(one.span, text) for one in steps for text in one.faults]
-        if parts:
-            result.epochs.append(_epoch_of_stream(epoch, steps, parts))
-            result.findings.extend(_against_the_stream(result.epochs[-1]))
-            continue
-        result.epochs.append(_epoch(epoch, steps, plan.num_samples))
-        if plan.tail == "keep" and result.epochs[-1].steps == plan.steps_per_epoch:
+        result.epochs.append(used := _epoch(epoch, steps, plan.num_samples, parts))
+        if parts and (used.never or used.repeatedly):
+            words = f"of its stream {used.never} samples were passed over, {used.repeatedly} repeated"
+            result.findings.append(f"epoch {epoch}: {words}")
+        if not parts and plan.tail == "keep" and used.steps == plan.steps_per_epoch:
             result.findings.extend(_against_all_samples(epoch, steps, plan.num_samples))
     result.findings.extend(sentences(faults))
     if not result.epochs:
@@ -169,34 +171,20 @@ def _disagreements(start: RunStart, plan: BatchPlan) -> Iterator[str]:
             yield f"{start.name}: {name} is {told[0]}, but by config.toml and the first attempt's data it is {planned}"
 
 
-def _out_of_place(start: RunStart) -> Iterator[tuple[range, str]]:
-    begin = start.first.start_step
-    for step in start.steps():
-        if step <= begin:
-            yield range(step, step + 1), f"{start.name} logged it, although it began after step {begin}"
+def _epoch(epoch: int, steps: Sequence[JudgedStep], given: int, parts: int) -> Epoch:
+    """The use of `given` samples; or of a stream in parts, of which each gives its samples from the first to the last.
 
-
-def _epoch(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Epoch:
+    Sample n * parts + v is the n-th of part v.
+    """
     known, count = [one.indices for one in steps if one.indices is not None], sum(len(one.span) for one in steps)
-    if len(known) < len(steps):
+    if len(known) < len(steps) and not parts:
         return Epoch(epoch, count, None, None, None)
-    values, counts = torch.cat(known).unique(return_counts=True)
+    values, counts = torch.cat([*known, torch.empty(0, dtype=torch.int64)]).unique(return_counts=True)
+    if parts:
+        of_parts = [values[values % parts == v] for v in range(parts)]
+        given = sum(int(of_part.max()) // parts + 1 for of_part in of_parts if len(of_part))
     once = int((counts == 1).sum())
-    return Epoch(epoch, count, once, num_samples - len(values), len(values) - once)
-
-
-def _epoch_of_stream(epoch: int, steps: Sequence[JudgedStep], parts: int) -> Epoch:
-    """Sample n * parts + v is the n-th of part v: of each part all are used, from the first to the last that was."""
-    used = torch.cat([one.indices for one in steps if one.indices is not None] or [torch.empty(0, dtype=torch.int64)])
-    values, counts = used.unique(return_counts=True)
-    given = sum(int(of_part.max()) // parts + 1 for v in range(parts) if len(of_part := values[values % parts == v]))
-    once = int((counts == 1).sum())
-    return Epoch(epoch, sum(len(one.span) for one in steps), once, given - len(values), len(values) - once)
-
-
-def _against_the_stream(epoch: Epoch) -> Iterator[str]:
-    if epoch.never or epoch.repeatedly:
-        yield f"epoch {epoch.epoch}: of its stream {epoch.never} samples were passed over, {epoch.repeatedly} repeated"
+    return Epoch(epoch, count, once, given - len(values), len(values) - once)
 
 
 def _against_all_samples(epoch: int, steps: Sequence[JudgedStep], num_samples: int) -> Iterator[str]:

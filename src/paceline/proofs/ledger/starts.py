@@ -146,12 +146,5 @@ def counting(starts: Sequence[RunStart]) -> list[range]:
 
 def left_out(starts: Sequence[RunStart], ranges: Sequence[range]) -> list[int]:
     """The steps that count, and have changed nothing."""
-    return sorted(
-        {
-            step
-            for start, counts in zip(starts, ranges, strict=True)
-            for log in start.logs
-            for step, lines in log.steps.items()
-            if step in counts and lines[0].skipped
-        }
-    )
+    logs = ((log, counts) for start, counts in zip(starts, ranges, strict=True) for log in start.logs)
+    return sorted({s for log, counts in logs for s, lines in log.steps.items() if s in counts and lines[0].skipped})

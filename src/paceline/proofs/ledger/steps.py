@@ -101,7 +101,7 @@ def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) 
     ranks, size = [log.started.rank for log in logs], start.first.world_size
     lines = [_lines(span, log) for log in logs]
     if ranks != list(range(size)):
-        yield f"logged by ranks {_listed(ranks)} of {size} only"
+        yield f"logged by ranks {', '.join(map(str, ranks))} of {size} only"
     shares = sorted(share or (0, 0) for found in lines for share in {line.share for line in found})
     if [a for a, _ in shares] + [plan.virtual_ranks] != [0] + [b for _, b in shares]:
         told = ", ".join(f"[{a}, {b})" for a, b in shares)
@@ -109,7 +109,7 @@ def _faults(span: range, start: RunStart, logs: Sequence[Log], plan: BatchPlan) 
     skipped = [{line.step for line in found if line.skipped} for found in lines]
     if different := [rank for rank, steps in zip(ranks, skipped, strict=True) if steps != skipped[0]]:
         left_out = different if not skipped[0] else [rank for rank in ranks if rank not in different]
-        yield f"left out by ranks {_listed(left_out)} only: the others have changed their parameters"
+        yield f"left out by ranks {', '.join(map(str, left_out))} only: the others have changed their parameters"
     for log in logs:
         for text in _rank_faults(span, log, plan):
             yield f"rank {log.started.rank} {text}"
@@ -151,10 +151,6 @@ def _fingerprint(line: Step) -> int:
         return int(line.fingerprint, 16)
     except ValueError:
         return -1  # of no samples at all
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def sentences(faults: Iterable[tuple[range, str]]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.proofs.verify.reference import Named, Observed, Reference, at_probes
 from paceline.proofs.verify.setup import has_batch_norm
-from paceline.verify.spec import ADAPTIVE_TOLERANCE, KINDS, TOLERANCE
+from paceline.verify.spec import ADAPTIVE_TOLERANCE, TOLERANCES
 
 CLIPPED = "clipped gradient"  # counted among the gradients
 ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding left of zero
@@ -38,36 +38,45 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """The largest error of each kind so far, and the differences found in the last step, in order of KINDS.
+    """The largest error of each kind that was compared so far, and the differences found in the last step.
 
     The error of a tensor is max|a - b| / s, with s the largest magnitude of its kind (gradients, say) in the model: a
     gradient of 1e-15 that should be 0 is no difference, while its neighbours are of size 1.
     """
 
     adaptive: bool
-    errors: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    precision: str = "float64"
+    """a key of TOLERANCES"""
+    moved: float = 0.0
+    """the distance to which an adaptive optimizer may turn the rounding of a lower precision in the steps so far"""
+    errors: dict[str, float] = field(default_factory=dict[str, float])
     round_off: set[str] = field(default_factory=set[str])
     round_off_error: float = 0.0
 
     def add(self, got: Observed, want: Observed) -> list[TensorDifference]:
         """Compare one step."""
         found: list[TensorDifference] = []
+        tolerance = self.tolerance
         for name, value in want.scalars.items():
-            self._note(
-                found, "loss", name, abs(got.scalars.get(name, nan) - value) / max(abs(value), 1e-300), TOLERANCE
-            )
+            error = abs(got.scalars.get(name, nan) - value) / max(abs(value), 1e-300)
+            self._note(found, "loss", name, error, tolerance)
         scale = _largest(want.gradients)
-        if self.adaptive:
+        if self.adaptive and self.precision == "float64":
             self.round_off |= {n for n, g in want.gradients.items() if g is not None and _size(g) < ROUND_OFF * scale}
-        loose = ADAPTIVE_TOLERANCE if self.adaptive else TOLERANCE
-        self._kind(found, "gradient", got.gradients, want.gradients, TOLERANCE)
-        self._kind(found, CLIPPED, got.stepped, want.stepped, TOLERANCE)
+        loose = max(tolerance, ADAPTIVE_TOLERANCE) if self.adaptive else tolerance
+        self._kind(found, "gradient", got.gradients, want.gradients, tolerance)
+        self._kind(found, CLIPPED, got.stepped, want.stepped, tolerance)
         self._kind(found, "optimizer state", got.state, want.state, loose)
-        self._kind(found, "parameter", got.parameters, want.parameters, loose)
+        moved = self.moved / max(_largest(want.parameters), 1e-300)
+        self._kind(found, "parameter", got.parameters, want.parameters, loose + moved)
         # A bias that is nothing but round-off moves the running mean of the batch norm behind it, and only that.
-        loose = ADAPTIVE_TOLERANCE if self.round_off else TOLERANCE
-        self._kind(found, "buffer", got.buffers, want.buffers, loose)
+        self._kind(found, "buffer", got.buffers, want.buffers, ADAPTIVE_TOLERANCE if self.round_off else tolerance)
         return found
+
+    @property
+    def tolerance(self) -> float:
+        """For all but parameters and state under an adaptive optimizer."""
+        return TOLERANCES[self.precision]
 
     def _kind(self, found: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
         scale = max(_largest(want), 1e-300)
@@ -89,7 +98,7 @@ class Comparison:
     def _note(self, found: list[TensorDifference], kind: str, name: str, error: float, tolerance: float) -> None:
         error = error if error == error else float("inf")  # NaN is no agreement
         shown = "gradient" if kind == CLIPPED else kind
-        self.errors[shown] = max(self.errors[shown], error)
+        self.errors[shown] = max(self.errors.get(shown, 0.0), error)
         if not error <= tolerance:
             found.append(TensorDifference(kind, name, error))
 
@@ -177,10 +186,10 @@ def _explain_gradient(got: Observed, want: Observed, first: TensorDifference, re
     return cause, first.tensor, f"parts by virtual rank.micro-batch enter {told}"
 
 
-def factor_between(got: Tensor, want: Tensor) -> float | None:
+def factor_between(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> float | None:
     """The factor by which all values differ, if there is one."""
     factor = float(got @ want / (want @ want)) if bool(want.any()) else 0.0
-    return factor if float((got - factor * want).abs().max()) <= 1e-9 * float(got.abs().max()) else None
+    return factor if float((got - factor * want).abs().max()) <= tolerance * float(got.abs().max()) else None
 
 
 def _is_linear(once: Tensor, ref: Reference) -> bool:

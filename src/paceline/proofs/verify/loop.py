@@ -8,7 +8,7 @@ division of the step do not count in it.
 """
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,12 +34,12 @@ from paceline.sessions.life import UNSEEDED, close_all
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, Observer, observed_by
 from paceline.stepping.bodies import Body, Reduction
-from paceline.stepping.hooks import nodes_of
+from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
 from paceline.stepping.trainee import Trainee
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
-from paceline.verify.spec import LoopCase, LoopSpec, StepBits
+from paceline.verify.spec import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.worker.world import World
 
 PROBES = 4096  # values of a tensor that are kept, evenly spread
@@ -54,6 +54,7 @@ class LoopStep(Observed):
     rates: list[float] = field(default_factory=list[float])  # learning rates
     input: float = 0.0  # a sum over what the models were given
     output: float = 0.0
+    values: float = 0.0  # how many these were: padding to the longest sample of a micro-batch changes that
     updates: bool = False  # whether an optimizer has updated a model
     beside: list[str] = field(default_factory=list[str])  # parameters whose .grad has changed before s.backward
     between: bool = False  # whether one has changed between two s.backward calls
@@ -71,6 +72,7 @@ class LoopRun:
     bits: list[StepBits] = field(default_factory=list[StepBits])  # of each step, in place of tensors, if they count
     start: dict[str, Any] = field(default_factory=dict[str, Any])  # of the models, before the first step
     draws: bool = False  # whether the loop draws random numbers
+    precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
     error: str = ""
     victim: bool = False  # whether the error only says that other ranks are gone
@@ -111,7 +113,8 @@ class _Recorder(Observer):
                 for module in in_double(model).modules():
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_stays, module)
-            self.run.path += _hooked(model)
+            hooked = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
+            self.run.path += [*hooked, *filter(None, [own_hooks([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
                 replica = replace(replica, sync_gradients=partial(_undivided, replica.sync_gradients))
@@ -171,6 +174,7 @@ class _Recorder(Observer):
                     rows = tensor.detach().double().reshape(len(tensor), -1)
                     signs = torch.arange(rows.shape[1], device=rows.device).double().cos()
                     sums[what] = sums.get(what, 0.0) + float((rows @ signs).sum())
+                    sums["values"] = sums.get("values", 0.0) + rows.numel()
 
     def on_backward(self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body | None) -> None:
         """Note which gradients the loop has changed since the last backward: to zero or None is no change of a sum."""
@@ -184,7 +188,10 @@ class _Recorder(Observer):
         if not isinstance(loss, Tensor) or not loss.requires_grad:  # pyright: ignore[reportUnnecessaryIsInstance]
             return
         if not self._left:
-            self.run.path += [f"autograd function {name}" for name in _own_functions(loss)]
+            self.run.path += filter(None, [own_functions(loss)])
+        if not self.case.exact:
+            dtypes = (str(one.dtype) for node in nodes_of(loss) for one in node._input_metadata)
+            self.run.precision = least_precise([self.run.precision, *dtypes])
         if self.case.plain:
             first = _of_mean(loss, weight, reduction)
             self._unhook = loss.register_hook(lambda _: first).remove
@@ -221,6 +228,7 @@ class _Recorder(Observer):
         step.rates = [rate for part in self.parts for rate in part.rates()]
         step.epoch, step.bodies = batches[0].work.epoch, len(batches)
         step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
+        step.values = sum(sums.get("values", 0.0) for sums in self._sums.values())
         if self._passes == 1:  # else a later pass has computed them anew, by a model that has stepped
             step.output = sum(sums.get("output", 0.0) for sums in self._sums.values())
         for part in self.parts:
@@ -245,6 +253,12 @@ class _Recorder(Observer):
 
     def on_end(self) -> None:
         self.run.digests = [digests_of(part.replica) for part in self.parts]
+
+
+def least_precise(dtypes: Iterable[str]) -> str:
+    """The one with the largest tolerance, as a key of TOLERANCES; others do not count."""
+    names = {dtype.removeprefix("torch.") for dtype in dtypes} & TOLERANCES.keys()
+    return max(names, key=TOLERANCES.__getitem__, default="float64")
 
 
 def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
@@ -322,22 +336,6 @@ def _undivided(sync_gradients: Callable[[float | Tensor], Any], _divisor: float 
 
 def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version  # pyright: ignore[reportPrivateUsage]
-
-
-def _hooked(model: nn.Module) -> list[str]:
-    """The backward hooks of its parameters and modules."""
-    hooks = [f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks]  # pyright: ignore
-    return hooks + [
-        f"a backward hook of {name or 'the model'}"
-        for name, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    ]
-
-
-def _own_functions(loss: Tensor) -> list[str]:
-    """The names of the autograd functions, written in Python, in a loss's graph."""
-    nodes = (node for node in nodes_of(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))
-    return sorted({type(node).__name__.removesuffix("Backward") for node in nodes})
 
 
 def _stays(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -15,12 +15,14 @@ from paceline.proofs.verify.causes import (
     ratio_words,
     sample_difference,
 )
-from paceline.proofs.verify.loop import LoopRun, LoopStep, read_run
+from paceline.proofs.verify.loop import LoopRun, LoopStep, least_precise, read_run
 from paceline.proofs.verify.reference import Named
 from paceline.verify.spec import Bits, BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, VerifyReport
 
 Run = Sequence[LoopRun]
 """what each rank has recorded"""
+Steps = Sequence[LoopStep]
+Differences = Sequence[Sequence[TensorDifference]]
 
 
 def findings(
@@ -45,11 +47,18 @@ def findings(
             "the loop draws random numbers, which belong to virtual ranks: the one process that all are compared with "
             f"is {spec.virtual_ranks} of these"
         )
+    precision = least_precise(of_rank.precision for run in runs.values() for of_rank in run)
+    if precision != "float64":
+        notes.add(
+            f"the loss is computed in {precision}, although parameters and inputs are float64: the loop or the model "
+            "casts, as many Hugging Face models do (logits.float()). Its rounding depends on the shapes of the "
+            f"micro-batches, so the comparison uses the tolerance of {precision}"
+        )
     broken = not alone or bool(alone[0].error)
     results = [
-        _not_run(case, n)
+        Result(Case(case.strategy, n, "none", "-"), {}, [], 0.0, not_run=f"{plural(n, 'rank')}: an earlier case failed")
         if not runs[n, i] and any(of_rank.error for earlier in range(i) for of_rank in runs[n, earlier])
-        else _compared(runs[n, i], runs[1, i] if draws else alone, case, n, ended[n])
+        else _compared(runs[n, i], runs[1, i] if draws else alone, case, precision, n, ended[n])
         for n in ([1] if broken else ranks)
         for i, case in enumerate(spec.cases)
         if not case.exact and (i > 0) != broken
@@ -59,20 +68,15 @@ def findings(
     if not any(result.finding for result in results):  # else a failure of theirs has left the bits out
         results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, found) for n, found in failed.items()]
     bits = [] if failed else [BitsReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
-    return VerifyReport(max(ranks), 0, 0, results, sorted(notes)), bits
+    return VerifyReport(max(ranks), 0, 0, results, sorted(notes), precision), bits
 
 
-def _compared(run: Run, one: Run, case: LoopCase, size: int, ended: str) -> Result:
+def _compared(run: Run, one: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
     first = next((of_rank for of_rank in run if of_rank.optimizer != "-"), LoopRun(case.strategy))
-    comparison = Comparison(adaptive=first.optimizer != "SGD")
+    comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
     finding = _compare(run, one, comparison, size, ended)
     title = Case(first.strategy, size, "none", first.optimizer)
     return Result(title, comparison.errors, sorted(comparison.round_off), comparison.round_off_error, finding)
-
-
-def _not_run(case: LoopCase, size: int) -> Result:
-    title = Case(case.strategy, size, "none", "-")
-    return Result(title, {}, [], 0.0, not_run=f"an earlier case on {plural(size, 'rank')} ended with an error")
 
 
 def _bits_of(run: Run) -> Bits:
@@ -90,6 +94,8 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
         if len({str(value) for value in values}) > 1:
             return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, one[0].steps, strict=False)):
+        if comparison.adaptive and comparison.precision != "float64":  # a gradient that is rounding is a whole step
+            comparison.moved += 2 * max(map(float, want.rates), default=0.0)
         found, samples = [comparison.add(rank, want) for rank in ranks], sorted(i for r in ranks for i in r.samples)
         told = [(rank.rates, rank.scalars) for rank in ranks]
         alike = all(one == told[0] for one in told) and told[0][1].keys() == want.scalars.keys()
@@ -99,7 +105,7 @@ def _compare(run: Run, one: Run, comparison: Comparison, size: int, ended: str) 
             own_orders = size > 1 and _repeats(run, want.epoch) and not _repeats(one, want.epoch)
             return Diagnosis(number, "order" if own_orders else "samples", "", sample_difference(samples, want.samples))
         path = list(dict.fromkeys(what for of_rank in [*one, *run] for what in of_rank.path))
-        return Diagnosis(number, *_explained(ranks, want, found, path))
+        return Diagnosis(number, *_explained(ranks, want, found, path, comparison.tolerance))
     if failed := _failed(run, size, ended):
         return failed
     lengths = [len(of_rank.steps) for of_rank in [*run, *one]]
@@ -122,20 +128,19 @@ def _failed(run: Run, size: int, ended: str) -> Diagnosis | None:
     return Diagnosis(steps, "refused" if errors and "collectives" not in words else "ways", "", words)
 
 
-def _explained(
-    ranks: Sequence[LoopStep], want: LoopStep, found: Sequence[Sequence[TensorDifference]], path: Sequence[str]
-) -> Explanation:
+def _explained(ranks: Steps, want: LoopStep, found: Differences, path: Sequence[str], tolerance: float) -> Explanation:
     """The first thing that is not as on one process, in the order of a step."""
     got = ranks[0]
     if any(rank.rates != want.rates for rank in ranks):
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; alone {want.rates[0]}"
-    for what in ("input", "output"):
+    is_padded = sum(rank.values for rank in ranks) != want.values  # by micro-batch: the sums tell nothing
+    for what in () if is_padded else ("input", "output"):
         total, alone = sum(getattr(rank, what) for rank in ranks), getattr(want, what)
-        if not abs(total - alone) <= 1e-8 * max(1.0, abs(alone)):  # nor is NaN
+        if not abs(total - alone) <= max(1e-8, tolerance) * max(1.0, abs(alone)):  # nor is NaN
             return what, "", f"added up over all samples {total:.12g}, alone {alone:.12g}"
     loss, alone = got.scalars["loss"], want.scalars["loss"]
-    if abs(loss - alone) > 1e-12 * abs(alone):
+    if abs(loss - alone) > tolerance * abs(alone):
         return "weights", "", f"the loss is {loss:.12g}, alone {alone:.12g}"
     for kind, words in (
         ("gradient", "the gradient after s.backward"),
@@ -148,19 +153,19 @@ def _explained(
         apart = any(of_rank != of_ranks[0] for of_rank in of_ranks)
         differs = f"{words} differs{' between ranks' if apart else ''}"
         if kind == "gradient":
-            return _of_gradient(ranks, want, first.tensor, differs, path, apart=apart)
+            return _of_gradient(ranks, want, first.tensor, differs, path, tolerance, apart=apart)
         is_scaled = all(_factor(rank.stepped, rank.gradients) is not None for rank in ranks)  # as clipping does
         return "outside" if kind == "parameter" else "changed" if is_scaled else "beside", first.tensor, differs
     mine, others = got.scalars, want.scalars
     if any(rank.scalars != mine for rank in ranks):
         numbers = [[*rank.scalars.values()][1:] for rank in ranks]
         return "own number", "", f"on ranks 0 to {len(ranks) - 1}: {numbers}"
-    wrong = [n for n in mine if n in others and abs(mine[n] - others[n]) > 1e-12 * abs(others[n])]
+    wrong = [n for n in mine if n in others and abs(mine[n] - others[n]) > tolerance * abs(others[n])]
     return "number", ", ".join(wrong), f"{[mine[n] for n in wrong]}, alone {[others[n] for n in wrong]}"
 
 
 def _of_gradient(
-    ranks: Sequence[LoopStep], want: LoopStep, tensor: str, differs: str, path: Sequence[str], *, apart: bool
+    ranks: Steps, want: LoopStep, tensor: str, differs: str, path: Sequence[str], tolerance: float, *, apart: bool
 ) -> Explanation:
     """What makes a gradient wrong after s.backward, though samples and losses are right."""
     beside = sorted({name for rank in ranks for name in rank.beside})
@@ -172,14 +177,15 @@ def _of_gradient(
         return "sync", tensor, differs
     if path:
         return "scale", tensor, f"{differs}; on its path: {', '.join(path[:4])}"
-    if (factor := _factor(ranks[0].gradients, want.gradients)) is not None:
+    if (factor := _factor(ranks[0].gradients, want.gradients, max(1e-9, tolerance))) is not None:
         return "mean", tensor, f"every gradient is {ratio_words(factor)} what it should be"
     return "gradient", tensor, differs
 
 
-def _factor(got: Named, want: Named) -> float | None:
+def _factor(got: Named, want: Named, tolerance: float = 1e-9) -> float | None:
     """The factor between all tensors of two sets, if there is one."""
     pairs = [(a, b) for name, a in got.items() if a is not None and (b := want.get(name)) is not None]
     if got.keys() != want.keys() or not pairs:
         return None
-    return factor_between(*(torch.cat([one.double() for one in side]) for side in zip(*pairs, strict=True)))
+    sides = (torch.cat([one.double() for one in side]) for side in zip(*pairs, strict=True))
+    return factor_between(*sides, tolerance=tolerance)

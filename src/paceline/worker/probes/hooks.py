@@ -82,6 +82,9 @@ class Events:
     def step_ended(self, optimizer: Any) -> None:
         """It has changed them."""
 
+    def session_begins(self) -> None:
+        """The script begins a session, or another training of paceline."""
+
     def thread_ended(self, name: str, error: BaseException) -> None:
         """A thread of the script has ended with this exception; called in that thread."""
 
@@ -110,9 +113,10 @@ class Hooks:
         return self
 
     def dismiss(self, *listeners: Events) -> None:
-        """Have these called no more."""
+        """A session begins: have these called no more, and tell the others."""
         for name, heard in self._listeners.items():
             self._listeners[name] = [one for one in heard if getattr(one, "__self__", None) not in listeners]
+        self._tell("session_begins")
 
     def end(self) -> None:
         """The script has ended with exit code 0."""

@@ -103,10 +103,11 @@ class LoaderWatch(Events):
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         loader = dataloader.DataLoader
-        map_style, length = dataloader._DatasetKind.Map, loader.__len__
+        map_style, length, facts = dataloader._DatasetKind.Map, loader.__len__, self._facts
 
         def shortened(self: Any) -> int:
-            return kept_batches(length(self)) if self._dataset_kind == map_style else length(self)
+            is_cut = self._dataset_kind == map_style and not facts.session
+            return kept_batches(length(self)) if is_cut else length(self)
 
         def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
             loader.made_at = user_site()
@@ -126,7 +127,7 @@ class LoaderWatch(Events):
         if number < 0 or isinstance(batches._sampler_iter, Cut) or batches._dataset_kind != map_style:
             return
         record = self._facts.loaders[number]
-        if (whole := record.batches) >= 0:
+        if (whole := record.batches) >= 0 and not self._facts.session:
             looked_at = len(record.passes) <= EPOCHS
             kept = kept_batches(whole) if looked_at else min(1, whole)
             seconds = MAX_SECONDS if looked_at else LATER_SECONDS

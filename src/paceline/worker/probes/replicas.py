@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from paceline.contract.box import Box
-from paceline.contract.marks import PARTS, SAME_BY_DDP, SUMMED, TABLES, Mark, Names, put_mark
+from paceline.contract.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.worker.probes.hooks import Events
 from paceline.worker.probes.joint import Joint, Turn, kept_equal
 from paceline.worker.probes.later import Later, may_compute
@@ -101,7 +101,7 @@ class Fingerprints(Events):
             watched.version = version
             self._lay_out(watched, optimizer)
         if watched.pieces and self._meets_others(watched, turn):
-            self._mark(watched)
+            self._mark(watched, tuple(sum(_numbers(optimizer, name)) for name in SETTINGS))
 
     def _next_table(self, *, own: bool) -> WatchedOptimizer:
         """In turn, so that all ranks have the same; one that comes later counts on from where others are.
@@ -152,7 +152,7 @@ class Fingerprints(Events):
         watched.layout = zlib.crc32(told.encode())
         self._names.of_tensors(watched.layout, [piece.name for piece in watched.pieces])
 
-    def _mark(self, watched: WatchedOptimizer) -> None:
+    def _mark(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
         pieces, number = watched.pieces, watched.count
         if not may_compute(pieces[0].parameter):
             return
@@ -165,14 +165,21 @@ class Fingerprints(Events):
         def put(values: list[int]) -> None:
             hashes = [one & NONE for one in values[: len(chosen)]]
             told = [struct.unpack("d", struct.pack("q", one))[0] for one in values[len(chosen) :]]
-            put_mark(
-                self._box, Mark(number, watched.layout, watched.flags, _four(chosen, NONE), _four(hashes), _four(told))
-            )
+            parts = _four(chosen, NONE), _four(hashes), _four(told)
+            put_mark(self._box, Mark(number, watched.layout, watched.flags, *parts, settings))
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)
         else:
             put([one.item() for one in sums])
+
+
+def _numbers(optimizer: Any, name: str) -> Iterator[float]:
+    """A setting in each parameter group; of betas the first. A tensor is not read: it may be on a GPU."""
+    for group in optimizer.param_groups:
+        value = group.get(name)
+        value = value[0] if isinstance(value, (tuple, list)) else value
+        yield value if isinstance(value, (int, float)) else 0.0
 
 
 def _four(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:

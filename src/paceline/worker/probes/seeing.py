@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from paceline.contract.facts import MAX_DIGESTS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.contract.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.probes.digests import MOST, digest_of, hashed, leaf_digests
@@ -22,8 +22,7 @@ from paceline.worker.probes.loading import LoaderWatch
 from paceline.worker.sites import Owner, call_site, frame_of, owner, site_words, user_site
 from paceline.worker.unseen import unseen
 
-MAX_STEPS = 100  # after which a script without epochs is ended
-MAX_ALONE = 1000  # the same, as long as nothing is known that the rank trains with others
+MAX_ALONE = 1000  # in place of MAX_STEPS, as long as nothing is known that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
 MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
 NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged, and is no tensor of weight
@@ -87,6 +86,9 @@ class StepWatch(Events):
         offered: Any = sys.modules["torch.nn.utils"]
         scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
         clipping._clip_grads_with_norm_ = offered.clip_grads_with_norm_ = scale
+
+    def session_begins(self) -> None:
+        self._facts.session = True
 
     def _unsynced(self, ddp: Any) -> None:
         if id(ddp) in self._replicas:
@@ -193,6 +195,8 @@ class StepWatch(Events):
             self._inside -= 1
 
     def backward_begins(self, losses: Any) -> None:
+        if self._facts.session:
+            return
         fed = self._loading.fed
         at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
         if fed >= 0:
@@ -230,6 +234,8 @@ class StepWatch(Events):
             window.held, window.batch, window.at = window.held + 1, batch, at
 
     def backward_ended(self) -> None:
+        if self._facts.session:
+            return
         if self._called_ns and self._joint.called:
             calls = Guard.of_process().box.calls_since(self._called_ns)
             self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
@@ -246,6 +252,9 @@ class StepWatch(Events):
         number = len(self._optimizers) if known is None else known
         if known is None:
             self._optimizers.append(optimizer)
+        if self._facts.session:
+            self._facts.steps.append(SeenStep(number, user_site()))
+            return
         turn, private = self._joint.of(optimizer), self._joint.private(optimizer)
         self._note_loader(private=private)
         self._taken[number] += not private
@@ -305,7 +314,7 @@ class StepWatch(Events):
 
     def step_ended(self, optimizer: Any) -> None:
         self._depth -= 1
-        if self._depth:
+        if self._depth or self._facts.session:
             return
         self._stepped = True
         if self._step is not None:
