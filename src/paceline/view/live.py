@@ -112,7 +112,7 @@ class LiveReader:
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         return RunNow(
-            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow[0]) for one in ranks),
+            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow.rank) for one in ranks),
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
@@ -120,7 +120,7 @@ class LiveReader:
             steps_per_second=rates[1],
             saved_step=self._saved,
             machines=machines,
-            words=slow[1] if slow is not None else "",
+            words=slow.words if slow is not None else "",
         )
 
     def close(self) -> None:
