@@ -157,10 +157,8 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
 
 
 def _same_failure(one: Sample, other: Sample) -> bool:
-    if one is other:
-        return True
     if one.failure is None or other.failure is None:
-        return False
+        return one is other
     return (one.failure.type, one.failure.message) == (other.failure.type, other.failure.message)
 
 

@@ -7,7 +7,7 @@ what the ranks themselves write down: their last step, and for how long nothing 
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -194,18 +194,13 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 
 def _with_use(one: RankNow, machines: dict[int, MachineUse], history: History, slowest: int | None) -> RankNow:
     one = replace(one, slowest=slowest == one.rank)
-    machine = next((m for m in _likely(machines, history) if one.rank in m.ranks), None)
+    nodes = sorted(machines, key=lambda node: node != history.node)
+    machine = next((machines[node] for node in nodes if one.rank in machines[node].ranks), None)
     if machine is None:
         return one
     place = sorted(machine.ranks).index(one.rank)  # ranks take the GPUs of their node in order
     gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
     return replace(one, host=one.host or machine.host, use=machine.ranks[one.rank], gpu=gpu)
-
-
-def _likely(machines: dict[int, MachineUse], history: History) -> Iterator[MachineUse]:
-    if history.node in machines:
-        yield machines[history.node]
-    yield from (machine for node, machine in machines.items() if node != history.node)
 
 
 def refresh(path: Path) -> None:
