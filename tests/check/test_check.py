@@ -31,7 +31,7 @@ def test_a_script_with_eight_pitfalls_is_told_each_of_them_at_its_line() -> None
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plant", ["own plateau", "own learning rate", "own weights"])
+@pytest.mark.parametrize("plant", ["own plateau", "own weights"])
 def test_replicas_that_drift_apart_are_a_mistake_and_no_notice_beside_a_verdict(plant: str) -> None:
     outcome = checked(Case(SCRIPT, plant, "replicas"))
     assert [one["rule"] for one in outcome.counted] == ["replicas"], outcome.text

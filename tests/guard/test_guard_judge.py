@@ -192,13 +192,6 @@ def test_what_all_have_got_done_is_no_mismatch() -> None:
     assert blame(rank(0, done[0], WAITS), rank(1, done[1], stack=OUTSIDE), rank(2, done[2], WAITS))[1] == (1,)
 
 
-def test_fewer_batches_and_then_a_barrier_is_a_mismatch() -> None:
-    assert blame(rank(0, WAITS), rank(1, op(9, "barrier", shape="", dtype="")), rank(2, WAITS)) == (
-        VerdictKind.MISMATCH,
-        (1,),
-    )
-
-
 def test_who_ends_with_code_0_while_the_others_wait_has_left() -> None:
     left = rank(1, BEFORE, code=0, step=3)
     verdict = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, words=LOST_PEER)])

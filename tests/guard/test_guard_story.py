@@ -128,7 +128,7 @@ def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path
     ids=["newer", "foreign", "wrong type", "torn", "deep", "empty"],
 )
 def test_a_file_of_another_version_or_of_another_program_is_an_error(
-    tmp_path: Path, content: bytes, code: str, fields: dict[str, int]
+    tmp_path: Path, content: bytes, code: str, fields: dict[str, Any]
 ) -> None:
     (tmp_path / "verdict.json").write_bytes(content)
     with raises(code, path=tmp_path / "verdict.json", **fields):

@@ -16,6 +16,8 @@ from tests.rendered import rendered
 
 from paceline.host.reach import candidates, is_loopback, why_unreachable
 
+UNKNOWN = "no-such-host.invalid"
+
 
 @pytest.fixture
 def listener() -> Iterator[int]:
@@ -53,9 +55,9 @@ def test_silence_is_told_apart_within_the_time_given() -> None:
     "name", ["", " ", "a\nb", "a\0b", "-oProxyCommand=x", "n" * 64, "x" * 5000, "\udcff", "n1..", "é" * 80]
 )
 def test_a_hostile_name_is_an_unknown_one(name: str) -> None:
-    host, _, unknown = why_unreachable("no-such-host.invalid", 80).partition(": ")
+    host, _, unknown = why_unreachable(UNKNOWN, 80).partition(": ")
     said = why_unreachable(name, 80)
-    assert host == "no-such-host.invalid"
+    assert host == UNKNOWN
     assert said.endswith(unknown) and said.isprintable() and len(said) < 400
     assert candidates([name]) == []
 
@@ -72,7 +74,7 @@ def test_no_name_raises(name: str) -> None:
 
 
 def test_addresses_come_in_order_and_none_twice() -> None:
-    found = candidates(["127.0.0.2", "no-such-host.invalid", "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
+    found = candidates(["127.0.0.2", UNKNOWN, "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
     assert found[:2] == [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1")]
     assert len(found) == len(set(found)) and all(is_loopback(address) for _, address in found)
     assert not is_loopback("10.0.0.1") and not is_loopback("n1") and is_loopback("::1")
