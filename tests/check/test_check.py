@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
 from tests.errors import raises
 
 from paceline.cli import launch
-from paceline.errors import UsageError
 
 pytestmark = pytest.mark.sample(5)
 
@@ -106,20 +106,20 @@ def test_a_script_that_fails_tells_its_error_first_and_nothing_of_what_was_right
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
+    ("options", "code", "fields"),
     [
-        (["--nproc", "2", "--on", "ssh", "--hosts", "a,b"], "--on ssh"),
-        (["--nproc", "2", "--detach"], "--detach"),
-        (["--nproc", "2", "--dry-run"], "--dry-run"),
-        (["--nproc", "2", "--max-restarts", "1"], "--max-restarts"),
-        (["--nproc", "1"], "needs at least 2 ranks"),
+        (["--nproc", "2", "--on", "ssh", "--hosts", "a,b"], "check-option", {"options": "--on ssh"}),
+        (["--nproc", "2", "--detach"], "check-option", {"options": "--detach"}),
+        (["--nproc", "2", "--dry-run"], "check-option", {"options": "--dry-run"}),
+        (["--nproc", "2", "--max-restarts", "1"], "check-option", {"options": "--max-restarts"}),
+        (["--nproc", "1"], "check-of-one-rank", {}),
     ],
 )
 def test_what_cannot_be_checked_is_refused_before_anything_starts(
-    options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], code: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=word):
+    with raises(code, **fields):
         launch.main(["--check", *options, "--", str(HERE / SCRIPT)])
     assert not [*tmp_path.iterdir()]
 
