@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -17,12 +18,15 @@ def rendered(text: str | Iterable[str]) -> None:
     """Assert that rendered.txt has this text, or these lines, for the test that runs."""
     test = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
     path, _, name = test.partition("::")
-    file = Path(__file__).parents[1].joinpath(path).with_name("rendered.txt")
-    found = text if isinstance(text, str) else "\n".join(text)
+    source = Path(__file__).parents[1] / path
+    file, name = source.with_name("rendered.txt"), f"{source.name}::{name}"
+    found = (text if isinstance(text, str) else "\n".join(text)) + "\n"
     if os.environ.get("RENDERED") == "write":
-        kept = sections(file) | {name: f"{found}\n"}
+        kept = sections(file) | {name: found}
         file.write_text("".join(f"=== {name}\n{kept[name]}" for name in sorted(kept)))
-    assert sections(file).get(name) == f"{found}\n", f"if this is right: RENDERED=write pytest -n 0 '{test}'"
+    reviewed = sections(file).get(name, "")
+    difference = "\n".join(difflib.ndiff(reviewed.splitlines(), found.splitlines()))
+    assert found == reviewed, f"{difference}\nif this is right: RENDERED=write pytest -n 0 '{test}'"
 
 
 def sections(file: Path) -> dict[str, str]:
