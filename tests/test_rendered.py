@@ -8,7 +8,8 @@ import pytest
 from tests.rendered import rendered, sections
 
 
-def test_a_text_that_nobody_has_reviewed_fails() -> None:
+def test_a_text_that_nobody_has_reviewed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RENDERED", raising=False)
     with pytest.raises(AssertionError, match="RENDERED=write pytest"):
         rendered("anything")
 
