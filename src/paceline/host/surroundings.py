@@ -30,12 +30,12 @@ _OURS = (
 )
 _INSTEAD = {"OMP_NUM_THREADS": "--threads-per-rank", "MASTER_PORT": "--port"}
 
-# $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that
-# says how far it came, a zero byte, then the environment as `env -0` writes it.
-CODES = {
+CODES = {  # of errors, by the word with which the script has stopped
     "no module": "module-command-missing", "module": "module-not-loaded",
     "no conda": "conda-not-found", "conda": "conda-not-activated",
 }  # fmt: skip
+# $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that
+# says how far it came, a zero byte, then the environment as `env -0` writes it.
 SCRIPT = r"""
 paceline_answer=$1 activate=$2 conda=$3; shift 3
 stop() { printf '%s\0' "$@" >&"$paceline_answer"; exit 1; }
