@@ -57,7 +57,7 @@ def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
     lines = told(verdict, folder="/" + "long/" * 60)
     assert len(lines) == report.MAX_LINES
     assert str(1 + 40 * 2 - 13) in lines[-2] and "verdict.json" in lines[-2]  # 40 sentences of two lines each
-    assert "/long/" * 60 in lines[-1] and lines[-1].endswith("paceline hang runs/a")
+    assert "/" + "long/" * 60 in lines[-1] and lines[-1].endswith("paceline hang runs/a")
     assert all(len(line) <= report.MAX_COLUMNS for line in lines[:-1])
 
 
