@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.rendered import rendered
 from tests.small_mnist import small_mnist as small_mnist
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -201,13 +202,7 @@ def test_the_summary_tells_reached_missed_and_not_measured_apart(
     rows.append(made_row(figures, "one-rank", [4.0] * 6, samples=4, work="W1"))
     rows.append(made_row(figures, "no-exchange", [8.0] * 6, work="W2"))
     figures.write(tmp_path / "peers.json", {}, rows)
-    lines = summary.summary(summary.goals(), tmp_path).splitlines()
-    assert "| W1, default mode / vanilla DDP | >= 1.25 | 2.000 | yes |" in lines
-    assert "| W2, default mode / vanilla DDP | >= 1.35 | 1.111 | NO; without any exchange 1.250 |" in lines
-    assert "| W3, default mode / vanilla DDP | >= 2.1 | not measured | - |" in lines
-    assert "| W1, peak memory of a rank / vanilla DDP's | <= 1.05 | 1.000 | yes |" in lines
-    assert "| W1, weak scaling, 2 ranks / our own one | >= 0.94 | 0.800 | NO |" in lines
-    assert "| W3, 4 ranks on 2 cores / vanilla DDP | >= 1.5 | no record | - |" in lines
+    rendered(summary.summary(summary.goals(), tmp_path).splitlines())
 
 
 def test_the_summary_judges_sums_by_their_worst_size_and_memory_by_its_arithmetic(
@@ -216,11 +211,6 @@ def test_the_summary_judges_sums_by_their_worst_size_and_memory_by_its_arithmeti
     of_race(monkeypatch, "figures")
     summary = importlib.import_module("summary")
 
-    def judged() -> str:
-        return summary.summary(summary.goals(), tmp_path)
-
-    assert "| all-reduce, seconds of memcpy / ours, >= 25 MiB | >= 0.6 | no record | - |" in judged()
-    assert "| `zero`, bytes that a rank holds / their arithmetic | <= 1.1 | no record | - |" in judged()
     kib, mib, kinds = 1 << 10, 1 << 20, ("weights", "gradients", "optimizer")
     sizes = ((4 * kib, 5, 80.0), (64 * kib, 6, 31.0), (mib, 4, 20.0), (8 * mib, 6, 12.0), (25 * mib, 6, 5.0),
              (100 * mib, 6, 4.0))  # fmt: skip
@@ -234,13 +224,8 @@ def test_the_summary_judges_sums_by_their_worst_size_and_memory_by_its_arithmeti
         for name, ranks, memory in (("single", 1, (10, 10, 20)), ("zero", 2, (10, 5, 10)), ("fsdp", 2, (8, 5, 10)))
     ]
     (tmp_path / "memory.json").write_text(json.dumps({"rows": rows}))
-    said = judged()
-    assert "| all-reduce, seconds of gloo / ours, <= 64 KiB | >= 30 | 31.000 | yes |" in said
-    assert "| all-reduce, seconds of gloo / ours, 1-8 MiB | >= 10 | not measured | - |" in said
-    assert "| all-reduce, seconds of gloo / ours, >= 25 MiB | >= 4.5 | 4.000 | NO |" in said
-    assert "| all-reduce, seconds of memcpy / ours, >= 25 MiB | >= 0.6 | 0.700 | yes |" in said
-    assert "| `zero`, bytes that a rank holds / their arithmetic | <= 1.1 | 1.000 | yes |" in said
-    assert "| `fsdp`, bytes that a rank holds / their arithmetic | <= 1.1 | 1.150 | NO |" in said
+    said = summary.summary(summary.goals(), tmp_path).splitlines()
+    rendered(line for line in said if "all-reduce" in line or "bytes" in line)
 
 
 def made_row(figures: Any, contender: str, ms: list[float | None], *, samples: int = 8, work: str = "W1") -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.made_up import Rank, lockstep
+from tests.rendered import rendered
 
 from paceline.bench.estimate import Machine
 from paceline.bench.runs import At, Run, Runs
 from paceline.bench.scale import Lost, loss_sentence, lost_of, parts_of
+from paceline.bench.shares import COMPUTE, WAITING
 
 ROOMY, NARROW = Machine(64, 1, 1_000_000), Machine(2, 2, 1_000_000)
 ALONE = lockstep([Rank()])
@@ -23,20 +25,24 @@ def weak(run: Run, machine: Machine = ROOMY) -> Lost:
 
 
 def test_the_sentence_names_rank_and_phase_of_whom_all_wait_for() -> None:
-    late = lockstep([Rank(), Rank(), replace(Rank(), data=0.05)])
-    assert loss_sentence(weak(late)).endswith("to waiting for the slowest rank (rank 2, in its data)")
+    late = weak(lockstep([Rank(), Rank(), replace(Rank(), data=0.05)]))
+    assert (late.shares[0].cause, late.slowest, late.slow_phase) == (WAITING, 2, "data")
+    rendered(loss_sentence(late))
 
 
 def test_the_sentence_says_that_another_rank_is_late_each_time() -> None:
-    late_in_turn = [Rank(data=0.0001, forward=0.004, backward=0.006, jitter=5.0)] * 4
-    assert loss_sentence(weak(lockstep(late_in_turn, steps=200))).endswith("(another one each time)")
+    late = weak(lockstep([Rank(data=0.0001, forward=0.004, backward=0.006, jitter=5.0)] * 4, steps=200))
+    assert (late.shares[0].cause, late.slowest) == (WAITING, None)
+    rendered(loss_sentence(late))
 
 
 def test_too_many_threads_are_named_beside_the_slower_compute_that_they_cause() -> None:
     slow = lockstep([Rank(forward=0.02, backward=0.04)] * 2, exchange=0.001)
-    assert loss_sentence(weak(slow, NARROW)).endswith("to slower compute (2 threads for each core)")
-    assert loss_sentence(weak(slow)).endswith("to slower compute")
+    crowded, alone = weak(slow, NARROW), weak(slow)
+    assert crowded.shares[0].cause == alone.shares[0].cause == COMPUTE
+    assert crowded.crowd == 2 and alone.crowd <= 1
+    rendered(map(loss_sentence, (crowded, alone)))
 
 
 def test_what_is_hardly_lost_is_not_blamed_on_anybody() -> None:
-    assert "nothing to speak of is lost" in loss_sentence(weak(lockstep([Rank()] * 2, exchange=0.0001)))
+    rendered(loss_sentence(weak(lockstep([Rank()] * 2, exchange=0.0001))))

@@ -233,7 +233,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
         model.encode(torch.ones(1, 2))
     finally:
         hook.remove()
-    assert " in test_a_method_of" in facts.replicas[0].past_site, "the caller's line, not the model's"
+    assert " in test_a_method_" in facts.replicas[0].past_site, "the caller's line, not the model's"
 
 
 def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:

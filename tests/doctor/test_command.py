@@ -36,8 +36,9 @@ def test_a_line_for_each_check_and_a_remedy_for_each_finding(
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick", "--run-dir", "/proc/nowhere"]) == 1
-    assert "/proc cannot be written to" in capsys.readouterr().out
+    assert main(["--quick", "--json", "--run-dir", "/proc/nowhere"]) == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert [finding["severity"] for finding in checks["run folder"]["findings"]] == ["error"]
 
 
 @pytest.mark.parametrize(

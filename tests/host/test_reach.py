@@ -12,8 +12,11 @@ from contextlib import closing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rendered import rendered
 
 from paceline.host.reach import candidates, is_loopback, why_unreachable
+
+UNKNOWN = "no-such-host.invalid"
 
 
 @pytest.fixture
@@ -31,9 +34,9 @@ def test_a_port_that_nobody_listens_on_is_refused_and_loopback_is_named() -> Non
     with closing(socket.socket()) as bound:  # bound, not listening: nobody else gets the port meanwhile
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        said = why_unreachable("localhost", port)
-    assert f"localhost:{port} (127.0.0.1): refused: nothing listens" in said and "node 0" in said
-    assert "127.0.0.1 is this machine itself" in said
+        said, by_name = why_unreachable("127.0.0.1", port), why_unreachable("localhost", port)
+    assert f"localhost:{port} (127.0.0.1): " in by_name
+    rendered(said.replace(str(port), "PORT"))
 
 
 def test_silence_is_told_apart_within_the_time_given() -> None:
@@ -44,21 +47,18 @@ def test_silence_is_told_apart_within_the_time_given() -> None:
         with closing(socket.create_connection(("127.0.0.1", port))):
             start = time.monotonic()
             said = why_unreachable("127.0.0.1", port, 0.3)
-    assert "no answer within 0.3 s" in said and "firewall" in said
+    rendered(said.replace(str(port), "PORT"))
     assert 0.25 < time.monotonic() - start < 20.0  # not the minutes of the kernel
-
-
-def test_an_unknown_name_is_named() -> None:
-    said = why_unreachable("no-such-host.invalid", 80)
-    assert said.startswith("no-such-host.invalid: this machine knows no address")
 
 
 @pytest.mark.parametrize(
     "name", ["", " ", "a\nb", "a\0b", "-oProxyCommand=x", "n" * 64, "x" * 5000, "\udcff", "n1..", "é" * 80]
 )
 def test_a_hostile_name_is_an_unknown_one(name: str) -> None:
+    host, _, unknown = why_unreachable(UNKNOWN, 80).partition(": ")
     said = why_unreachable(name, 80)
-    assert "knows no address" in said and said.isprintable() and len(said) < 400
+    assert host == UNKNOWN
+    assert said.endswith(unknown) and said.isprintable() and len(said) < 400
     assert candidates([name]) == []
 
 
@@ -74,7 +74,7 @@ def test_no_name_raises(name: str) -> None:
 
 
 def test_addresses_come_in_order_and_none_twice() -> None:
-    found = candidates(["127.0.0.2", "no-such-host.invalid", "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
+    found = candidates(["127.0.0.2", UNKNOWN, "127.0.0.1", "localhost", "::ffff:127.0.0.2"])
     assert found[:2] == [(socket.AF_INET, "127.0.0.2"), (socket.AF_INET, "127.0.0.1")]
     assert len(found) == len(set(found)) and all(is_loopback(address) for _, address in found)
     assert not is_loopback("10.0.0.1") and not is_loopback("n1") and is_loopback("::1")
@@ -109,9 +109,4 @@ def test_no_route_a_firewall_and_a_machine_that_is_off_are_told_apart() -> None:
         timeout=30,
     )
     assert run.returncode == 0, run.stderr
-    no_route, dropped, rejected, off, forbidden = run.stdout.splitlines()
-    assert "no route from this machine" in no_route
-    assert "no answer within 0.5 s" in dropped and "firewall" in dropped
-    assert "no way to that machine" in rejected
-    assert "no answer within 0.5 s" in off and "machine is off" in off
-    assert "a firewall on this machine forbids" in forbidden
+    rendered(run.stdout.splitlines())

@@ -12,7 +12,7 @@ from tests.host.test_gpu_trouble import HOT, Driver
 
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
-from paceline.host.gpu_use import GpuReader, gpu_answer
+from paceline.host.gpu_use import SLOWED, GpuReader, gpu_answer
 from paceline.host.machine_log import MachineLog, Sampler
 from paceline.observe.machine import MachineUse, read_machine
 
@@ -82,7 +82,7 @@ def test_a_gpu_is_told_with_what_the_driver_knows_and_a_lost_one_hides_nothing()
     lost, known, silent = found.gpus
     assert "does not answer" in lost.held_back
     assert (known.busy, known.watts, known.degrees, known.mhz, known.most_mhz) == (0.97, 612.3, 91.0, 405.0, 1980.0)
-    assert known.held_back == "slowed down by its temperature"
+    assert known.held_back == SLOWED[pynvml.nvmlClocksThrottleReasonSwThermalSlowdown]
     assert (silent.busy, silent.memory_bytes, silent.held_back) == (None, None, "")
     assert found.memory_of == {11: 10 << 20}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.host import surroundings
@@ -49,17 +51,18 @@ def test_modules_are_loaded_in_order_and_their_words_do_no_harm(with_modules: di
 
 
 def test_a_module_that_is_not_there_is_named_with_the_systems_words(with_modules: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"--module nope: cannot be loaded on (?s:.*)unknown: nope"):
+    with raises("module-not-loaded", module="nope") as caught:
         environment_after(["cuda", "nope"], "", {}, with_modules)
+    assert "unknown: nope" in str(caught.value)
 
 
 def test_an_old_module_system_that_fails_with_status_0_is_not_believed(with_modules: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="--module ancient: cannot be loaded"):
+    with raises("module-not-loaded", module="ancient"):
         environment_after(["ancient"], "", {}, with_modules)
 
 
 def test_no_module_command_is_said() -> None:
-    with pytest.raises(UsageError, match=r"no `module` command on"):
+    with raises("module-command-missing"):
         environment_after(["cuda"], "", {}, BASE)
 
 
@@ -75,11 +78,11 @@ def test_an_activate_script_may_read_unset_variables_talk_and_fail_in_its_last_l
     text = 'echo noise; export SEEN="[$NEVER_SET]" ODD=$\'a\\nb=c\'; answer=7; cd /; [ -z "$SEEN" ]'
     after = environment_after([], script(tmp_path, text), {}, BASE)
     assert after == {**BASE, "SEEN": "[]", "ODD": "a\nb=c"}
-    assert "has ended with status 1, the run goes on: noise" in capsys.readouterr().err
+    assert re.search("status 1.*noise", capsys.readouterr().err)
 
 
 def test_a_script_that_ends_the_shell_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"ended bash on .* with exit code 3\nlicence expired"):
+    with raises("activate-ended-bash", status=3, said="\nlicence expired"):
         environment_after([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
 
 
@@ -87,7 +90,7 @@ def test_a_real_venv_is_activated(tmp_path: Path) -> None:
     venv = tmp_path / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=50)
     after = environment_after([], str(venv / "bin" / "activate"), {}, BASE)
-    assert after["VIRTUAL_ENV"] == str(venv) and after["PATH"] == f"{venv}/bin:/usr/bin:/bin"
+    assert (after["VIRTUAL_ENV"], after["PATH"]) == (str(venv), f"{venv}/bin:{BASE['PATH']}")
 
 
 CONDA = """
@@ -114,9 +117,10 @@ def test_conda_is_sourced_where_its_program_lies(with_conda: dict[str, str]) -> 
 
 
 def test_an_unknown_conda_environment_and_a_missing_conda_are_named(with_conda: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"--activate conda:bad: conda cannot activate it on (?s:.*)NameNotFound: bad"):
+    with raises("conda-not-activated", activate="conda:bad") as caught:
         environment_after([], "conda:bad", {}, with_conda)
-    with pytest.raises(UsageError, match="no conda found on"):
+    assert "NameNotFound: bad" in str(caught.value)
+    with raises("conda-not-found"):
         environment_after([], "conda:good", {}, BASE)
 
 
@@ -137,7 +141,7 @@ def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path
 
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surroundings, "BASH_SECONDS", 0.5)
-    with pytest.raises(UsageError, match=r"had not ended after 0\.5 s"):
+    with raises("bash-timed-out", seconds=0.5):
         environment_after([], script(tmp_path, "sleep 30"), {}, BASE)
 
 
@@ -171,19 +175,20 @@ def test_env_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "code"),
     [
-        ("1A=2", "no name of a variable"),
-        ("=2", "no name of a variable"),
-        ("A B=2", "no name of a variable"),
-        ("A\n=2", "no name of a variable"),
-        ("NOT_SET", "NOT_SET is not set here. Use NOT_SET=VALUE"),
-        ("RANK=1", "the launcher sets this"),
-        ("PACELINE_RUN_ID=x", "the launcher sets this"),
-        ("OMP_NUM_THREADS=4", "Use --threads-per-rank"),
-        ("A=\0", "zero byte"),
+        ("1A=2", "env-name-invalid"),
+        ("=2", "env-name-invalid"),
+        ("A B=2", "env-name-invalid"),
+        ("A\n=2", "env-name-invalid"),
+        ("NOT_SET", "env-not-set"),
+        ("RANK=1", "env-of-launcher"),
+        ("PACELINE_RUN_ID=x", "env-of-launcher"),
+        ("OMP_NUM_THREADS=4", "env-of-launcher"),
+        ("A=\0", "env-zero-byte"),
     ],
 )
-def test_env_settings_that_cannot_be(setting: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_env_settings_that_cannot_be(setting: str, code: str) -> None:
+    with raises(code) as caught:
         parse_env([setting], {})
+    assert ("--threads-per-rank" in str(caught.value)) is setting.startswith("OMP")

@@ -11,7 +11,6 @@ import pytest
 from tests.errors import raises
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.errors import UsageError
 from paceline.observe.folder import (
     attempt_number,
     check_not_finished,
@@ -66,14 +65,12 @@ def test_the_lock_names_its_holder(tmp_path):
     first = lock_run_dir(tmp_path)
     try:
         began = time.monotonic()
-        with pytest.raises(UsageError) as caught:
+        with raises("run-is-active", run_dir=tmp_path) as caught:
             lock_run_dir(tmp_path, wait_seconds=0.3)
         assert 0.25 < time.monotonic() - began < 5
     finally:
         os.close(first)
-    told = str(caught.value)
-    assert f"another run is active in {tmp_path} (pid {os.getpid()} on {os.uname().nodename}, " in told
-    assert "--run-dir" in told
+    assert caught.value.fields["holder"].startswith(f"pid {os.getpid()} on {os.uname().nodename}, ")
     os.close(lock_run_dir(tmp_path, wait_seconds=0))  # and is free again
 
 

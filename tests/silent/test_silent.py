@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,22 +40,18 @@ def test_each_kind_of_silent_fault_is_told_with_rank_and_step_and_only_told_wher
         steps=120, on_drift="warn",
     )  # fmt: skip
     assert one.finish() == ExitCode.DONE, one.stderr
-    said = [noted.words for noted in notices(one.folder)]
-    assert all(words in one.stderr for words in said)
-
-    def told(beginning: str) -> str:
-        (found,) = [words for words in said if words.startswith(beginning)]
-        return found
-
-    assert "RuntimeError in its forward, at ddp.py:" in told("rank 1 went on after")
-    assert "rank 1 called all_reduce [] float32 at ddp.py:" in told("MISMATCH")
-    assert "rank 1 has another 2.weight than ranks 0, 2" in told("DIVERGED")
-    finite = told("NOT FINITE at step 76")
-    assert "rank 1: its loss was nan at ddp.py:" in finite and "batch 76 of epoch 1, samples " in finite
-    assert "rank 0:" not in finite and "rank 2:" not in finite
-    slow = told("rank 1 (")
-    assert "is slow" in slow and "most of it in data" in slow
-    assert len(said) == 5
+    said = [*notices(one.folder)]
+    found = {noted.kind: noted for noted in said}
+    parts = {
+        "swallowed": ("rank 1 ", "RuntimeError", "ddp.py:"), "mismatch": ("rank 1 ", "all_reduce [] ", "ddp.py:"),
+        "diverged": ("rank 1 ", "2.weight"), "not finite": ("rank 1:", "ddp.py:", "batch 76 "),
+        "slow": ("rank 1 ", "data"),
+    }  # fmt: skip
+    assert found.keys() == parts.keys() and len(said) == 5
+    for kind, noted in found.items():
+        assert all(part in noted.words for part in parts[kind]) and noted.words in one.stderr
+    assert found["not finite"].step == 76
+    assert "rank 0:" not in found["not finite"].words and "rank 2:" not in found["not finite"].words
 
 
 @pytest.mark.ranks
@@ -64,7 +61,7 @@ def test_a_batch_that_is_nan_in_the_closure_of_a_step_is_told_as_one_before_it(r
     told = read_verdict(one.folder / "verdict-1").verdict
     assert (told.kind, told.guilty, told.step) == (VerdictKind.NOT_FINITE, (1,), 12)
     line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.endswith("# told: loss"))
-    assert f"rank 1: its loss was nan at ddp.py:{line} in closure, batch 12 of epoch 1, samples " in one.stderr
+    assert f"ddp.py:{line} in closure, batch 12 " in one.stderr
 
 
 @pytest.mark.ranks
@@ -81,10 +78,12 @@ def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run)
 def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run: Run) -> None:
     one = run(script=SCRIPT.with_name("by_hand.py"), on_drift="warn")
     assert one.finish() == ExitCode.DONE, one.stderr
-    drifted, *counted, loss = sorted(noted.words for noted in notices(one.folder))
-    assert "DIVERGED at step 5" in drifted and "rank 1 has another parameter " in drifted
-    assert "rank 1 took 75 steps; ranks 0, 2 took 76 steps" in " ".join([drifted, *counted])
-    assert "rank 1 went on after a loss of nan at by_hand.py:" in loss and loss.endswith("(before step 30)")
+    said = [*notices(one.folder)]
+    drifted = [noted for noted in said if noted.kind == "diverged"]
+    (loss,) = (noted.words for noted in said if noted.kind == "swallowed")
+    assert drifted[0].step == 50 and len(drifted) == len(said) - 1
+    assert re.search(r"rank 1 \w+ 75 .*ranks 0, 2 \w+ 76 ", " ".join(noted.words for noted in drifted))
+    assert "rank 1 " in loss and "by_hand.py:" in loss and "step 30)" in loss
 
 
 @pytest.mark.ranks
@@ -127,7 +126,7 @@ def test_ranks_that_all_go_on_alone_after_a_training_are_told_once_and_not_stopp
     one = run(what, script=SCRIPT.with_name("own_business.py"))
     assert one.finish() == ExitCode.DONE, one.stderr
     (told,) = notices(one.folder)
-    assert told.kind == "left" and told.words.startswith("after step 60 no rank trains through DDP any more")
+    assert told.kind == "left" and "step 60 " in told.words
 
 
 @pytest.mark.ranks

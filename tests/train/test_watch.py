@@ -213,7 +213,7 @@ def drifted(rank: int, size: int, weight_decay: float) -> str:
     world, weight = World(rank, size, rank, size, torch.device("cpu"), "gloo"), nn.Parameter(torch.full((2,), rank / 2))
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=weight_decay * rank)
     try:
-        check_replicas([Held("model/weight", weight.detach())], world, 7, [optimizer])
+        check_replicas([TensorShard("model/weight", weight.detach())], world, 7, [optimizer])
     except PacelineError as error:
         return error.shown
     return ""

@@ -81,12 +81,10 @@ def test_threads_that_are_no_number_are_not_counted(threads: str, tmp_path: Path
 
 @pytest.mark.parametrize("number", ["-1", "1" * 400, str(2**63)])
 def test_a_record_with_a_size_that_is_none_is_left_out(number: str) -> None:
-    rest = '"cores":1,"cores_busy":1,"memory_total_bytes":1'
-    assert (
-        decode_record(f'{{"kind":"machine","unix_time":1,"host":"n","memory_bytes":{number},{rest}}}'.encode()) is None
-    )
-    saved = '"failure":"","stall_seconds":0,"write_seconds":0'
-    assert decode_event(f'{{"kind":"checkpointed","step":1,"size_bytes":{number},{saved}}}'.encode()) is None
+    machine = '{"kind":"machine","unix_time":1,"host":"n","cores":1,"cores_busy":1,"memory_total_bytes":1,'
+    saved = '{"kind":"checkpointed","step":1,"failure":"","stall_seconds":0,"write_seconds":0,'
+    assert decode_record(f'{machine}"memory_bytes":{number}}}'.encode()) is None
+    assert decode_event(f'{saved}"size_bytes":{number}}}'.encode()) is None
 
 
 def test_a_curve_over_all_floats_is_drawn() -> None:
@@ -105,7 +103,7 @@ def test_of_what_a_hostile_run_holds_only_so_much_is_kept(tmp_path: Path, monkey
     assert len(run.first.started) < 2500 and not any(len(str(event)) > 50_000 for _, event in run.first.told)
     monkeypatch.setattr(reading, "MOST_BYTES", 2000)
     run = whole_run(folder)
-    assert "events-0.jsonl: file truncated: larger than the display limit" in run.missing
+    assert any(one.startswith("events-0.jsonl:") for one in run.missing)
 
 
 @pytest.mark.parametrize("command", [report, trace])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.rendered import rendered
 from tests.view.folders import make_run
 
 from paceline.contract.failure import Failure
@@ -18,10 +21,10 @@ from paceline.view.run import whole_run
 
 def test_a_loss_that_falls_and_one_that_does_not(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    assert learned(whole_run(folder)) == "Training loss 0.8333 to 0.05196 in 40 steps."
+    fell = learned(whole_run(folder))
     text = (folder / "events-0.jsonl").read_text()
     (folder / "events-0.jsonl").write_text(text.replace('"loss":', '"loss":1.0,"was":'))
-    assert learned(whole_run(folder)) == "Training loss 1 to 1 in 40 steps: it did not fall."
+    rendered([fell, learned(whole_run(folder))])
 
 
 def test_restarts_are_told(tmp_path: Path) -> None:
@@ -31,15 +34,13 @@ def test_restarts_are_told(tmp_path: Path) -> None:
         writer.write(Started(1, 0, 2, "n1", 2, "cpu", 2000.0, generation=1, start_step=30))
         writer.write(Step(31, 0, 1.0, 64, 1e-3, 0.1, 0.0, 2001.0))
     run = whole_run(folder)
-    assert started_again(run) == "It was started again once, and went on after step 30."
+    rendered(started_again(run))
     assert run.first is not None and (run.first.thrown_away, len(run.first.rows)) == (10, 31)
-    assert "It was started again once" in report_page([run], "x")
+    assert started_again(run) in report_page([run], "x")
 
 
-@pytest.mark.parametrize(
-    ("code", "tried"), [(5, "The learning rate was 0.001: try a lower one"), (1, "paceline logs run"), (3, "verdict")]
-)
-def test_a_failure_is_told_in_its_own_words_with_what_to_try(code: int, tried: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [5, 1, 3])
+def test_a_failure_is_told_in_its_own_words_with_what_to_try(code: int, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for rank, victim, words in ((0, True, "connection reset"), (1, False, "the loss <b>broke</b>" + " and more" * 60)):
         failure = Failure(rank, "n1", 7, code, "TrainingError", words, "", victim, 1.0)
@@ -47,8 +48,8 @@ def test_a_failure_is_told_in_its_own_words_with_what_to_try(code: int, tried: s
     run = whole_run(folder)
     run.state = "failed"
     assert [who for who, _ in breakdowns(run)] == ["rank 1 (n1)"]  # not the one that only lost its peer
-    assert tried in remedy(run)[0]
     text = report_page([run], "x")
-    assert "the loss &lt;b&gt;broke&lt;/b&gt;" in text and "all that rank 1 (n1) said" in text
-    assert '<td>failed</td><td class="number">rank 1' in text or "<td>failed</td><td>rank 1" in text
-    assert tried in text
+    assert html.escape("<b>broke</b>") + " and more" * 60 in text  # all that it said
+    assert re.search("failed</td>.{0,30}>rank 1", text)
+    assert html.escape(remedy(run)[0]) in text
+    rendered(remedy(run))

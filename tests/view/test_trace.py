@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.errors import raises
 from tests.view.folders import make_run
 
 from paceline.cli import trace
-from paceline.errors import UsageError
 from paceline.observe.machine import ClockAhead
 
 
@@ -49,10 +48,11 @@ def test_a_host_whose_clock_is_ahead_is_put_right(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     folder, there = make_run(tmp_path / "run"), tmp_path / "there.json"
     there.write_text("mine")
-    for words, told in (([str(folder), "-o", str(there)], "already exists"), ([str(tmp_path / "no")], "no")):
-        with pytest.raises(UsageError, match=re.escape(told)):
-            trace.main(words)
+    with raises("trace-exists", out=there):
+        trace.main([str(folder), "-o", str(there)])
+    with raises("unknown-name", kind="run"):
+        trace.main([str(tmp_path / "no")])
     for path in folder.glob("events-*"):
         path.write_text("")
-    with pytest.raises(UsageError, match="no steps"):
+    with raises("nothing-to-trace"):
         trace.main([str(folder), "-o", str(tmp_path / "new.json")])

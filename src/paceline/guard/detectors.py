@@ -267,7 +267,27 @@ OF_SCRIPTS = (*NEVER_WAITING, Phase.USER)
 
 Look = Mapping[int, Sample]  # of all ranks that run
 Spent = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
-Slow = tuple[int, str, float]  # which rank, the sentence, by how many seconds a step
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slower than the others, in seconds a step."""
+
+    rank: int
+    host: str
+    seconds: float  # of its own work
+    usual_seconds: float  # of the others
+    phase: Phase  # that has most of the difference
+    ranks: int  # of the world
+
+    @property
+    def words(self) -> str:
+        """The warning."""
+        return (
+            f"rank {self.rank} ({self.host}) is slow: {_seconds(self.seconds)} of its own work a step, "
+            f"{'the other' if self.ranks == 2 else 'the others'} {_seconds(self.usual_seconds)}; most of it in "
+            f"{'its own code' if self.phase is Phase.USER else self.phase.word}"
+        )
 
 
 class StragglerDetector:
@@ -286,7 +306,7 @@ class StragglerDetector:
         self._hosts = hosts
         self._first: dict[int, int] = {}
         self._looks: list[Look] = []  # the newest last
-        self._judged: list[tuple[Slow | None, Slow | None]] = []  # between two looks: without what queues take, with
+        self._judged: list[tuple[Straggler | None, Straggler | None]] = []  # per look: without queues, with
         self._said: dict[str, float] = {}
         self.rank: int | None = None
         """that the last sentence was about"""
@@ -310,22 +330,22 @@ class StragglerDetector:
         if len(self._judged) < LOOKS:
             return ""
         slow = self._all_the_time()
-        self.rank = slow[0] if slow else None
+        self.rank = slow.rank if slow else None
         if slow:
-            return self._new(f"rank {self.rank}", *slow[1:])
+            return self._new(f"rank {self.rank}", slow.words, slow.seconds - slow.usual_seconds)
         if scripts:  # of which nobody knows what they do for themselves
             return ""
         return self._new("network", *(slow_network(_per_step(self._looks[0], now)) or ("", 0.0)))
 
-    def _all_the_time(self) -> Slow | None:
+    def _all_the_time(self) -> Straggler | None:
         """Who is slow in each look, and by how much in most: some steps of a script are nothing.
 
         What a rank waits for a core is mostly the machine's, and passes: then it must be so for longer.
         """
         for count, which in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
             slow = [one for pair in self._judged[-count:] if (one := pair[which]) is not None]
-            if len(slow) == count and len({one[0] for one in slow}) == 1:
-                return sorted(slow, key=lambda one: one[2])[count // 2]
+            if len(slow) == count and len({one.rank for one in slow}) == 1:
+                return sorted(slow, key=lambda one: one.seconds - one.usual_seconds)[count // 2]
         return None
 
     def _new(self, what: str, words: str, measure: float) -> str:
@@ -366,8 +386,8 @@ def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
     return found
 
 
-def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
-    """Which of two ranks or more is slower than the others, the sentence, by how many seconds a step."""
+def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
+    """Which of two ranks or more is slower than the others."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
     for work in (own, alone):
@@ -379,14 +399,10 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
         return None
     each = [{r: seconds[phase] for r, seconds in spent.items()} for phase in Phase]
     phase = max(NEVER_WAITING if work is alone else OWN, key=lambda p: each[p][rank] - _others(each[p], rank))
-    words = (
-        f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
-        f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in {phase.word}"
-    )
-    return rank, words, excess
+    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
-def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
+def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
     """The same where phases are seen from outside: a rank is slow in what the others wait for, as long, elsewhere."""
     work = {rank: sum(seconds[phase] for phase in OF_SCRIPTS) for rank, seconds in spent.items()}
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
@@ -397,12 +413,7 @@ def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Slow | None:
         return None
     each = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in OF_SCRIPTS}
     phase = max(each, key=lambda p: each[p][rank] - _others(each[p], rank))
-    words = (
-        f"rank {rank} ({hosts.get(rank, '?')}) is slow: {_seconds(work[rank])} of its own work a step, "
-        f"{'the other' if len(spent) == 2 else 'the others'} {_seconds(usual)}; most of it in "
-        f"{'its own code' if phase is Phase.USER else phase.word}"
-    )
-    return rank, words, excess
+    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
 
 
 def slow_network(spent: Spent) -> tuple[str, float] | None:

@@ -157,10 +157,8 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
 
 
 def _same_failure(one: Sample, other: Sample) -> bool:
-    if one is other:
-        return True
     if one.failure is None or other.failure is None:
-        return False
+        return one is other
     return (one.failure.type, one.failure.message) == (other.failure.type, other.failure.message)
 
 
@@ -272,14 +270,14 @@ def read_verdict(folder: Path) -> VerdictRecord:
     try:
         content = read(path, limit_bytes=MAX_BYTES)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(code="verdict-not-readable", path=path, strerror=error.strerror) from error
     try:
         head = msgspec.json.decode(content, type=_Head)
         if head.format == "paceline-verdict" and head.version != VERSION:
-            raise UsageError(f"{path} is of version {head.version}; this paceline reads version {VERSION}")
+            raise UsageError(code="verdict-of-other-version", path=path, version=head.version, readable=VERSION)
         return msgspec.json.decode(content, type=VerdictRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"{path} is no verdict of paceline's, or damaged: {error}") from error
+        raise UsageError(code="verdict-damaged", path=path, error=error) from error
 
 
 def description(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:

@@ -189,6 +189,8 @@ class Notice(NamedTuple):
 
     kind: str
     words: str
+    rank: int | None = None  # None: it is about several
+    step: int = 0
 
 
 class SilentFaultDetector:
@@ -237,10 +239,10 @@ class SilentFaultDetector:
         for one in ranks:
             for found in one.findings:
                 if found.kind == "swallowed" and self._new("swallowed", one.rank, found.words):
-                    self.notices.append(Notice("swallowed", f"rank {one.rank} {_went_on(found)}"))
+                    self.notices.append(Notice("swallowed", f"rank {one.rank} {_went_on(found)}", one.rank, found.step))
                 if found.kind == "thread" and self._new("thread", one.rank, found.words):
                     words = f"rank {one.rank}: {found.words} (after step {found.step})"
-                    self.notices.append(Notice("thread", words))
+                    self.notices.append(Notice("thread", words, one.rank, found.step))
 
     def _awaits(self, kind: str, told: Mapping[int, ScriptFinding], *, last: bool) -> bool:
         self._looks[kind] = self._looks.get(kind, 0) + 1
@@ -274,15 +276,17 @@ class SilentFaultDetector:
             late = last or all(least > found.step + LATE_STEPS for _, found in alike)
             if late and len({rank for rank, _ in alike}) < self._size and self._new("stale", what):
                 self.notices += [
-                    Notice("stale", f"rank {rank} {found.words} (step {found.step})") for rank, found in alike
+                    Notice("stale", f"rank {rank} {found.words} (step {found.step})", rank, found.step)
+                    for rank, found in alike
                 ]
 
     def _left(self, ranks: Sequence[Sample]) -> None:
         """All ranks train on alone, after they have trained through DDP; it may be meant so."""
         told = {one.rank: found.step for one in ranks for found in one.findings if found.kind == "left"}
         if len(told) == self._size > 1 and self._new("left"):
-            words = f"after step {min(told.values())} no rank trains through DDP any more: from then on its steps and "
-            self.notices.append(Notice("left", words + "parameters are its own, and are not compared"))
+            step = min(told.values())
+            words = f"after step {step} no rank trains through DDP any more: from then on its steps and "
+            self.notices.append(Notice("left", words + "parameters are its own, and are not compared", None, step))
 
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
         """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
@@ -291,7 +295,8 @@ class SilentFaultDetector:
             others = median_without(ordered, one.joint_steps)
             if one.joint_steps < SHORT * others and self._new("shadowed", one.rank):
                 words = f"rank {one.rank} took {one.joint_steps} steps, the others {others:g}: Join hides it, "
-                self.notices.append(Notice("shadowed", words + "should its data have ended too early"))
+                words += "should its data have ended too early"
+                self.notices.append(Notice("shadowed", words, one.rank, one.joint_steps))
 
     def _not_finite(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "not finite"}
@@ -323,7 +328,7 @@ class SilentFaultDetector:
             if self._new("round-off", mark.layout):
                 words = f"after step {mark.number} {tensor} differs between ranks, by less than 1e-5: by round-off, "
                 words += "where machines or devices are of different kinds. Over many steps it may grow"
-                self.notices.append(Notice("round-off", words))
+                self.notices.append(Notice("round-off", words, None, mark.number))
             return None
         if not self._new("drift", mark.table, mark.layout):
             return None
@@ -365,8 +370,9 @@ class SilentFaultDetector:
             for rank, step in steps.items():
                 others = median_without(ordered, step)
                 if 0 < step < FEWER * others:
-                    few = f"rank {rank} took {step} steps, the others {others:g}"
-                    self.notices.append(Notice("few steps", f"{few}: is its part of the data meant to be so small?"))
+                    words = f"rank {rank} took {step} steps, the others {others:g}: "
+                    words += "is its part of the data meant to be so small?"
+                    self.notices.append(Notice("few steps", words, rank, step))
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)

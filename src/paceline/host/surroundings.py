@@ -30,6 +30,10 @@ _OURS = (
 )
 _INSTEAD = {"OMP_NUM_THREADS": "--threads-per-rank", "MASTER_PORT": "--port"}
 
+CODES = {  # of errors, by the word with which the script has stopped
+    "no module": "module-command-missing", "module": "module-not-loaded",
+    "no conda": "conda-not-found", "conda": "conda-not-activated",
+}  # fmt: skip
 # $1: the descriptor for the answer, $2: activate script, $3: conda environment, then modules. The answer: a word that
 # says how far it came, a zero byte, then the environment as `env -0` writes it.
 SCRIPT = r"""
@@ -106,12 +110,12 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not NAME.fullmatch(name):
-            raise UsageError(f"--env takes NAME=VALUE or NAME; {name[:80]!r} is no name of a variable")
+            raise UsageError(code="env-name-invalid", value=name[:80])
         if name in _OURS or name.startswith("PACELINE_") or name in _INSTEAD:
             instead = f". Use {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise UsageError(f"--env {name}: the launcher sets this variable for every rank{instead}")
+            raise UsageError(code="env-of-launcher", name=name, instead=instead)
         if not equals and name not in environ:
-            raise UsageError(f"--env {name} passes this shell's value on, but {name} is not set here. Use {name}=VALUE")
+            raise UsageError(code="env-not-set", name=name)
         if equals and (SECRET_NAME.search(name) or _USERINFO.search(value)):
             print(
                 f"paceline: --env {name}=...: every user of this machine can read a command line (ps). Set it in your "
@@ -120,7 +124,7 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             )
         value = value if equals else environ[name]
         if "\0" in value:
-            raise UsageError(f"--env {name}: a value cannot hold a zero byte")
+            raise UsageError(code="env-zero-byte", name=name)
         found[name] = value
     return found
 
@@ -129,19 +133,19 @@ def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
     """The conda environment and the script that `activate` means, one of them empty."""
     for module in modules:
         if not _MODULE.fullmatch(module):
-            raise UsageError(f"--module {module[:80]!r} is no name of a module, e.g. cuda/12.4")
+            raise UsageError(code="module-name-invalid", value=module[:80])
     kind, colon, name = activate.partition(":")
     if kind == "conda" and colon:
         if not _CONDA.fullmatch(name):
-            raise UsageError(f"--activate conda:NAME needs the name or folder of an environment, got {name[:80]!r}")
+            raise UsageError(code="conda-name-invalid", value=name[:80])
         return name, ""
     if not activate:
         return "", ""
     path = Path(activate).expanduser().absolute()  # absolute: bash looks for a bare name in PATH
     if not path.is_file():
-        raise UsageError(f"--activate {activate}: there is no such script on {os.uname().nodename} (as {path})")
+        raise UsageError(code="activate-not-found", activate=activate, host=os.uname().nodename, path=path)
     if not os.access(path, os.R_OK):
-        raise UsageError(f"--activate {activate}: the script on {os.uname().nodename} cannot be read")
+        raise UsageError(code="activate-not-readable", activate=activate, host=os.uname().nodename)
     return "", str(path)
 
 
@@ -157,11 +161,11 @@ def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, words: 
             start_new_session=True,
         )
     except OSError as error:
-        raise UsageError(f"--module and --activate need bash, which cannot be started: {error.strerror}") from error
+        raise UsageError(code="bash-not-started", strerror=error.strerror) from error
     try:
         return process.wait(BASH_SECONDS)
     except subprocess.TimeoutExpired:
-        raise UsageError(f"--module and --activate: bash had not ended after {BASH_SECONDS:g} s") from None
+        raise UsageError(code="bash-timed-out", seconds=BASH_SECONDS) from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -169,16 +173,6 @@ def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, words: 
 
 
 def _failure(how: str, rest: Sequence[str], activate: str, code: int, last_words: str) -> UsageError:
-    where = f"on {os.uname().nodename}"
-    match how:
-        case "no module":
-            text = f"--module: there is no `module` command {where}. Are BASH_ENV or MODULESHOME set, as at a login?"
-        case "module":
-            text = f"--module {rest[0]}: cannot be loaded {where}. `module avail` lists what there is"
-        case "no conda":
-            text = f"--activate {activate}: no conda found {where}. Put conda into PATH, or set CONDA_EXE to its path"
-        case "conda":
-            text = f"--activate {activate}: conda cannot activate it {where}. `conda env list` lists what there is"
-        case _:
-            text = f"--activate {activate} or a module ended bash {where} with exit code {code}"
-    return UsageError(f"{text}\n{last_words}" if last_words else text)
+    said, module = f"\n{last_words}" if last_words else "", rest[0] if how == "module" else ""
+    return UsageError(code=CODES.get(how, "activate-ended-bash"), activate=activate, module=module,
+                      host=os.uname().nodename, status=code, said=said)  # fmt: skip

@@ -12,10 +12,9 @@ from markupsafe import Markup
 from paceline.errors import plural
 from paceline.observe.events import Traced
 from paceline.observe.terminal import clean
-from paceline.view.figures import PHASE_COLOURS
+from paceline.view.figures import COLOURS, PHASE_COLOURS
 from paceline.view.run import WholeRun
 
-RANK_COLOURS = ("blue", "orange", "green", "pink", "sky", "red", "yellow", "grey")
 MOST_RANKS, MOST_LANES, MOST_BOXES = 8, 4, 300
 SMALL_BYTES = 1024  # of collectives that carry no tensor of the model
 UPDATES = {"zero": "updates its shard, sends it", "fsdp": "updates its shard"}
@@ -131,7 +130,7 @@ def _samples(run: WholeRun) -> Iterator[Drawing]:
     batch = logs[0].steps.samples[logs[0].rows[0]]
     listed = {one.virtual_rank: one.indices for log in logs for one in reversed(log.samples)}
     boxes = [
-        {"virtual": virtual, "rank": rank, "colour": RANK_COLOURS[rank % len(RANK_COLOURS)],
+        {"virtual": virtual, "rank": rank, "colour": COLOURS[rank % len(COLOURS)],
          "samples": ", ".join(map(str, listed.get(virtual, ())[:6]))} for virtual, rank in sorted(owners.items())
     ]  # fmt: skip
     words = f"The global batch of {batch:,} samples is split into {plural(len(boxes), 'virtual rank')}, v0 and on."

@@ -7,7 +7,7 @@ Other runs have what the ranks themselves write: their last step, and for how lo
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -112,7 +112,7 @@ class LiveReader:
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         return RunNow(
-            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow[0]) for one in ranks),
+            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow.rank) for one in ranks),
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
@@ -120,7 +120,7 @@ class LiveReader:
             steps_per_second=rates[1],
             saved_step=self._saved,
             machines=machines,
-            words=slow[1] if slow is not None else "",
+            words=slow.words if slow is not None else "",
         )
 
     def close(self) -> None:
@@ -194,18 +194,13 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 
 def _with_use(one: RankNow, machines: dict[int, MachineUse], history: History, slowest: int | None) -> RankNow:
     one = replace(one, slowest=slowest == one.rank)
-    machine = next((m for m in _likely(machines, history) if one.rank in m.ranks), None)
+    nodes = sorted(machines, key=lambda node: node != history.node)
+    machine = next((machines[node] for node in nodes if one.rank in machines[node].ranks), None)
     if machine is None:
         return one
     place = sorted(machine.ranks).index(one.rank)  # ranks take the GPUs of their node in order
     gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
     return replace(one, host=one.host or machine.host, use=machine.ranks[one.rank], gpu=gpu)
-
-
-def _likely(machines: dict[int, MachineUse], history: History) -> Iterator[MachineUse]:
-    if history.node in machines:
-        yield machines[history.node]
-    yield from (machine for node, machine in machines.items() if node != history.node)
 
 
 def refresh(path: Path) -> None:

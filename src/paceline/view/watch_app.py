@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Static
 from paceline.errors import PacelineError
 from paceline.observe.summary import LIVE, RunState
 from paceline.view.live import RunNow
-from paceline.view.watch_lines import COLUMNS, ORDERS, Column, footnote, ordered, progress, title
+from paceline.view.watch_lines import COLUMNS, ORDERS, Column, footnote, progress, title
 from paceline.view.words import one_line
 
 EVERY_SECONDS = 1.0
@@ -169,7 +169,7 @@ class WatchApp(App[None]):
         table = self.screen_stack[0].query_one("#ranks", RankTable)
         width = self.size.width
         columns = [one for one in COLUMNS if one.least_width <= width and _is_used(one.title, now)]
-        ranks = ordered(now.ranks, self._order)
+        ranks = sorted(now.ranks, key=ORDERS[self._order][1])
         rows = [(one.rank, [column.cell(one) for column in columns]) for one in ranks]
         widths = [max(len(one.title), *(cells[n].cell_len for _, cells in rows), 0) for n, one in enumerate(columns)]
         if (

@@ -1,6 +1,6 @@
 """What `paceline watch` says of a run, in lines and cells; how they are drawn is `watch_app`'s business."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -156,8 +156,3 @@ def summary_line(now: RunNow, standing: RunState) -> str:
     still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks and goes_on else ""
     slow = f"  {one_line(now.words, 120)}" if now.words and standing.state == "running" else ""
     return f"{title(standing).plain}  {progress(now, standing).plain}{still}{slow}"
-
-
-def ordered(ranks: Sequence[RankNow], order: int) -> list[RankNow]:
-    """In one of `ORDERS`."""
-    return sorted(ranks, key=ORDERS[order][1])
