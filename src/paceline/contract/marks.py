@@ -176,7 +176,7 @@ def read_marks(descriptor: int) -> bytes:
 def marks_of(data: bytes) -> list[Mark]:
     """The same again, without those that are half written."""
     whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
-    return [Mark(*one[:3], one[3:7], one[7:11], one[11:15], one[15:19]) for one in whole if one[0] == one[19]]
+    return [Mark(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
 
 
 def read_names(descriptor: int) -> Named:

@@ -53,8 +53,8 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimiz
         named = first_few([name.removeprefix(REGISTERED) for name in found], MAX_NAMED)
         raise told_once(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*found], MAX_NAMED), _odd(found)
-    mine = [f"{name}={value}" for one in optimizers for group in settings_of(one) for name, value in group.items()]
-    by_rank: list[list[str]] = gather_words(mine, world)
+    own = [f"{name}={value}" for one in optimizers for group in settings_of(one) for name, value in group.items()]
+    by_rank: list[list[str]] = gather_words(own, world)
     settings = next((", ".join(told) for told in zip(*by_rank, strict=False) if len({*told}) > 1), "")
     error = TrainingError(
         code="replicas-differ-by-settings" if settings else "replicas-differ",
