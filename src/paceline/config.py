@@ -42,7 +42,7 @@ class DataConfig:
     data_on_device: Literal["auto", "off"] = "auto"
     """auto: keep a dataset of tensors on the GPU if it needs at most a quarter of the free memory"""
     batch_size: int | None = None
-    """samples per micro-batch of each virtual rank; by default each process is one (default: 64)"""
+    """samples per micro-batch of each virtual rank, which is a process unless virtual_ranks is set (default: 64)"""
     accumulation: int | None = None
     """micro-batches per virtual rank and step (default: 1)"""
     global_batch: int | None = None
