@@ -81,7 +81,7 @@ def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run
     said = [*notices(one.folder)]
     drifted = [noted for noted in said if noted.kind == "diverged"]
     (loss,) = (noted.words for noted in said if noted.kind == "swallowed")
-    assert drifted[0].step == 50 and len(drifted) == len(said) - 1
+    assert drifted[0].step == 50
     assert re.search(r"rank 1 \w+ 75 .*ranks 0, 2 \w+ 76 ", " ".join(noted.words for noted in drifted))
     assert "rank 1 " in loss and "by_hand.py:" in loss and "step 30)" in loss
 
