@@ -87,7 +87,7 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
         os.close(descriptor)
     found = slow_rank(spent, {1: "n2"})
     assert found is not None
-    assert found[0] == 1 and "rank 1 (n2) is slow" in found[1] and found[1].endswith("most of it in backward")
+    assert (found.rank, found.host, found.phase) == (1, "n2", Phase.BACKWARD)
 
 
 def test_a_phase_counts_as_begun_before_its_time_is_known() -> None:

@@ -37,4 +37,4 @@ def canary(place: Path) -> tuple[Path, str]:
 
 def payload(file: Path) -> str:
     """Python that leaves word when it is imported."""
-    return f"import getpass; open({str(file)!r}, 'a').write(getpass.getuser() + '\\n')\n"
+    return f"import getpass; open({str(file)!r}, 'a').write(getpass.getuser() + '\\n')\ntask = None\n"

@@ -164,7 +164,7 @@ def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_st
 
 @pytest.mark.parametrize("name", BY_CALL)
 def test_a_script_that_begins_no_session_while_it_is_imported_is_not_refused_for_it(tmp_path: Path, name: str) -> None:
-    (tmp_path / "loop.py").write_text(BY_CALL[name])
+    (tmp_path / "loop.py").write_text(f"{BY_CALL[name]}\nmain = None\n")
     check_loop(f"{tmp_path}/loop.py:main")
 
 
