@@ -6,7 +6,24 @@ from collections.abc import Generator, Iterable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
+
+from paceline import World, joined
+
+
+@pytest.fixture(scope="module")
+def world() -> Generator[World]:
+    """A world of one for all tests of a module: gloo's listener, and what an optimizer imports, outlive a test."""
+    with joined(World.from_env({}, device="cpu")) as world:
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+        yield world
+
+
+def world_of(rank: int, size: int) -> World:
+    """A world of one host, on the CPU."""
+    return World(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
 def worlds(rank: int, sizes: Iterable[int], folder: str) -> Generator[int]:

@@ -40,12 +40,6 @@ def test_a_killed_worker_is_started_again_with_all_others(launch) -> None:
     assert [words[0] for words in seen.values()] == ["2"] * 4
 
 
-def test_without_max_restarts_nothing_is_started_again(launch) -> None:
-    one = launch(f"ready(); {KILL}", nproc=1)
-    assert one.finish() == 137
-    assert "restart" not in one.stderr
-
-
 def test_nothing_of_the_old_generation_runs_when_the_new_one_starts(launch) -> None:
     one = launch(
         "if generation == 0:\n"
@@ -107,20 +101,6 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
     assert one.finish() == 137
     assert one.stderr.splitlines()[-1] == "not restarted: 2 of 2 restarts are used up"
     assert len(restarts(one)) == 2
-
-
-@pytest.mark.parametrize(
-    ("worker", "code", "why"),
-    [
-        ("fail(ValueError('bad'))", 1, "ValueError is an error of the program"),
-        ("sys.exit(3)", 3, "ended with exit code 3"),
-    ],
-)
-def test_an_error_of_the_program_is_not_retried(launch, worker: str, code: int, why: str) -> None:
-    one = launch(worker, nproc=1, max_restarts=3)
-    assert one.finish() == code
-    assert one.stderr.splitlines()[-1].startswith("not restarted: ") and why in one.stderr.splitlines()[-1]
-    assert not restarts(one)
 
 
 def test_what_failed_first_is_still_on_disk_after_the_second_failure(launch) -> None:

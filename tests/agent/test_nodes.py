@@ -8,8 +8,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -25,28 +27,16 @@ SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()"
 
 
 @pytest.fixture
-def nodes(tmp_path: Path):
-    with several_nodes(tmp_path) as make:
-        yield make
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    """Makes runs of several nodes, each in a folder of its own."""
+    with ExitStack() as stack:
 
-
-class several_nodes:  # noqa: N801 - used as a function
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.made = folder, []
-
-    def __enter__(self) -> Callable[..., Nodes]:
-        def make(code: str, **settings) -> Nodes:
-            folder = self.folder / f"n{len(self.made)}"
+        def make(code: str, **settings: Any) -> Nodes:
+            folder = tmp_path / f"n{len([*tmp_path.iterdir()])}"
             folder.mkdir()
-            manager = several(folder, code, **settings)
-            self.made.append(manager)
-            return manager.__enter__()
+            return stack.enter_context(several(folder, code, **settings))
 
-        return make
-
-    def __exit__(self, *_) -> None:
-        for manager in self.made:
-            manager.__exit__(None, None, None)
+        yield make
 
 
 def survivors(run: Nodes) -> list[int]:

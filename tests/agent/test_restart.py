@@ -15,6 +15,7 @@ from paceline.guard.deaths import RankEnd
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
+APART = FailedGeneration.of(Verdict(VerdictKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
 LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
@@ -49,6 +50,7 @@ ROWS = {
     "a script's progress": ([stalled(5), stalled(10)], 0, 3, 4),
     "a script that stalls at the same place": ([stalled(5), stalled(5)], 0, 3, "twice: rank 1, exit code 3"),
     "nobody to blame, twice": ([stalled(5, ()), stalled(5, ())], 0, 3, "at the same step twice: exit code 3"),
+    "ranks that call different collectives": ([APART], 0, 3, "different collectives is an error of the program"),
     "used up": ([KILLED, later(KILLED)], 0, 1, "1 of 1 restarts are used up"),
     "the same step twice": ([KILLED, KILLED], 0, 3, "the same failure at the same step twice: rank 1, exit code 137"),
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),

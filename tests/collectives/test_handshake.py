@@ -22,7 +22,6 @@ from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import gather_words, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
 from paceline.contract.variables import SHARED_MEMORY
-from paceline.errors import ToldElsewhere, UsageError
 from paceline.worker.world import World
 
 pytestmark = pytest.mark.ranks
@@ -124,24 +123,6 @@ def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp
     assert everybody[0][0].startswith(words) and everybody[0][0].count("\n") == 1
     assert everybody[1][0] == ""
     assert all(one[1:] == ([[2.0], [2.0]], [0, 1]) for one in everybody)
-
-
-def demanded(rank: int, world_size: int) -> str:
-    with stage("switched off" if rank == 1 else ""):
-        try:
-            make_communicator("shared")
-        except (UsageError, ToldElsewhere) as error:
-            return f"{type(error).__name__}: {error}"
-    return "made"
-
-
-@pytest.mark.slow
-def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_an_error(tmp_path):
-    everybody = run_ranks(demanded, 2, tmp_path)
-    assert everybody[0].startswith(
-        "UsageError: --collectives shared: the 2 ranks cannot share memory: rank 1: switched"
-    )
-    assert everybody[1].startswith("ToldElsewhere")
 
 
 def leaves_nothing(rank: int, world_size: int) -> list[bool]:

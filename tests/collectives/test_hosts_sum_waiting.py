@@ -10,11 +10,8 @@ import pytest
 from tests.launch.launch_harness import kill_all, start, survivors
 from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
 
-from paceline.contract import boxes
-from paceline.contract.evidence import Evidence, VerdictKind
+from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
-from paceline.guard.detectors import to_free, waits
-from paceline.guard.judge import judge
 from paceline.guard.report import read_verdict
 from paceline.worker.bootstrap import worker_command
 
@@ -70,38 +67,6 @@ except RuntimeError:
 IN_TIME_SECONDS = 10.0
 
 
-@pytest.mark.soak
-def test_a_rank_of_another_host_that_does_not_come_is_named_by_the_judge(tmp_path: Path) -> None:
-    with ranks(STEPS, 4, tmp_path) as everybody:
-        for one in everybody:
-            one.wait_ready()
-        for one in everybody[:3]:
-            wait(lambda one=one: boxes.read_counters(one.box).waiting, "it waits, and says so")
-        time.sleep(0.5)  # until each is where it stays
-        evidence: list[Evidence] = []
-        for number, one in enumerate(everybody):
-            answer = one.ask(seconds=20)
-            assert answer is not None
-            mine, other = f"shared on host {number // 2}", f"shared on host {1 - number // 2}"
-            assert answer.groups[mine] == (number // 2 * 2, number // 2 * 2 + 1) and other not in answer.groups
-            assert (number % 2, number % 2 + 2) in answer.groups.values()
-            evidence.append(
-                Evidence(
-                    number, "h", number, state="S", answered=True, ops=answer.ops, groups=answer.groups,
-                    stacks=answer.stacks,
-                )
-            )  # fmt: skip
-        assert [waits(one) for one in evidence[:3]] == [True] * 3
-        verdict = judge(evidence)
-        assert (verdict.kind, verdict.guilty) == (VerdictKind.BEHIND, (3,)), verdict
-        assert verdict.site == f"script.py:{everybody[0].line('# FAULT')} in <module>"
-        assert to_free(verdict, evidence) == (0, 1, 2)
-        (tmp_path / "end").touch()
-        for one in everybody[:3]:
-            boxes.release(one.box, b"{}")
-        assert [one.process.wait(20) for one in everybody[:3]] == [1] * 3
-
-
 def test_a_killed_rank_of_another_host_is_noticed_by_all(tmp_path: Path) -> None:
     with ranks(STEPS, 4, tmp_path) as everybody:
         for one in everybody:
@@ -117,17 +82,6 @@ def test_a_killed_rank_of_another_host_is_noticed_by_all(tmp_path: Path) -> None
             assert one.process.wait(20) == 1
             failure = one.failure()
             assert failure is not None and failure.victim, failure
-
-
-@pytest.mark.soak
-def test_a_rank_that_is_late_is_waited_for_by_all_hosts(tmp_path: Path) -> None:
-    with ranks(STEPS, 4, tmp_path) as everybody:
-        for one in everybody:
-            one.wait_ready()
-        time.sleep(1.0)
-        assert all(one.process.poll() is None for one in everybody)
-        (tmp_path / "go").touch()
-        assert [one.process.wait(20) for one in everybody] == [0] * 4
 
 
 @pytest.mark.soak

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.broken import Broken
 from tests.collectives.odd_model import over_torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
@@ -182,6 +181,18 @@ def overlap(rank: int, world_size: int) -> None:
         assert during == [1]  # when the first layer's gradient came, the last two layers' were on their way
         reducer.finish(1)
         assert sizes == [2 * 64 + 2] * 2  # two gradients and two flags each
+
+
+class Broken(torch.autograd.Function):
+    """Passes its input on. Its backward raises an error."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("planted")
 
 
 def errors(rank: int, world_size: int) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.broken import Broken
 from tests.collectives.test_tree import SIZES, VIRTUAL, Mixed, bits, forest_of, take_step, wanted_gradients
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
@@ -26,7 +25,6 @@ from paceline.collectives.reducer import sum_to_shares
 from paceline.collectives.shards import ALIGNED, Shards
 from paceline.collectives.torch_collectives import AllToAll
 from paceline.collectives.tree import Forest
-from paceline.errors import UsageError
 from paceline.strategies.refusals import ELEMENT_WISE
 
 # ---- shares: pure
@@ -275,55 +273,9 @@ def storages() -> dict[int, int]:
     return found
 
 
-def errors(rank: int, world_size: int) -> None:
-    """After an error on one rank, or on all, nobody waits for ever and the next step is right."""
-    layers = nn.Sequential(*[nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3)])
-    with torch.no_grad():
-        for weight in layers.parameters():
-            weight.copy_(torch.eye(3))
-    shards = Shards(layers, rank, world_size, bucket_bytes=1)
-    reducer = sum_to_shares(shards, Forest([(r, r + 1) for r in range(world_size)], rank))
-    x = torch.full((1, 3), rank + 1.0, dtype=torch.float64)
-
-    def step() -> None:
-        with reducer.leaf(rank, is_last=True):
-            layers(x).sum().backward()
-        reducer.finish(1)
-        for piece in shards.pieces.values():
-            gradient = piece.parameter.grad
-            assert gradient is not None and (gradient == world_size * (world_size + 1) / 2).all()
-
-    def fail() -> None:
-        with pytest.raises(ArithmeticError, match="planted"), reducer.leaf(rank, is_last=True):
-            layers[2](layers[1](Broken.apply(layers[0](x)))).sum().backward()
-        layers.zero_grad()
-        reducer.reset()
-
-    def again() -> None:
-        with reducer.leaf(rank, is_last=True):
-            layers(x).sum().backward()
-        with pytest.raises(UsageError, match="second gradient"), reducer.leaf(rank, is_last=True):
-            layers(x).sum().backward()
-        layers.zero_grad()
-        reducer.reset()
-
-    step()
-    for failure in (fail, again):
-        failure()
-        step()
-        if rank == world_size - 1:
-            failure()
-        else:
-            with reducer.leaf(rank, is_last=True):
-                layers(x).sum().backward()
-            reducer.finish(1)
-        step()
-
-
 def all_of_shares(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
         shares_have_the_bits_of_the_whole(rank, size)
-        errors(rank, size)
         if size == 2:
             memory(rank, size)
 

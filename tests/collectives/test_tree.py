@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.broken import Broken
 from tests.collectives.odd_model import over_torch
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.torch_collectives import Exchange
 from paceline.collectives.tree import Forest, Node, PartialSums, added, added_each, is_node, middle, subtrees, tree_sum
-from paceline.errors import UsageError
 
 # ---- the tree: pure
 
@@ -279,23 +276,6 @@ def same_bits(rank: int, world_size: int) -> None:
                 assert model.frozen.grad is None
 
 
-def several_exchanges_on_their_way(rank: int, world_size: int) -> None:
-    for virtual_ranks in VIRTUAL:
-        forest = forest_of(rank, world_size, virtual_ranks)
-        values = [torch.randn(9, generator=torch.Generator().manual_seed(v)) * 10.0**v for v in range(virtual_ranks)]
-        size = forest.padded(9)
-        exchanges: list[Exchange] = []
-        for shift in range(3):
-            sums = forest.partial_sums(added)
-            for leaf in range(*forest.owned[rank]):
-                sums.add(leaf, torch.cat([values[leaf].roll(shift), torch.zeros(size - 9)]))
-            exchanges.append(Exchange(forest, [own for own in sums.finish() if own is not None]))
-        for exchange in exchanges:
-            exchange.gather()
-        for shift, exchange in enumerate(exchanges):
-            assert bits(exchange.end()[:9]) == bits(plain_sum(values).roll(shift))
-
-
 @contextmanager
 def counted_exchanges() -> Generator[list[str]]:
     """The names of the collectives that begin an exchange, started inside."""
@@ -347,63 +327,10 @@ def overlap(rank: int, world_size: int) -> None:
     torch.testing.assert_close(first.weight.grad, plain * 8)
 
 
-def errors(rank: int, world_size: int) -> None:
-    layers = nn.Sequential(*[nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3)])
-    weights = list(layers.parameters())
-    with torch.no_grad():
-        for weight in weights:
-            weight.copy_(torch.eye(3))
-    forest = forest_of(rank, world_size, 7)
-    reducer = over_torch(layers, forest, bucket_bytes=1)
-    share = range(*forest.owned[rank])
-
-    def backward(v: int) -> None:
-        layers(torch.full((1, 3), v + 1.0, dtype=torch.float64)).sum().backward()
-
-    def backwards() -> None:
-        layers.zero_grad()
-        for v in share:
-            with reducer.leaf(v, is_last=v == share[-1]):
-                backward(v)
-
-    def step() -> None:
-        backwards()
-        reducer.finish(1)
-        for weight in weights:
-            assert weight.grad is not None and (weight.grad == 28.0).all()  # 1 + ... + 7
-
-    def break_in(v: int) -> None:
-        layers.zero_grad()
-        with pytest.raises(ArithmeticError, match="planted"), reducer.leaf(v, is_last=v == share[-1]):
-            x = torch.full((1, 3), 1.0, dtype=torch.float64)
-            layers[2](layers[1](Broken.apply(layers[0](x)))).sum().backward()
-        reducer.reset()
-
-    def do_it_again(is_last: bool) -> None:
-        backwards()
-        with pytest.raises(UsageError, match="second gradient"), reducer.leaf(share[-1], is_last=is_last):
-            backward(share[-1])
-        reducer.reset()
-
-    step()
-    failures: list[tuple[Callable[[Any], None], Any]] = [(break_in, share[0]), (break_in, share[-1])]
-    for fail, argument in [*failures, (do_it_again, True), (do_it_again, False)]:
-        fail(argument)  # on every rank
-        step()
-        if rank == world_size - 1:  # on one rank: the others do not wait for ever, and the next step is right
-            fail(argument)
-        else:
-            backwards()
-            reducer.finish(1)
-        step()
-
-
 def everything(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
         same_bits(rank, size)
-        several_exchanges_on_their_way(rank, size)
         overlap(rank, size)
-        errors(rank, size)
 
 
 @pytest.mark.ranks

@@ -106,10 +106,6 @@ def test_a_rule_that_takes_shared_parameters_apart_is_refused() -> None:
         chosen(model, "head")
 
 
-def test_a_rule_matches_names_and_classes() -> None:
-    assert chosen(Transformer(), "blocks.*,Embedding") == ["blocks.0", "blocks.1", "embedding"]
-
-
 @pytest.mark.parametrize(("rule", "code"), [("block?", "no-such-module"), ("Tanh", "blocks-without-parameters")])
 def test_a_rule_that_cuts_nothing_is_refused(rule: str, code: str) -> None:
     with raises(code, setting="fsdp_wrap", rule=rule):

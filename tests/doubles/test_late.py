@@ -12,22 +12,16 @@ import torch
 from tests.doubles.syncs import on_the_cpu
 from tests.run_ranks import run_ranks
 from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made, of_ranks, rooted
+from tests.worlds import world as world
 from torch import Tensor
 
-from paceline import Replica, World, joined
+from paceline import Replica, World
 from paceline.collectives.control import are_finite
 from paceline.data.ahead import Prefetch
 from paceline.errors import PacelineError, StallError
 from paceline.stepping import summing
 from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
-
-
-@pytest.fixture(scope="module")
-def world() -> Any:
-    with joined(World.from_env({}, device="cpu")) as world:
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
-        yield world
 
 
 def trained(world: World, name: str, clip: float | None) -> tuple[Replica, list[float | None]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from tests.launch.launch_harness import Launch, kill_all, start, survivors
+from tests.launch.launch_harness import Launch, end_all, start
 
 
 @pytest.fixture
@@ -21,12 +21,4 @@ def launch(tmp_path: Path) -> Generator[Callable[..., Launch]]:
         return launches[-1]
 
     yield begin
-    left = {pid: words for one in launches for pid, words in survivors(one.mark).items()}
-    for one in launches:
-        kill_all(one.mark)
-        one.process.kill()
-        one.process.wait()
-        for pipe in (one.process.stdout, one.process.stderr):
-            if pipe is not None:
-                pipe.close()
-    assert not left, f"left behind: {left}"
+    end_all(launches)

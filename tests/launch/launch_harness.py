@@ -180,3 +180,16 @@ def kill_all(mark: str) -> None:
         if not left:
             return
         time.sleep(0.05)
+
+
+def end_all(launches: list[Launch]) -> None:
+    """End the launchers and all that they have started; AssertionError if any of that was left."""
+    left = {pid: words for one in launches for pid, words in survivors(one.mark).items()}
+    for one in launches:
+        kill_all(one.mark)
+        one.process.kill()
+        one.process.wait()
+        for pipe in (one.process.stdout, one.process.stderr):
+            if pipe is not None:
+                pipe.close()
+    assert not left, f"left behind: {left}"

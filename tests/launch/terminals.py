@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -10,7 +11,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from tests.launch.launch_harness import LAUNCHER
 
 LEADS = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -39,3 +43,19 @@ def read_until(keyboard: int, words: bytes, *, times: int = 1, seconds: float = 
         assert select.select([keyboard], [], [], max(0.0, deadline - time.monotonic()))[0], shown
         shown += os.read(keyboard, 65536)
     return shown
+
+
+def shown_by_a_launch(folder: Path, worker: str, **settings: Any) -> bytes:
+    """What a launcher with two workers writes to its terminal; `settings` are further fields of its JobSpec."""
+    (folder / "worker.py").write_text(worker)
+    argv = [sys.executable, str(folder / "worker.py")]
+    told = json.dumps({"attempt_dir": str(folder), "argv": argv, "nproc": 2, **settings})
+    main, side = pty.openpty()
+    try:
+        command = [sys.executable, "-P", "-c", LAUNCHER, told]
+        done = subprocess.run(command, stdin=side, stdout=side, timeout=30, check=False)
+        assert done.returncode == 0
+        return os.read(main, 100)
+    finally:
+        os.close(main)
+        os.close(side)

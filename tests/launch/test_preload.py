@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.launch.launch_harness import PRELUDE, Launch, wait_until
+from tests.launch.terminals import shown_by_a_launch
 from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
@@ -164,23 +164,8 @@ def test_without_an_answer_workers_are_started_by_their_command(preloaded, how: 
 
 def test_a_terminal_stays_a_terminal_for_a_forked_rank_0(tmp_path: Path) -> None:
     worker = "print(rank, forked, sys.stdout.isatty(), sys.stdout.line_buffering, flush=True)"
-    script = tmp_path / "worker.py"
-    script.write_text(BECOMES.format(before="", first="pass", modules=("json",)) + PRELUDE + worker)
-    main, side = pty.openpty()
-    code = (
-        "import sys; from pathlib import Path; from paceline.contract.job import JobSpec\n"
-        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"job = JobSpec((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=str(folder), preload=True)\n"
-        "sys.exit(run(local(job)))"
-    )
-    try:
-        done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
-        assert done.returncode == 0
-        assert os.read(main, 100) == b"0 True True True\r\n"
-    finally:
-        os.close(main)
-        os.close(side)
+    script = BECOMES.format(before="", first="pass", modules=("json",)) + PRELUDE + worker
+    assert shown_by_a_launch(tmp_path, script, preload=True) == b"0 True True True\r\n"
     assert (tmp_path / "rank-1.log").read_text() == "1 True False False\n"
 
 

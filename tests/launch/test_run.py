@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.launch.launch_harness import PRELUDE, carriers, wait_until
+from tests.launch.terminals import shown_by_a_launch
 
 pytestmark = pytest.mark.sample(2)
 
@@ -121,24 +120,8 @@ def test_output_is_folded_and_the_verdict_stands_last(launch) -> None:
 
 
 def test_a_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(PRELUDE + "print(rank, sys.stdout.isatty(), flush=True)")
-    main, side = pty.openpty()
-    code = (
-        "import sys; from pathlib import Path; from paceline.contract.job import JobSpec\n"
-        "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        f"job = JobSpec((sys.executable, {str(script)!r}), 2, 'x', 1, attempt_dir=str(folder))\n"
-        "sys.exit(run(local(job)))"
-    )
-    try:
-        done = subprocess.run([sys.executable, "-c", code], stdin=side, stdout=side, timeout=30, check=False)
-        assert done.returncode == 0
-        assert os.read(main, 100) == b"0 True\r\n"
-    finally:
-        os.close(main)
-        os.close(side)
-    assert (tmp_path / "rank-1.log").read_text() == "1 False\n"
+    shown = shown_by_a_launch(tmp_path, PRELUDE + "print(rank, sys.stdout.isatty(), flush=True)")
+    assert shown == b"0 True\r\n" and (tmp_path / "rank-1.log").read_text() == "1 False\n"
 
 
 def test_without_a_guard_the_worker_does_not_watch_either(launch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.launch.launch_harness import MARK, Launch, kill_all, survivors, wait_until
+from tests.launch.launch_harness import MARK, Launch, end_all, survivors, wait_until
 
 pytestmark = pytest.mark.sample(2)
 
@@ -96,15 +96,7 @@ def remote(tmp_path: Path, announcement: Path) -> Generator[Callable[..., Launch
         return launches[-1]
 
     yield begin
-    left = {pid: words for one in launches for pid, words in survivors(one.mark).items()}
-    for one in launches:
-        kill_all(one.mark)
-        one.process.kill()
-        one.process.wait()
-        for pipe in (one.process.stdout, one.process.stderr):
-            if pipe is not None:
-                pipe.close()
-    assert not left, f"left behind: {left}"
+    end_all(launches)
 
 
 def test_the_end_of_node_0_is_that_of_the_run(remote) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
@@ -137,13 +138,6 @@ def test_assigned_data_is_trained_as_in_one_process(tmp_path: Path) -> None:
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)])
-        yield world
 
 
 def wider(model: Any) -> None:

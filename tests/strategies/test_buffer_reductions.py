@@ -11,11 +11,12 @@ import torch
 from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.strategies.test_odd_models import Kept
+from tests.strategies.test_state import opened, save
+from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from paceline.checkpoint.export import exported
-from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
@@ -105,22 +106,6 @@ def plain(make: Callable[[], nn.Module]) -> dict[str, Any]:
     return values(model)
 
 
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, torch.device("cpu"), "gloo")
-
-
-def saved(buffers: VirtualBuffers, rank: int, size: int, folder: str) -> None:
-    places = layout(rank_part(buffers.hold(), rank, size))
-    memory = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    fill(memory, places, {})
-    Path(folder, f"{rank}").write_bytes(memory.numpy().tobytes())
-
-
-def source_in(folder: str) -> ShardFiles:
-    files = [(path, meta[1]) for path in sorted(Path(folder).iterdir()) if (meta := read_meta(path))]
-    return ShardFiles(files)
-
-
 def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str, Any]:
     """From the state in `folder`, and what is left there."""
     model = Nested()
@@ -129,11 +114,11 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
             buffer.add_(1) if buffer.dtype != torch.bool else buffer.fill_(True)
     buffers = VirtualBuffers(model, world_of(rank, size), V)
     if begin:
-        buffers.load(source_in(f"{folder}/{begin}"))
+        buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
         with buffers.merged():
             assert model.layers[0].get_buffer("seen") == begin * BATCH
     forwards(buffers, model, ranks_share(V, rank, size), range(begin, end))
-    saved(buffers, rank, size, f"{folder}/{end}")
+    save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
     offline = exported(Kept(buffers.hold()), {}, V) if size == 1 else found
@@ -341,11 +326,7 @@ def test_observers_keep_the_smallest_and_the_largest():
 @pytest.mark.parametrize("virtual_ranks", [1, 2])
 @pytest.mark.parametrize(
     "write",
-    [
-        lambda own, x: torch.cat([own, x])[-10:],
-        lambda own, x: own.resize_(len(own) + 1, 3),
-        lambda own, x: own.float(),
-    ],
+    [lambda own, x: torch.cat([own, x])[-10:], lambda own, x: own.resize_(len(own) + 1, 3), lambda own, x: own.float()],
     ids=["a growing bank", "in place", "type"],
 )
 def test_another_shape_or_type_is_an_error_in_the_forward_that_made_it(virtual_ranks: int, write: Any):
@@ -413,7 +394,7 @@ def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) 
     model = WithNorm()
     buffers = VirtualBuffers(model, world_of(rank, size), V)
     if begin:
-        buffers.load(source_in(f"{folder}/{begin}"))
+        buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
     share = ranks_share(V, rank, size)
     for step in range(begin, end):
         buffers.keep()
@@ -421,7 +402,7 @@ def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) 
         with buffers.of(Work(0, step, share.start, 0, torch.arange(len(batch)))):
             model(batch)
             buffers.check()
-    saved(buffers, rank, size, f"{folder}/{end}")
+    save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         return float(model.get_buffer("total"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.cli.tasks_to_export import Odd, loss
 from tests.strategies.test_odd_models import MANY, Kept
-from tests.strategies.test_odd_models import world as world
+from tests.worlds import world as world
 from torch import nn
 from torch.optim import AdamW
 

@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 from tests.errors import raises
+from tests.worlds import world as world
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.state import TensorShard
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import TrainingError
@@ -19,14 +20,6 @@ from paceline.train.prepare import make_model
 CPU = torch.device("cpu")
 DATA = ArrayDataset(torch.arange(36.0).reshape(12, 3) / 36, torch.arange(12.0) / 6)
 MANY = [name for name in STRATEGIES if name != "dp"]
-
-
-@pytest.fixture(scope="module")
-def world():
-    """One for all tests here: gloo's listener, and what torch imports for its first optimizer, outlive a test."""
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)])
-        yield world
 
 
 def loss(outputs, targets):

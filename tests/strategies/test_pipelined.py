@@ -65,14 +65,6 @@ def test_all_models_equal_one_process(size, mesh, tmp_path):
     check(run_ranks(all_results, size, tmp_path, cases, timeout=850)[0])
 
 
-@pytest.mark.soak
-@pytest.mark.ranks
-@pytest.mark.timeout(300)
-def test_some_models_on_four_ranks_in_brief(tmp_path):
-    tasks = [TRANSFORMER, f"{CHAINS}:gpt2", f"{TASKS}:batchnorm", f"{CHAINS}:resnet"]
-    check(run_ranks(all_results, 4, tmp_path, [(task, "data=2,pipeline=2") for task in tasks], timeout=280)[0])
-
-
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
 BACKWARD, FROM_BELOW = Pipeline.backward, Pipeline._from_below

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from tests.errors import raises
 from tests.run_ranks import run_ranks
+from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Replica
@@ -25,13 +26,6 @@ CPU = torch.device("cpu")
 DENSE_ONLY = ["manual", "bucketed", "exact", "zero", "fsdp"]
 ANY = [*DENSE_ONLY, "single", "dp", "ddp"]
 IDS = torch.randint(40, (22,), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)])
-        yield world
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from tests.errors import raises
 from tests.run_ranks import run_ranks
-from tests.worlds import worlds
+from tests.strategies.test_state import squared
+from tests.worlds import world as world
+from tests.worlds import world_of, worlds
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, joined, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
@@ -29,10 +31,6 @@ from paceline.train.weights import rescue_alone
 
 CPU = torch.device("cpu")
 FSDP = partial(fsdp, wrap=None)
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, CPU, "gloo")
 
 
 class Blocks(nn.Module):
@@ -57,10 +55,6 @@ class Blocks(nn.Module):
 def data(samples: int = 22) -> ArrayDataset:
     inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return ArrayDataset(inputs, inputs.sum(1).sin())
-
-
-def squared(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs[:, 0] - targets).square()
 
 
 def made(name: str, model: nn.Module, world: World, virtual_ranks: int, **options: Any) -> Replica:
@@ -220,23 +214,6 @@ def the_whole_on_request(rank: int, size: int, folder: str) -> None:
     assert sha256_of(whole(replica.state(), world)) == before
 
 
-def tied(rank: int, size: int) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)).double()
-        model[2].weight = model[0].weight
-        return model
-
-    plain, model = make(), make()
-    for name, one in (("exact", plain), ("fsdp", model)):
-        replica = made(name, one, world_of(rank, size), size)
-        train(replica, 3)
-    weights = replica.weights()  # pyright: ignore[reportPossiblyUnboundVariable]
-    assert torch.equal(weights["0.weight"], weights["2.weight"])
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-12)
-
-
 class Attending(nn.Module):
     """Attention of a sequence to itself; not a block by itself, which fsdp would give three tensors instead of one."""
 
@@ -368,7 +345,6 @@ def everything(rank: int, world_size: int, folder: str) -> dict[int, Any]:
             found[size]["memory"] = memory(rank, size)
             who_uses_what(rank, size)
             the_whole_on_request(rank, size, folder)
-            tied(rank, size)
             what_one_rank_sees_all_know(rank, size)
             rounded_on_the_way(rank, size)
     return found
@@ -418,23 +394,10 @@ def test_memory_is_what_arithmetic_says(of_ranks: list[dict[int, Any]]) -> None:
 # ---- refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    """One for all tests here: gloo's listener, and what torch imports for its first optimizer, outlive a test."""
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)])
-        yield world
-
-
 @pytest.mark.parametrize("name", ["zero", "fsdp"])
 def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World, name: str) -> None:
     with raises("optimizer-not-element-wise", kind="LBFGS", strategy=name):
         STRATEGIES[name](nn.Linear(2, 2), LBFGS, world)
-
-
-def test_a_rule_that_matches_nothing_is_refused_with_what_there_is(world: World) -> None:
-    with raises("no-such-module", rule="layer*", pattern="layer*"):
-        fsdp(Blocks(), partial(SGD, lr=0.1), world, wrap="layer*")
 
 
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda m: m.bfloat16()])

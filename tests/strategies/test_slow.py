@@ -5,8 +5,6 @@ One host is made several by what each rank says of its own (`memory.host_key`).
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.collectives.test_hosts_sum import put_on
+from tests.collectives.test_hosts_sum import put_on, said
 from tests.errors import codes, raises
 from tests.run_ranks import run_ranks
-from tests.strategies.test_state import opened, save
+from tests.strategies.test_state import opened, save, squared
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
@@ -61,10 +59,6 @@ def data(bad: int | None = None) -> ArrayDataset:
     return ArrayDataset(inputs, inputs.sum(1).sin())
 
 
-def squared(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs[:, 0] - targets).square()
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
@@ -88,12 +82,6 @@ def weights(trained: Replica) -> Tensor:
     """What is looked at: the same on all ranks."""
     with trained.merged_buffers():
         return torch.cat([value.clone().flatten() for value in trained.weights().values()])
-
-
-def said(act: Any) -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as words:
-        act()
-    return words.getvalue()
 
 
 # ---- the same by hand, in one process

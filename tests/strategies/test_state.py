@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.errors import raises
 from tests.run_ranks import run_ranks
-from tests.worlds import worlds
+from tests.worlds import world_of, worlds
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -64,10 +64,6 @@ def data() -> ArrayDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(22, 3, 4, generator=generator, dtype=torch.float64)
     return ArrayDataset(inputs, inputs.sum((1, 2)).sin())
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, CPU, "gloo")
 
 
 def prepared(name: str, optimizer: str, world: World, seed: int) -> Replica:

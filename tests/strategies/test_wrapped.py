@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from tests.errors import raises
 from tests.run_ranks import run_ranks
+from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES
 
@@ -218,13 +219,6 @@ def test_gpt2_of_transformers_with_lora_under_fsdp_equals_bucketed(tmp_path: Pat
 
 
 # ---- refused -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)])
-        yield world
 
 
 class ReadsWeights(Flat):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests import warm
-from tests.errors import ended_with
 from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
@@ -84,8 +83,3 @@ def test_one_average_at_every_world_size_and_under_every_strategy_also_after_a_r
     whole, cut = (load_file(tmp_path / run / "model-ema.safetensors") for run in ("a", "e"))
     for name, tensor in whole.items():
         torch.testing.assert_close(cut[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_no_part_is_refused(tmp_path: Path) -> None:
-    done = train(tmp_path, "a", 1, "--ema", 1.5)
-    ended_with(done, "ema-out-of-range")

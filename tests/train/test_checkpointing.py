@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
@@ -66,10 +67,6 @@ def rank_of(world: World, root: Path, flush_events: Callable[[], None] = lambda:
         checkpoints, world, world.size, Claim(1, 0), keep=keep, flush_events=flush_events, say=told.append
     )  # fmt: skip
     return Rank(saver, world, torch.zeros(SIZE), checkpoints, told)
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
 def published(root: Path) -> dict[int, dict[str, float]]:

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import raises
+from tests.worlds import world as world
 from torch import nn
 
-from paceline import World, joined
+from paceline import World
 from paceline.checkpoint.manager import Checkpoints, Claim, Fenced
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
@@ -38,13 +39,6 @@ def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world():
-    with joined(World.from_env({}, device="cpu")) as world:
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
-        yield world
 
 
 def trained(world: World, model: nn.Module, strategy: str = "exact") -> Replica:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from tests.errors import raises
 from tests.run_ranks import run_ranks
+from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import Loading, Metric, World, evaluate
+from paceline import Loading, Metric, evaluate
 from paceline.collectives.control import gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
@@ -82,10 +83,6 @@ OWN: dict[str, Any] = {
     "sum": Metric(lambda o, t: score(o).sum(), float),
     "made": lambda: Metric(counts, f1),
 }  # fmt: skip
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, CPU, "gloo")
 
 
 def evaluated(

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.errors import codes, raises
 from tests.run_ranks import run_ranks
+from tests.worlds import world as world
 from tests.worlds import worlds
 from torch import Tensor, nn
 
-from paceline import BatchPlan, Loading, World, joined, load_steps, train_step
+from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
 from paceline.collectives.control import are_finite, scaled
@@ -103,13 +104,6 @@ def test_a_sum_that_overflows_is_no_false_alarm():
 # ---- one process -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world():
-    with joined(World.from_env({}, device="cpu")) as world:
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
-        yield world
-
-
 def test_a_bad_gradient_names_samples_and_parameters_and_changes_nothing(world):
     replica = made("single", world, 2)
     (step,) = batches(world, 2)
@@ -153,7 +147,6 @@ def test_a_step_may_be_left_out_and_the_next_one_counts(world):
 
 def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
     replica = made("single", world, 1)
-    (step,) = batches(world, 1)
     passes: list[object] = []
     monkeypatch.setattr("paceline.stepping.nonfinite.MAX_RUNS", 5)
     all_bad = ArrayDataset(torch.zeros(24, 4), torch.zeros(24))

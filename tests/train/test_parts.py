@@ -12,7 +12,6 @@ from torch import nn
 from paceline import ArrayDataset, Task
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import Loading
-from paceline.errors import TrainingError, UsageError
 from paceline.observe.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import check_loss
@@ -134,11 +133,6 @@ def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatc
 
     monkeypatch.setattr("paceline.train.weights.save", full)
     assert "LOST" in rescue(nn.Linear(1, 1).state_dict(), tmp_path)
-
-
-def test_the_error_tree():
-    assert issubclass(TrainingError, Exception)
-    assert (TrainingError.exit_code, UsageError.exit_code) == (1, 2)
 
 
 class MadeLate(nn.Linear):

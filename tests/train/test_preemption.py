@@ -75,7 +75,7 @@ def ask(process: subprocess.Popen[str]) -> str:
     return answer(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
 def test_the_first_signal_is_noted_and_the_second_ends_the_process_by_itself(noting, number):
     process = noting()
     assert ask(process) == "None"
@@ -122,12 +122,6 @@ def test_an_ignored_hangup_stays_ignored(noting):
     assert ask(process) == "None"
     process.send_signal(signal.SIGTERM)
     assert ask(process) == "SIGTERM"
-
-
-def test_a_hangup_that_is_not_ignored_is_noted(noting):
-    process = noting()
-    process.send_signal(signal.SIGHUP)
-    assert ask(process) == "SIGHUP"
 
 
 @pytest.mark.parametrize("fails", [False, True])

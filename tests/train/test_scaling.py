@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from tests.worlds import world as world
 from tests.worlds import worlds
 from torch import Tensor, nn
 
-from paceline import BatchPlan, Loading, World, joined, load_steps
+from paceline import BatchPlan, Loading, World, load_steps
 from paceline.checkpoint.shards import sha256_of
 from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
@@ -57,13 +58,6 @@ def trained(replica: Replica, scale: LossScale | None, world: World) -> list[str
 def bits(replica: Replica) -> str:
     with replica.merged_buffers():
         return sha256_of({held.name: held.tensor for held in replica.state()})
-
-
-@pytest.fixture(scope="module")
-def world():
-    with joined(World.from_env({}, device="cpu")) as world:
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports outlives a test
-        yield world
 
 
 def test_a_scale_that_fits_changes_no_bit(world: World) -> None:

@@ -39,11 +39,6 @@ metrics = {
     "count": Metric(lambda o, t: len(t), float),
     "undefined": Metric(lambda o, t: len(t), lambda total: math.nan),
 }
-seen = []
-def bad(total):
-    seen.append(1)
-    if len(seen) > 2: raise ValueError("too late")  # once for each split before the first step
-    return 1.0
 
 def make(**more):
     more = {"metrics": metrics, "splits": ("train", "test", "validation"), **more}
@@ -52,7 +47,6 @@ three = make()
 no_test = make(splits=("train", "validation"))
 empty = three
 fails = make(metrics={"fails": Metric(lambda o, t: len(t), lambda total: total["x"])})
-fails_late = make(metrics={"late": Metric(lambda o, t: len(t), bad)})
 """
 
 
@@ -122,12 +116,6 @@ def test_there_may_be_no_test_split(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_refused_before_the_first_step(tmp_path: Path, task: str, words: str) -> None:
     code, told, _ = train(tmp_path, task)
     assert code == 2 and words in " ".join(told.split()), told
-
-
-@pytest.mark.slow
-def test_a_metric_that_fails_later_costs_no_epoch(tmp_path: Path) -> None:
-    code, told, _ = train(tmp_path, "fails_late")
-    assert code == 1 and "too late" in told and (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
 
 
 @pytest.mark.slow

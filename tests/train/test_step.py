@@ -2,15 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Generator
 
 import pytest
 import torch
 from tests.errors import raises
+from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import BatchPlan, Loading, Replica, World, joined, load_steps, train_step
+from paceline import BatchPlan, Loading, Replica, World, load_steps, train_step
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
@@ -19,13 +19,6 @@ from paceline.train.step import TaskSteps
 
 CPU = torch.device("cpu")
 DATA = ArrayDataset(torch.arange(12.0).reshape(12, 1) / 12, torch.arange(12.0) / 6)
-
-
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    with joined(World.from_env({}, device="cpu")) as world:
-        SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # what torch imports for it outlives a test
-        yield world
 
 
 def made(world: World) -> Replica:

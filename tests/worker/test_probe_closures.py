@@ -132,11 +132,23 @@ def test_a_step_begins_when_its_closure_has_computed_the_gradients(how: str, tmp
     assert run_ranks(told, 1, tmp_path, how) == [EVENTS[how]]
 
 
-def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches: int) -> list[str]:
-    """Five steps with a closure each; in the third one this call of it has a NaN on rank 1. What is found there."""
+def looked_on() -> Box:
+    """The box of this process, in which its steps and what is not finite are noted from now on."""
     box = Box(make_box(0))
     steps, batches = ScriptPhases(box), Batches()
     Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
+    return box
+
+
+def findings(box: Box) -> list[str]:
+    found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
+    box.close()
+    return found
+
+
+def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches: int) -> list[str]:
+    """Five steps with a closure each; in the third one this call of it has a NaN on rank 1. What is found there."""
+    box = looked_on()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = MAKE[name](model.parameters())
@@ -157,9 +169,7 @@ def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches:
         if name == "SAM":
             closure()
         optimizer.step(closure)
-    found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
-    box.close()
-    return found
+    return findings(box)
 
 
 @pytest.mark.ranks
@@ -186,9 +196,7 @@ def test_nan_in_a_closure_is_told_of_its_rank_at_its_step_and_line(
 
 def nan_under_fsdp2(rank: int, size: int) -> list[str]:
     """Five steps of sharded parameters; in the third one, rank 1's data are NaN. What is found there."""
-    box = Box(make_box(0))
-    steps, batches = ScriptPhases(box), Batches()
-    Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
+    box = looked_on()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     for module in (model[0], model):
@@ -199,9 +207,7 @@ def nan_under_fsdp2(rank: int, size: int) -> list[str]:
         optimizer.zero_grad()
         model(x).pow(2).mean().backward()
         optimizer.step()
-    found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
-    box.close()
-    return found
+    return findings(box)
 
 
 @pytest.mark.ranks
@@ -230,9 +236,7 @@ class Searching(torch.optim.SGD):
 
 
 def searched(rank: int, size: int) -> list[str]:
-    box = Box(make_box(0))
-    steps, batches = ScriptPhases(box), Batches()
-    Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
+    box = looked_on()
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = Searching([weight], lr=1.0)
     infinite = 0
@@ -248,9 +252,7 @@ def searched(rank: int, size: int) -> list[str]:
     for _ in range(5):
         optimizer.step(closure)
     assert infinite and bool(weight.isfinite())
-    found = [f"{one.kind}: {one.words}" for one in read_findings(box.descriptor)]
-    box.close()
-    return found
+    return findings(box)
 
 
 def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) -> None:
