@@ -331,8 +331,9 @@ def _fork(call: Callable[[], None], rank: int, size: int, port: int, folder: Pat
 
 
 def message(words: str, strategy: str) -> str:
-    """An error as the page has it: its first line, without the strategy's name."""
-    return re.sub(rf"(strategy '?){strategy}\b", r"\1NAME", words.split("\n")[0]).replace(f"{ROOT}/", "")
+    """An error as the page has it: its first line, without the line of the script and the strategy's name."""
+    first = re.sub(r"^\S+\.py:\d+: ", "", words.split("\n")[0])
+    return re.sub(rf"(strategy '?){strategy}\b", r"\1NAME", first).replace(f"{ROOT}/", "")
 
 
 def cell(kind: str, title: str, strategy: str) -> Found:

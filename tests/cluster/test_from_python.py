@@ -61,7 +61,7 @@ def test_a_function_on_two_hosts(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) 
     said, _ = script(lab, ssh_hosts, tmp_path, "all").communicate(timeout=140)
     assert "[('n1', 0, 2.0), ('n2', 1, 2.0)]" in said, said
     assert "raised 'not on n2' on rank 1 (n2)" in said
-    assert "refused --nodes 0: at least 1" in said
+    assert "refused --nodes 0" in said
     assert [*(tmp_path / "runs").iterdir()] == []
 
 

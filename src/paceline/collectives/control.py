@@ -23,6 +23,7 @@ Sums of metrics over virtual ranks, which travel while a step computes.
 Tensors of any number and shape from every rank, on every rank.
 """
 
+import cmath
 import json
 import math
 import sys
@@ -106,7 +107,7 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
         # A sum is several times faster than a look at each element, and never finite where an element is not. As a
         # sum of finite elements may overflow, too, each element is then looked at.
         sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
-        perhaps = torch.tensor([float(not math.isfinite(torch.stack(sums).sum()))], dtype=torch.float64)
+        perhaps = torch.tensor([float(not cmath.isfinite(torch.stack(sums).sum().item()))], dtype=torch.float64)
     else:  # one kernel for many of them, and it cannot overflow
         perhaps = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).double().view(1)
     return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))

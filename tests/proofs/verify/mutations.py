@@ -575,7 +575,7 @@ def clipped_before_sync() -> AbstractContextManager[None]:
         def sync_gradients(total_weight: Tensor) -> None:
             scale_gradients(trainable(right.model), right.world.size / total_weight)
             right.clip_grad_norm(1.0).now()
-            right.sync_gradients(total_weight.new_tensor(float(right.world.size)))
+            right.sync_gradients(float(right.world.size))
 
         return replace(
             right,

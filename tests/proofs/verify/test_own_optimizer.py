@@ -83,7 +83,7 @@ def test_it_is_the_default_and_equals_one_process_with_groups_and_schedule(found
 def test_what_cannot_be_cut_is_not_run_where_parameters_are(found: dict[str, Any]) -> None:
     cut, whole = found["whole"]
     assert whole.passed
-    assert cut.not_run == "cuts parameters into pieces, and Adafactor may look at a whole one"
+    assert cut.not_run == "shards parameters, and Adafactor may use a whole one"
 
 
 @pytest.mark.slow
