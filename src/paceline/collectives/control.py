@@ -104,8 +104,7 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
     if not gradients:
         return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
     if not costs(device):
-        # A sum is several times faster than a look at each element, and never finite where an element is not. As a
-        # sum of finite elements may overflow, too, each element is then looked at.
+        # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
         sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
         perhaps = torch.tensor([float(not cmath.isfinite(torch.stack(sums).sum().item()))], dtype=torch.float64)
     else:  # one kernel for many of them, and it cannot overflow
