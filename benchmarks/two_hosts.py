@@ -43,7 +43,8 @@ def over_ssh(name: str, work: str, ranks: int, ssh: SshHosts) -> Contender:
     """A mode of paceline, started on the first host by a person who has come to it."""
     passed = [word for variable in ("RACE_SOCKET", "PYTHONPATH") for word in ("--env", f"{variable}={{{variable}}}")]
     # the socket that ranks report to is a file, which all hosts see; what crosses the cable is the training
-    where = ["--on", "ssh", "--hosts", ",".join(HOSTS), "--ssh", ssh.command, *passed]
+    # the hosts have the same cores: each rank would take all of them. The base has one thread, too
+    where = ["--on", "ssh", "--hosts", ",".join(HOSTS), "--ssh", ssh.command, "--threads-per-rank", "1", *passed]
     plain = contender(name, work, len(HOSTS) * ranks)
     launch = Launch(train(work, "run", ["--nproc", str(ranks), *FLAGS.get(name, ()), *where]), host=HOSTS[0])
     return Contender(name, [launch], plain.ranks, plain.samples, exact=plain.exact)
