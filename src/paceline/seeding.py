@@ -125,9 +125,8 @@ def put_stream_states(state: torch.Tensor, device: torch.device) -> None:
 class _NumpyStream:
     """numpy's global generator, saved and restored in each step.
 
-    numpy's `get_state` and `set_state` take 130 us, as they convert 624 words one by one. If the words in memory show
-    that nobody has drawn, both are avoided. A cached normal number is not in these words; if there is one, numpy's own
-    functions are used.
+    numpy's `get_state` and `set_state` take 130 us, because they convert 624 words one by one. If the words in memory
+    show that no number was drawn, both are avoided. If there is a cached normal number, both are called.
     """
 
     _BYTES = 4 * 625  # 624 words and a position
@@ -149,8 +148,9 @@ class _NumpyStream:
         words, state = self._words(), self._saved[1]
         if not words or words != self._saved[0]:
             state = numpy_random.get_state()
-            has_cached_number = bool(state[3])
-            self._saved = (b"" if has_cached_number else words), state
+            _, key, position, has_cached_number, _ = state
+            is_known = words == key.tobytes() + position.to_bytes(4, sys.byteorder)  # else numpy's memory has changed
+            self._saved = (words if is_known and not has_cached_number else b""), state
         return state
 
     def put_back(self, state: Any) -> None:
