@@ -207,12 +207,16 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk], check=True)
 
 
+def failed(paceline, folder, disk, *words):
+    (folder / "mine.py").write_text(TASK)
+    run = paceline("train", "mine.py:task", "--batch-size", 8, "--run-dir", disk / "run", *words)
+    assert run.returncode == 1, run.stdout
+    return run
+
+
 @pytest.mark.root
 def test_a_run_without_room_for_checkpoints_trains_to_its_end_and_says_so(paceline, small_disk, tmp_path):
-    (tmp_path / "mine.py").write_text(TASK)
-    run = paceline("train", "mine.py:task", "--batch-size", 8, "--steps", 5, "--checkpoint-every", 2,
-                   "--run-dir", small_disk / "run")  # fmt: skip
-    assert run.returncode == 1, run.stdout
+    run = failed(paceline, tmp_path, small_disk, "--steps", 5, "--checkpoint-every", 2)
     room = r"a checkpoint needs [\d,]+ bytes, and the file system of \S+/checkpoints has [\d,]+ free"
     for step in (2, 4, 5):
         assert re.search(f"WARNING: .*step {step} .*{room}", run.stdout)
@@ -226,10 +230,7 @@ def test_a_run_without_room_for_checkpoints_trains_to_its_end_and_says_so(paceli
 
 @pytest.mark.root
 def test_a_stop_that_cannot_save_keeps_the_weights_and_is_no_success(paceline, small_disk, tmp_path):
-    (tmp_path / "mine.py").write_text(TASK)
-    run = paceline("train", "mine.py:task", "--batch-size", 8, "--steps", 50, "--rehearse-preemption", 2,
-                   "--run-dir", small_disk / "run")  # fmt: skip
-    assert run.returncode == 1, run.stdout
+    run = failed(paceline, tmp_path, small_disk, "--steps", 50, "--rehearse-preemption", 2)
     assert "[stopped-unsaved]" in run.stderr and "step 3, " in run.stderr
     assert "rescued to" in run.stderr
     assert list(tmp_path.rglob("*rescued.safetensors"))
