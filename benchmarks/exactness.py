@@ -38,8 +38,7 @@ from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
 from paceline.stepping.votes import Votes
-from paceline.strategies import STRATEGIES, MakeOptimizer, Replica
-from paceline.strategies.base import replica
+from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
 from paceline.train.alike import check_replicas
@@ -107,7 +106,7 @@ class Run:
 class Variant:
     """A strategy in training, and the kernels it trains with."""
 
-    replica: Replica
+    replica: Strategy
     records: Generator[StepRecord]
     kernels: Callable[[], AbstractContextManager[None]]
 
@@ -123,9 +122,9 @@ class Block:
 
 def no_exchange(
     model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
-) -> Replica:
+) -> Strategy:
     """No training, but the least that a step can cost."""
-    return replica(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
+    return Strategy(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
 
 
 def variants(run: Run) -> dict[str, Variant]:
@@ -148,7 +147,7 @@ def variants(run: Run) -> dict[str, Variant]:
     return made
 
 
-def training(run: Run, own: Replica, votes: Callable[[], Votes] = Votes) -> Generator[StepRecord]:
+def training(run: Run, own: Strategy, votes: Callable[[], Votes] = Votes) -> Generator[StepRecord]:
     """Steps without end."""
     share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
     steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)

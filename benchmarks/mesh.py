@@ -35,7 +35,7 @@ from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.mesh import mesh_of
 from paceline.proofs.bench.memory import Traffic
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.sharing import Wish, share_model
 from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
@@ -140,7 +140,7 @@ def pipeline_by_hand(model: Model, words: Tensor) -> Side:
     return Side(step, part, optimizer)
 
 
-def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Replica, list[str]]:
+def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Strategy, list[str]]:
     """As `paceline train --mesh` prepares and takes a step."""
 
     world = on_mesh(base, mesh_of(mesh, RANKS))

@@ -44,7 +44,6 @@ _PARTS = {
     "MicroBatch": "data.loader",
     "load_steps": "data.loader",
     "STRATEGIES": "strategies",
-    "Replica": "strategies",
     "Strategy": "strategies",
     "Task": "tasks.task",
     "Metric": "tasks.metric",
@@ -75,7 +74,6 @@ if TYPE_CHECKING:
     from paceline.sessions import Session as Session
     from paceline.sessions import session as session
     from paceline.strategies import STRATEGIES as STRATEGIES
-    from paceline.strategies import Replica as Replica
     from paceline.strategies import Strategy as Strategy
     from paceline.tasks.metric import Metric as Metric
     from paceline.tasks.task import Moment as Moment

@@ -27,23 +27,48 @@ def derive(seed: int, purpose: str, *keys: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-@contextmanager
-def random_stream(seed: int, device: torch.device) -> Generator["Streams"]:
-    """Inside, torch (CPU and `device`), `random` and numpy continue from `seed`; outside they are untouched.
+class SeededStream:
+    """Between `enter` and `leave` torch (CPU and `device`), `random` and numpy continue from a seed.
 
-    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either. Yields
-    the streams outside.
+    All of them: a model may drop layers by a draw of numpy's, which must not depend on the world size either.
     """
-    with preserved_streams() as outside:
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type in ("cpu", "meta") else device
+        self._on_device: torch.Tensor | None = None
+        self.outside: Streams | None = None
+        """the streams outside, while it is entered"""
+
+    def enter(self, seed: int) -> None:
+        """Continue from `seed`."""
+        self.outside = Streams()
         seed_streams(seed)
-        if device.type in ("cpu", "meta"):
-            yield outside
-            return
-        with torch.random.fork_rng([device], device_type=device.type):
+        if self._device is not None:
+            module = torch.get_device_module(self._device)
+            self._on_device = module.get_rng_state(self._device)
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
-            with torch.accelerator.device_index(device.index):
-                torch.get_device_module(device).manual_seed(seed)
-            yield outside
+            with torch.accelerator.device_index(self._device.index):
+                module.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Continue from where the streams were at `enter`."""
+        if self._on_device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
+            self._on_device = None
+        if self.outside is not None:
+            self.outside.put_back()
+            self.outside = None
+
+
+@contextmanager
+def random_stream(seed: int, device: torch.device) -> Generator[None]:
+    """A SeededStream, as a context manager."""
+    stream = SeededStream(device)
+    try:
+        stream.enter(seed)
+        yield
+    finally:
+        stream.leave()
 
 
 def seed_streams(seed: int) -> None:
@@ -134,18 +159,20 @@ class _NumpyStream:
     def __init__(self) -> None:
         self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
         self._seeded = b""  # the words after the last seed
+        self._generator: Any = None  # whose words are in `_memory`
+        self._memory: Any = None
 
     def seed(self, seed: int) -> None:
         """Let it continue from `seed`, 0 <= seed < 2**32."""
         if numpy_random := _numpy_random():
             numpy_random.seed(seed)
-            self._seeded = self._words()
+            self._seeded = self._words(numpy_random)
 
     def state(self) -> Any:
         """Where it is; None if numpy is not loaded."""
         if not (numpy_random := _numpy_random()):
             return None
-        words, state = self._words(), self._saved[1]
+        words, state = self._words(numpy_random), self._saved[1]
         if not words or words != self._saved[0]:
             state = numpy_random.get_state()
             _, key, position, has_cached_number, _ = state
@@ -157,20 +184,23 @@ class _NumpyStream:
         """Let it continue from a `state`."""
         if state is None:
             return
-        words = self._words()
+        numpy_random = _numpy_random()
+        words = self._words(numpy_random)
         if words and words == self._seeded and state is self._saved[1] and self._saved[0]:
-            ctypes.memmove(self._address(), self._saved[0], self._BYTES)
+            self._memory.raw = self._saved[0]
         else:
-            _numpy_random().set_state(state)
+            numpy_random.set_state(state)
             self._saved = b"", None  # the same words may have a cached number now
 
-    def _address(self) -> int:
-        return _numpy_random().get_bit_generator().ctypes.state_address
-
-    def _words(self) -> bytes:
+    def _words(self, numpy_random: Any) -> bytes:
         """Its words, and how many are used; empty if it is another generator than numpy's default."""
-        is_default = type(_numpy_random().get_bit_generator()).__name__ == "MT19937"
-        return ctypes.string_at(self._address(), self._BYTES) if is_default else b""
+        generator = numpy_random.get_bit_generator()
+        if generator is not self._generator:
+            self._generator = generator
+            is_default = type(generator).__name__ == "MT19937"
+            of_words = ctypes.c_char * self._BYTES
+            self._memory = of_words.from_address(generator.ctypes.state_address) if is_default else None
+        return self._memory.raw if self._memory is not None else b""
 
 
 _NUMPY = _NumpyStream()

@@ -137,11 +137,11 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
 
 FSDP = f"""{TORCH}
 from functools import partial
-from paceline.strategies.fsdp import fsdp
+from paceline.strategies.fsdp import FSDP
 from paceline.worker.world import World
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
 world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
-fsdp(model, partial(torch.optim.SGD, lr=0.1), world, wrap="*")
+FSDP(model, partial(torch.optim.SGD, lr=0.1), world, wrap="*")
 def fault(*_):
     ready()
     if "MODE" == "raises": raise ValueError("a fault")

@@ -15,7 +15,7 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from tests.worlds import world as world
 from torch import Tensor
 
-from paceline import Replica, World
+from paceline import Strategy, World
 from paceline.collectives.control import are_finite
 from paceline.data.ahead import Prefetch
 from paceline.errors import PacelineError, StallError
@@ -24,7 +24,7 @@ from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
 
 
-def trained(world: World, name: str, clip: float | None) -> tuple[Replica, list[float | None]]:
+def trained(world: World, name: str, clip: float | None) -> tuple[Strategy, list[float | None]]:
     replica = made(name, world, 2)
     take = TaskSteps(replica, good, max_norm=clip).take
     results = [take(step) for step in batches(world, 2, batch=8)]

@@ -19,7 +19,7 @@ from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_
 from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")
 NAMES = ["bucketed", "exact", "manual", "ddp", "zero", "fsdp"]
@@ -87,7 +87,7 @@ def plain(change: Callable[[nn.Module], None], when: str) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def train(replica: Replica, change: Callable[[nn.Module], None], when: str) -> dict[str, Tensor]:
+def train(replica: Strategy, change: Callable[[nn.Module], None], when: str) -> dict[str, Tensor]:
     """Three steps. `when`: the model changes after each step, before each update, or after the last step."""
     world = replica.world
     share = ranks_share(world.size, world.rank, world.size)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")
 DENSE_ONLY = ["manual", "bucketed", "exact", "zero", "fsdp"]
@@ -32,7 +32,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.flatten(1).sum(1) - targets).square()
 
 
-def train(replica: Replica, inputs: Tensor = IDS, *, accumulation: int = 1) -> dict[str, Tensor]:
+def train(replica: Strategy, inputs: Tensor = IDS, *, accumulation: int = 1) -> dict[str, Tensor]:
     world = replica.world
     data = ArrayDataset(inputs, torch.arange(22.0, dtype=torch.float64) / 9)
     plan, share = BatchPlan(22, 8, world.size, accumulation), ranks_share(world.size, world.rank, world.size)

@@ -14,7 +14,7 @@ from paceline.collectives import communicator
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.worker.world import World
 
 VIRTUAL = 5
@@ -51,9 +51,17 @@ def train(name: str, world: World, steps: list[list[MicroBatch]], fails: bool) -
     return [w.clone() for w in replica.weights().values()]
 
 
-def backward(replica: Replica, batch: MicroBatch, *, is_last: bool) -> None:
-    with replica.body(batch, is_last), replica.backward(batch.work, is_last):
+def backward(replica: Strategy, batch: MicroBatch, *, is_last: bool) -> None:
+    replica.enter(batch, is_last)
+    replica.begin_backward(batch.work, is_last)
+    try:
         (replica.module(batch.inputs) - batch.targets).square().sum().backward()
+    except ArithmeticError as error:
+        replica.end_backward(error)
+        replica.leave(error)
+        raise
+    replica.end_backward()
+    replica.leave()
 
 
 def loops(rank: int, size: int) -> list[str]:

@@ -25,12 +25,12 @@ from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.strategies import STRATEGIES, Replica
-from paceline.strategies.fsdp import fsdp
+from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.fsdp import FSDP
 from paceline.train.weights import rescue_alone
 
 CPU = torch.device("cpu")
-FSDP = partial(fsdp, wrap=None)
+WRAPPED = partial(FSDP, wrap=None)
 
 
 class Blocks(nn.Module):
@@ -57,12 +57,12 @@ def data(samples: int = 22) -> ArrayDataset:
     return ArrayDataset(inputs, inputs.sum(1).sin())
 
 
-def made(name: str, model: nn.Module, world: World, virtual_ranks: int, **options: Any) -> Replica:
+def made(name: str, model: nn.Module, world: World, virtual_ranks: int, **options: Any) -> Strategy:
     optimizer = partial(AdamW, lr=0.01, weight_decay=0.1)
     return STRATEGIES[name](model, optimizer, world, virtual_ranks=virtual_ranks, **options)
 
 
-def train(replica: Replica, steps: int, *, max_norm: float | None = None, accumulation: int = 1) -> list[float | None]:
+def train(replica: Strategy, steps: int, *, max_norm: float | None = None, accumulation: int = 1) -> list[float | None]:
     world, virtual_ranks = replica.world, replica.virtual_ranks
     plan = BatchPlan(22, 10, virtual_ranks, accumulation)
     share = ranks_share(virtual_ranks, world.rank, world.size)
@@ -104,7 +104,7 @@ def parameters_now(model: nn.Module) -> int:
 
 
 @contextmanager
-def watched(replica: Replica, found: dict[str, int]) -> Generator[None]:
+def watched(replica: Strategy, found: dict[str, int]) -> Generator[None]:
     """The most that was held of each kind, at each module's forward and backward and each step of the optimizer."""
 
     def look(*_: object) -> None:
@@ -403,7 +403,7 @@ def test_an_optimizer_that_may_look_at_a_whole_parameter_is_refused(world: World
 @pytest.mark.parametrize("change", [copy.deepcopy, lambda m: m.bfloat16()])
 def test_one_process_needs_no_others(world: World, change: Callable[[nn.Module], nn.Module]) -> None:
     model = change(Blocks())
-    replica = fsdp(model, partial(SGD, lr=0.1), world, wrap="blocks.*")
+    replica = FSDP(model, partial(SGD, lr=0.1), world, wrap="blocks.*")
     before = {name: tensor.clone() for name, tensor in replica.weights().items()}
     kind = next(iter(before.values())).dtype
     dataset = ArrayDataset(data().inputs.to(kind), data().targets.to(kind))

@@ -24,12 +24,12 @@ from paceline.checkpoint.shards import whole
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, ToldElsewhere
 from paceline.stepping.nonfinite import UNCHANGED
-from paceline.strategies import Replica
+from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
-from paceline.strategies.exact import exact
-from paceline.strategies.fsdp import fsdp
+from paceline.strategies.exact import Exact
+from paceline.strategies.fsdp import FSDP
 from paceline.strategies.outer import Between
-from paceline.strategies.zero import zero
+from paceline.strategies.zero import Zero
 
 pytestmark = pytest.mark.sample(2)
 
@@ -67,18 +67,18 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def replica(rank: int, slow: Between, make: Any = adamw) -> Replica:
+def replica(rank: int, slow: Between, make: Any = adamw) -> Strategy:
     return bucketed(model(), make, World(rank, RANKS, rank, RANKS, CPU, "gloo"), virtual_ranks=VIRTUAL, **slow)
 
 
-def train(trained: Replica, start: int, stop: int, dataset: ArrayDataset | None = None, **options: Any) -> list[bool]:
+def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None = None, **options: Any) -> list[bool]:
     """Which steps were left out."""
     share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
     steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
     return [train_step(trained, step, squared, **options).left_out is not None for step in steps]
 
 
-def weights(trained: Replica) -> Tensor:
+def weights(trained: Strategy) -> Tensor:
     """What is looked at: the same on all ranks."""
     with trained.merged_buffers():
         return torch.cat([value.clone().flatten() for value in trained.weights().values()])
@@ -184,7 +184,7 @@ def elsewhere(rank: int, world_size: int, folder: Path) -> list[str]:
                 assert torch.equal(ours, (of_hosts[0] + of_hosts[1]) / 2)
             train(trained, SAVED_AT, STEPS)
             assert weights(trained).isfinite().all()
-    for strategy in (exact, zero, fsdp):  # in which all agree after each step
+    for strategy in (Exact, Zero, FSDP):  # in which all agree after each step
         trained = strategy(model(), adamw, World(rank, RANKS, rank, RANKS, CPU, "gloo"), virtual_ranks=VIRTUAL)
         words.append(said(lambda to=trained, of=source: to.load(of)))
         assert torch.equal(trained.weights()["0.weight"], (of_hosts[0] + of_hosts[1]) / 2), strategy
@@ -239,7 +239,7 @@ def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
         train(hurt, 2, 6)
         assert torch.equal(weights(clean), weights(hurt)), slow
     put_on(0, rank, world_size, folder)
-    made: list[Replica] = []
+    made: list[Strategy] = []
     words = said(
         lambda: made.extend([replica(rank, Between(compress="int8")), replica(rank, DILOCO), replica(rank, Between())])
     )
@@ -355,7 +355,7 @@ def told_of(rank: int, samples: int, loss: Any, bad: int | None) -> str:
     return error
 
 
-def own_weights(trained: Replica) -> Tensor:
+def own_weights(trained: Strategy) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trained.model.parameters()])
 
 

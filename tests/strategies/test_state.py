@@ -19,7 +19,7 @@ from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.held import hold_optimizer, load_optimizer
 
 CPU = torch.device("cpu")
@@ -66,12 +66,12 @@ def data() -> ArrayDataset:
     return ArrayDataset(inputs, inputs.sum((1, 2)).sin())
 
 
-def prepared(name: str, optimizer: str, world: World, seed: int) -> Replica:
+def prepared(name: str, optimizer: str, world: World, seed: int) -> Strategy:
     kind, options = OPTIMIZERS[optimizer]
     return STRATEGIES[name](Model(seed), lambda p: kind(p, **options), world, virtual_ranks=VIRTUAL)
 
 
-def train(replica: Replica, start: int, stop: int) -> None:
+def train(replica: Strategy, start: int, stop: int) -> None:
     world = replica.world
     share = ranks_share(VIRTUAL, world.rank, world.size)
     for step in load_steps(data(), BatchPlan(22, 10, VIRTUAL), share, Loading(CPU), start=start, stop=stop):
@@ -226,7 +226,7 @@ def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
 
 
 def test_the_state_of_another_model_is_refused_and_the_tensor_named(tmp_path: Path) -> None:
-    def single(model: nn.Module) -> Replica:
+    def single(model: nn.Module) -> Strategy:
         return STRATEGIES["single"](model, Keeping, world_of(0, 1))
 
     save(single(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))).state(), tmp_path / "file")

@@ -17,7 +17,7 @@ from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.data.plan import ranks_share
 from paceline.mesh import Mesh
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.sharing import ALONE, Wish, share_model
 from paceline.worker.world import on_mesh
 
@@ -35,7 +35,7 @@ PLAN = BatchPlan(48, 11, 4, accumulation=2)
 VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 
-def prepared(way: str, world: World, seed: int) -> Replica:
+def prepared(way: str, world: World, seed: int) -> Strategy:
     torch.manual_seed(seed)
     model, strategy, sharing = GPT().double(), way, ALONE
     if "=" in way:
@@ -49,7 +49,7 @@ def prepared(way: str, world: World, seed: int) -> Replica:
     return sharing.apply(STRATEGIES[strategy], model, maker, world, VIRTUAL)
 
 
-def train(replica: Replica, start: int, stop: int) -> None:
+def train(replica: Strategy, start: int, stop: int) -> None:
     data = replica.world.data
     share = ranks_share(VIRTUAL, data.rank, data.size)
     replica.model.train()
@@ -57,7 +57,7 @@ def train(replica: Replica, start: int, stop: int) -> None:
         train_step(replica, step, loss, max_norm=0.5)
 
 
-def saved(replica: Replica, folder: str, name: str) -> list[tuple[Path, Any]]:
+def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
     """As a run saves it: a file of each rank."""
     world = replica.world
     places = layout(rank_part(replica.state(), world.rank, world.size))

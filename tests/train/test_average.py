@@ -14,7 +14,7 @@ from tests.run_script import run_script
 from paceline.checkpoint.shards import sha256_of
 from paceline.observe.summary import read_summary
 from paceline.strategies import STRATEGIES
-from paceline.train.average import Average, with_average
+from paceline.train.average import Average
 from paceline.worker.world import World
 
 TASK = """
@@ -45,8 +45,7 @@ def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.Monk
     model = torch.nn.Linear(3, 2)
     world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
     replica = STRATEGIES["single"](model, lambda p: torch.optim.SGD(p, lr=0.1), world)
-    average = Average(replica, 0.75)
-    kept, judged = with_average(replica, average)
+    average = replica.average = Average(replica, 0.75)
     by_hand = model.weight.detach().clone()
     for step in range(3):
         with torch.no_grad():
@@ -54,10 +53,10 @@ def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.Monk
         average.update()
         by_hand = 0.75 * by_hand + 0.25 * model.weight.detach()
     weights = model.weight.detach().clone()
-    with judged.merged_buffers():
-        torch.testing.assert_close(judged.weights()["weight"], by_hand)
+    with replica.evaluated():
+        torch.testing.assert_close(replica.weights()["weight"], by_hand)
     assert torch.equal(model.weight, weights)
-    held = {one.name: one.tensor for one in kept.state()}
+    held = {one.name: one.tensor for one in replica.state()}
     torch.testing.assert_close(held["ema/weight"], by_hand)
     assert torch.equal(held["model/weight"], weights)
 

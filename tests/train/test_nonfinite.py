@@ -22,7 +22,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import LeftOut, NotFinite, too_many
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")
 MANY = ("manual", "bucketed", "ddp", "exact", "zero", "fsdp")
@@ -64,7 +64,7 @@ def with_a_collective(outputs: Tensor, targets: Tensor) -> Tensor:
     return rooted(outputs, targets)
 
 
-def made(name: str, world: World, virtual_ranks: int) -> Replica:
+def made(name: str, world: World, virtual_ranks: int) -> Strategy:
     torch.manual_seed(0)
     model = Network()
     return STRATEGIES[name](model, lambda p: torch.optim.AdamW(p, lr=0.1), world, virtual_ranks=virtual_ranks)
@@ -76,7 +76,7 @@ def batches(world: World, virtual_ranks: int, *, batch: int = 24) -> list[Any]:
     return [*load_steps(dataset(), plan, share, Loading(CPU), start=0, stop=plan.steps_per_epoch)]
 
 
-def bits(replica: Replica) -> str:
+def bits(replica: Strategy) -> str:
     """Of all that this rank holds, buffers and optimizer included."""
     return sha256_of({held.name: held.tensor for held in replica.state()})
 
@@ -162,7 +162,7 @@ def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
 
-def told(replica: Replica, step: Any, loss: Any) -> str:
+def told(replica: Strategy, step: Any, loss: Any) -> str:
     try:
         train_step(replica, step, loss)
     except PacelineError as error:

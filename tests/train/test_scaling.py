@@ -19,7 +19,7 @@ from paceline.data.plan import ranks_share
 from paceline.stepping import scaling
 from paceline.stepping.nonfinite import LeftOut, NotFinite
 from paceline.stepping.scaling import FIRST, SMALLEST, LossScale
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.step import TaskSteps
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def squared(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).square()
 
 
-def made(name: str, world: World, *, fp16: bool = True) -> Replica:
+def made(name: str, world: World, *, fp16: bool = True) -> Strategy:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     if fp16:
@@ -47,7 +47,7 @@ def made(name: str, world: World, *, fp16: bool = True) -> Replica:
     return STRATEGIES[name](model, lambda p: torch.optim.AdamW(p, lr=0.05), world, virtual_ranks=V)
 
 
-def trained(replica: Replica, scale: LossScale | None, world: World) -> list[str]:
+def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[str]:
     """Two epochs of 3 uneven global batches, each in 2 micro-batches of a virtual rank; why steps were left out."""
     plan, share = BatchPlan(24, 10, V, accumulation=2), ranks_share(V, world.rank, world.size)
     take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take
@@ -55,7 +55,7 @@ def trained(replica: Replica, scale: LossScale | None, world: World) -> list[str
     return ["" if one.left_out is None else one.left_out.words for one in results]
 
 
-def bits(replica: Replica) -> str:
+def bits(replica: Strategy) -> str:
     with replica.merged_buffers():
         return sha256_of({held.name: held.tensor for held in replica.state()})
 

@@ -10,7 +10,7 @@ from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import BatchPlan, Loading, Replica, World, load_steps, train_step
+from paceline import BatchPlan, Loading, Strategy, World, load_steps, train_step
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 DATA = ArrayDataset(torch.arange(12.0).reshape(12, 1) / 12, torch.arange(12.0) / 6)
 
 
-def made(world: World) -> Replica:
+def made(world: World) -> Strategy:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     return STRATEGIES["exact"](model, lambda p: SGD(p, lr=0.1, momentum=0.9), world, virtual_ranks=2)
@@ -35,7 +35,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).square()
 
 
-def bits(replica: Replica) -> dict[str, list[float]]:
+def bits(replica: Strategy) -> dict[str, list[float]]:
     return {held.name: held.tensor.flatten().tolist() for held in replica.state()}
 
 

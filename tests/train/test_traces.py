@@ -11,7 +11,7 @@ import torch
 
 from paceline.contract.box import RECORDS, Box, make_box
 from paceline.contract.evidence import Op, Phase
-from paceline.strategies.single import single
+from paceline.strategies.single import Single
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.records import LAST, Traces, anatomy, is_due, size_of
 from paceline.worker.world import World
@@ -78,7 +78,7 @@ def test_the_last_steps_are_always_in_detail() -> None:
 def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # an optimizer's step sets it
     model = torch.nn.Linear(10, 3)
-    replica = single(model, torch.optim.AdamW, WORLD)
+    replica = Single(model, torch.optim.AdamW, WORLD)
     model(torch.ones(2, 10)).sum().backward()
     replica.optimizer.step()
     found = anatomy([replica])

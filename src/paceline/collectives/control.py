@@ -24,6 +24,7 @@ Tensors of any number and shape from every rank, on every rank.
 """
 
 import cmath
+import itertools
 import json
 import math
 import sys
@@ -31,10 +32,11 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
+from operator import add, attrgetter
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -88,6 +90,11 @@ def read_at_once(pending: Sequence[Pending[Any]]) -> list[list[float]]:
     return [[*islice(rest, len(numbers))] if costs(numbers.device) else numbers.tolist() for numbers in everything]
 
 
+def now(found: _T | Pending[_T]) -> _T:
+    """What is known already, or read now."""
+    return found.now() if isinstance(found, Pending) else found
+
+
 def costs(device: torch.device) -> bool:
     """Whether the host has to wait for `device` to read a number there."""
     return device.type != "cpu"
@@ -99,26 +106,48 @@ def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
     return here.to(device, non_blocking=True)
 
 
+SMALL = 1 << 16
+"""elements; more take longer to be read and written once more than each tensor's own operation takes"""
+
+
+def are_finite_here(gradients: Sequence[Tensor]) -> bool:
+    """Whether none of them, all on the host's device, holds an infinity or NaN."""
+    if not gradients:
+        return True
+    is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
+    if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL:
+        with suppress(RuntimeError):  # memory that several elements share cannot be written
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, torch.ones(()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            return not found.item()
+    # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
+    sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
+    return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(one.isfinite().all()) for one in gradients)
+
+
+_dtype_and_layout = attrgetter("dtype", "layout")
+
+
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
     """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or [1]: perhaps one does."""
     if not gradients:
         return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
     if not costs(device):
-        # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
-        sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
-        perhaps = torch.tensor([float(not cmath.isfinite(torch.stack(sums).sum().item()))], dtype=torch.float64)
-    else:  # one kernel for many of them, and it cannot overflow
-        perhaps = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).double().view(1)
+        return Pending(
+            torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64), lambda bad: not bad[0]
+        )
+    # one kernel for many of them, and it cannot overflow
+    perhaps = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).double().view(1)
     return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
 
 
-def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> Pending[bool]:
-    """Multiply gradients, all on `device`, by the scalar `factor`; the same question of them, answered on the way."""
+def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> bool | Pending[bool]:
+    """Multiply gradients, all on `device`, by the scalar `factor`; whether they are finite, answered on the way."""
     # on the CPU that kernel takes as much memory again; and the factor it takes is a float32
     if not gradients or not costs(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
         for group, number in by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return are_finite(gradients, device)
+        return are_finite(gradients, device) if costs(device) else are_finite_here(gradients)
     factor = factor.float() if isinstance(factor, Tensor) else torch.full((), factor, device=device)
     # an element is looked at before it is multiplied: by more than one, it may overflow then
     perhaps = (factor.abs() > 1).float().view(1)
@@ -361,6 +390,29 @@ def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pe
         return Pending(numbers, lambda found: Totals(found[:columns], found[columns:]))
 
     return wait
+
+
+def start_host_totals(leaves: Sequence[list[float]], votes: Sequence[float], world: World) -> Callable[[], Totals]:
+    """`start_totals` for numbers of the host, with the same bits. The returned function waits for the other ranks."""
+    numbers = [*itertools.chain.from_iterable(leaves), *votes]
+    finish = None
+    if world.size > 1:
+        finish = communicator().start_sum(torch.tensor(numbers, dtype=torch.float64), NAME)
+
+    def wait() -> Totals:
+        found: list[float] = numbers if finish is None else finish().tolist()
+        Guard.of_process().check_freed()
+        size, columns = len(leaves), len(leaves[0])
+        if size == 1:
+            return Totals(found[:columns], found[columns:])
+        rows = {(v, v + 1): found[v * columns : (v + 1) * columns] for v in range(size)}
+        return Totals(tree_sum(rows, _added, size), found[size * columns :])
+
+    return wait
+
+
+def _added(left: list[float], right: list[float]) -> list[float]:
+    return [*map(add, left, right)]
 
 
 def sum_over_ranks(

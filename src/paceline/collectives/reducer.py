@@ -7,7 +7,7 @@ same order on all ranks. How the sums of all ranks come together is the transpor
 """
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, Shares
 from paceline.collectives.transports import InMemory, Transport
 from paceline.collectives.tree import Forest, added_each
-from paceline.data.plan import Work
 from paceline.errors import UsageError
 
 
@@ -45,6 +44,7 @@ class Reducer:
         *,
         at_start: Callable[[], None] = lambda: None,
         module: nn.Module | None = None,
+        own_leaf: int | None = None,
     ) -> None:
         """Hook into the parameters.
 
@@ -53,54 +53,62 @@ class Reducer:
             transport: with the same buckets on every rank.
             at_start: called before a step's first backward.
             module: whose parameters they are: for their names.
+            own_leaf: the one leaf of this rank, to which all its backwards belong, also those of dummy batches: a rank
+                without samples has zeros. None: each backward belongs to its virtual rank.
         """
         self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
+        self._own_leaf, self._put_aside = own_leaf, list[tuple[nn.Parameter, Tensor | None]]()
         self._forget()
         for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     @contextmanager
     def leaf(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> Generator[None]:
-        """Around one backward of a virtual rank.
+        """`enter` and `leave`, as a context manager."""
+        self.enter(virtual_rank, is_last=is_last, counted=counted)
+        try:
+            yield
+        except BaseException:
+            self.leave(failed=True)
+            raise
+        self.leave()
+
+    def enter(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
+        """Begin one backward of a virtual rank.
 
         Args:
             virtual_rank: ours, and not before the one of the last backward.
             is_last: whether this is our last backward of the step: then buckets leave as they fill.
-            counted: False for a stand-in, whose gradients are thrown away.
+            counted: False for a dummy batch, whose gradients are thrown away.
         """
         if self._leaf is None and self._sent == 0:
             self._at_start()
+        if self._own_leaf is not None:
+            virtual_rank, counted = self._own_leaf, True
         if not counted:
-            yield from self._put_aside()
+            self._put_aside = [(parameter, parameter.grad) for parameter in self._bucket_of]
+            for parameter, _ in self._put_aside:
+                parameter.grad = None
             return
         if self._leaf not in (None, virtual_rank):
             # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
             for index in range(self._sent, len(self._buckets)):
                 self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
-        try:
-            yield
-        except BaseException:
-            if self._sent == 0:  # no rank waits for anything of this step
-                self._forget()
-            raise
-        self._leaving = False
 
-    def backward(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
-        """`leaf` for a micro-batch, as `strategies.base.replica` takes it."""
-        return self.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
-
-    def _put_aside(self) -> Generator[None]:
-        """Around the backward of a stand-in: what it gives is thrown away, and gradients are what they were before."""
-        before = {parameter: parameter.grad for parameter in self._bucket_of}
-        for parameter in before:
-            parameter.grad = None
-        yield
-        for parameter, grad in before.items():
-            parameter.grad = grad
+    def leave(self, *, failed: bool = False) -> None:
+        """End it; `failed`: by an error."""
+        if self._put_aside:
+            for parameter, grad in self._put_aside if not failed else ():
+                parameter.grad = grad
+            self._put_aside = []
+        elif not failed:
+            self._leaving = False
+        elif self._sent == 0:  # no rank waits for anything of this step
+            self._forget()
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> bool:
@@ -201,7 +209,8 @@ def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | No
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
     """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
-    return Reducer(of_one_host(hosts), OnEachHost(trainable(module), hosts, across), module=module)
+    transport = OnEachHost(trainable(module), hosts, across)
+    return Reducer(of_one_host(hosts), transport, module=module, own_leaf=hosts.memory.rank)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
@@ -210,11 +219,11 @@ def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
 
 
 def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
-    parameters = trainable(module)
+    parameters, own_leaf = trainable(module), None if in_order else forest.owned[forest.rank][0]
     if len(forest.owned) == 1:
-        return Reducer(forest, InMemory(parameters, None, forest), module=module)
+        return Reducer(forest, InMemory(parameters, None, forest), module=module, own_leaf=own_leaf)
     transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
-    return Reducer(forest, transport, module=module)
+    return Reducer(forest, transport, module=module, own_leaf=own_leaf)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

@@ -136,7 +136,8 @@ class Box:
         """Say what begins now; returns what was going on until now."""
         before, now = self._phase, time.monotonic_ns()
         if self.on_device is None:
-            self._spend(before, now - self._since_ns)
+            self.spent_ns[before] = spent_ns = self.spent_ns[before] + now - self._since_ns
+            self._words[_PHASES + before] = spent_ns
         else:
             self._spend(before, 0 if self.spent_ns[before] else 1)  # it has been there; how long is known later
             for passed, spent_ns in self.on_device(phase):

@@ -18,7 +18,7 @@ from paceline.sessions.gate import Gate
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import Prepared, PreparedOptimizer
-from paceline.strategies.base import MakeOptimizer, Replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.optimizer import checked_optimizer
 from paceline.worker.world import World
 
@@ -100,7 +100,7 @@ def prepared(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    strategy: Callable[[nn.Module, MakeOptimizer, World], Replica],
+    strategy: Callable[[nn.Module, MakeOptimizer, World], Strategy],
     world: World,
     number: int,
     gate: Gate,

@@ -136,14 +136,14 @@ class Life(Loop):
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
             self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
             self._max_steps = self._course.step + (self._observer or self._guard).max_steps
+            self._guard.box.on_device = on_device = phase_events(world.device)
+            self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
             self._steps = Gate(
-                world, self._virtual_ranks, self._enter, votes=self._votes,
+                world, self._virtual_ranks, self._clock, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',
                 may_leave_out=not_finite != "stop", exact=self._exact,
             )  # fmt: skip
             self._steps.notes, self._steps.observer = Notes(self._course.say), self._observer
-            self._guard.box.on_device = on_device = phase_events(world.device)
-            self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
             if place is not None:
                 self._course.request = self._stack.enter_context(noticing(told=world.rank == 0))
             for line in notices:
@@ -172,7 +172,7 @@ class Life(Loop):
             register_module_parameter_registration_hook(self._note_added),
             register_optimizer_step_pre_hook(self._check_optimizer),
         ]
-        self._enter(Phase.USER)
+        self._clock(Phase.USER)
         open_sessions.append(self)
 
     def seed_streams(self) -> None:

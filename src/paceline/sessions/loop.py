@@ -178,7 +178,7 @@ class Loop(Ranks):
         body = self._steps.body
         if not self._steps.is_over:
             raise UsageError(code="evaluation-inside-step")
-        outside = self._steps.outside if body is not None else None
+        outside = self._steps.stream.outside if body is not None else None
         restore = remembered_streams() if body is not None else lambda: None
         self._check_data(loader)
         with nullcontext() if outside is None else outside.current():  # the draws of a loop without a session
@@ -489,8 +489,7 @@ class Loop(Ranks):
                 self._steps.merged = before
 
     def _votes(self) -> Any:
-        coming = self._loader.coming if self._loader is not None else 0.0
-        return self._course.votes()._replace(coming=coming)
+        return self._course.votes(coming=0.0 if self._loader is None else self._loader.coming)
 
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
@@ -513,6 +512,3 @@ class Loop(Ranks):
         except UsageError:
             self._is_damaged = True
             raise
-
-    def _enter(self, phase: Phase) -> object:
-        return self._clock(phase)

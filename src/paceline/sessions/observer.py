@@ -11,10 +11,10 @@ from paceline.data.plan import Work
 from paceline.sessions.loader import Loader
 from paceline.stepping.bodies import Body, Reduction
 from paceline.stepping.trainee import Trainee
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.train.fit import StepRecord
 
-Apply = Callable[..., Replica]  # a strategy whose options are known
+Apply = Callable[..., Strategy]  # a strategy whose options are known
 
 
 class Observer:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
@@ -28,7 +27,7 @@ from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
 from paceline.sessions.gate import Gate, trains_otherwise
 from paceline.stepping.hooks import HiddenHooks, Received
 from paceline.stepping.trainee import Trainee
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.strategies.held import hold_optimizer, load_states, saved_state
 from paceline.strategies.refusals import refuse_foreign
 from paceline.train.alike import checksum
@@ -151,7 +150,7 @@ class ForwardHook:
 class Prepared(Trainee):
     """What `Session.prepare` was given, and the replica that a strategy has made of it."""
 
-    def __init__(self, replica: Replica, scheduler: Any, number: int, gate: Gate) -> None:
+    def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: Gate) -> None:
         """`number` counts from 0; `gate` knows where in a step the loop is."""
         super().__init__(replica, number)
         self.gate = gate
@@ -298,7 +297,6 @@ class Prepared(Trainee):
         self._put(self._carried)
         self._carried = None
 
-    @torch.no_grad()
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """As `Trainee.synchronise`."""
         self._aside = None

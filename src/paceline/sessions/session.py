@@ -270,14 +270,18 @@ class Session(Life):
             raise UsageError(code="backward-in-evaluation")
         if self._resumes and not self._in_epochs:
             raise UsageError(code="loop-without-epochs")
-        asked = {id(one) for one in ([only] if isinstance(only, Optimizer) else only)}
-        of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
-        if not asked <= {*of}:
-            raise UsageError(code="only-not-prepared")
-        chosen = [part for part in self._parts if any(of[one] is part for one in asked)]
+        chosen = [] if only == () else self._trained_by([only] if isinstance(only, Optimizer) else only)
         self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
         if self._observer is not None:
             self._observer.on_gradients(body)
+
+    def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[Prepared]:
+        """The models that these optimizers train."""
+        asked = {id(one) for one in optimizers}
+        of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
+        if not asked <= {*of}:
+            raise UsageError(code="only-not-prepared")
+        return [part for part in self._parts if any(of[one] is part for one in asked)]
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.

@@ -35,11 +35,11 @@ class Body:
     """whether a backward has begun that did not end"""
     is_alone: bool = False
     """whether the step has no other, on any rank: then weights do not matter"""
+    work: Work = field(init=False)
+    """which samples it is about"""
 
-    @property
-    def work(self) -> Work:
-        """Which samples it is about."""
-        return self.batch.work
+    def __post_init__(self) -> None:
+        self.work = self.batch.work
 
     @property
     def samples(self) -> int:
@@ -104,12 +104,17 @@ class Weighed:
     by_samples: bool = False
     """whether by its form alone the weight is the number of samples, or would be if none was dropped"""
 
-    def add_to(self, total: Tensor) -> None:
-        """Add the weighted sum to `total`, (). A mean of nothing is NaN, and counts as 0."""
+    def sum(self) -> float:
+        """The weighted sum, with the bits of `add_to`; on a GPU the host would wait for it."""
         if isinstance(self.factor, Tensor):
-            if not self.is_nothing:
-                total.add_(self.value.detach() * self.factor)
-        elif self.factor:
+            return float(self.value.detach() * self.factor)
+        return self.value.item() * self.factor
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the weighted sum to `total`, ()."""
+        if isinstance(self.factor, Tensor):
+            total.add_(self.value.detach() * self.factor)
+        else:
             total.add_(self.value.detach(), alpha=self.factor)
 
     @property

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, Totals
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.stepping.bodies import Body, weighted
 from paceline.stepping.steps import Steps
+from paceline.stepping.summing import Finish
 from paceline.strategies.buffers import uncounted
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
@@ -42,23 +42,29 @@ class FlowingSteps(Steps):
         self._sums.guess(bodies[0].work.global_samples)  # the same on all stages: only the last one has losses
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
-        totals: Callable[[], Pending[Totals]] | None = None
+        totals: Finish | None = None
         for forward, number in line.actions(len(bodies)):
             batch, is_last = bodies[number], number == len(bodies) - 1
             if forward:
-                self._enter(Phase.FORWARD)
-                with part.replica.body(batch, is_last):
-                    runs[number] = line.stage.forward(partial(compute, batch))
-                    if line.is_last:
-                        losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
+                self._enter_batch(batch, is_last)
+                runs[number] = line.stage.forward(partial(compute, batch))
+                if line.is_last:
+                    losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
+                self._leave_batch()
             else:
                 if is_last:  # all forwards are over
                     totals = self._sums.start()
                 self._enter(Phase.BACKWARD)
                 for_nothing = nullcontext() if batch.work.counted else uncounted(model, trainable(model))
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
-                with for_nothing, part.replica.backward(batch.work, is_last):
-                    line.backward(runs.pop(number), propagate)
+                part.replica.begin_backward(batch.work, is_last)
+                try:
+                    with for_nothing:
+                        line.backward(runs.pop(number), propagate)
+                except BaseException as error:
+                    part.replica.end_backward(error)
+                    raise
+                part.replica.end_backward()
         self._enter(Phase.SYNC)
         line.settle()
         line.enter = None

@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Gather, Pending, are_finite, sent, sum_over_ranks, told_once
+from paceline.collectives.control import (
+    Gather,
+    Pending,
+    are_finite,
+    are_finite_here,
+    costs,
+    sent,
+    sum_over_ranks,
+    told_once,
+)
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
@@ -48,11 +57,14 @@ class NotFinite:
     """whether only the loss scale was too large: in fp16 that is nothing to worry about"""
 
 
-def gradients_are_finite(replica: Replica) -> Pending[bool]:
+def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
     """Whether no gradient holds an infinity or NaN, on all ranks alike (a collective where they are sharded)."""
     gradients, device = [held.tensor for held in replica.gradients()], replica.world.device
+    is_here = not replica.sharded or replica.world.size == 1
+    if is_here and not costs(device):
+        return are_finite_here(gradients)
     finite = are_finite(gradients, device)
-    if not replica.sharded or replica.world.size == 1:
+    if is_here:
         return finite
 
     def over_ranks(bad: Tensor) -> Pending[bool]:
@@ -82,7 +94,7 @@ def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
 
 
 def gradients_not_finite(
-    replicas: Mapping[str, Replica],
+    replicas: Mapping[str, Strategy],
     seen: Seen,
     forward: Forward | None,
     where: str,
@@ -149,7 +161,7 @@ class _Search:
     """The samples of one micro-batch without which its gradient would be finite."""
 
     def __init__(
-        self, replica: Replica, microbatch: MicroBatch, forward: Forward, progress: Callable[[], object]
+        self, replica: Strategy, microbatch: MicroBatch, forward: Forward, progress: Callable[[], object]
     ) -> None:
         self._replica, self._batch, self._forward, self._progress = replica, microbatch, forward, progress
         self._parameters = trainable(replica.model)

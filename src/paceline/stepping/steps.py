@@ -11,25 +11,36 @@ a power of two stands in for it there, and what is left is divided off the sum.
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
+from paceline.collectives.control import (
+    Pending,
+    Totals,
+    by_all,
+    by_host,
+    costs,
+    now,
+    read_at_once,
+    together,
+    told_once,
+)
 from paceline.collectives.hosts import Hosts
 from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
-from paceline.seeding import Streams
+from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, targets_of, weighted
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
 from paceline.stepping.lockstep import as_many_as_any
 from paceline.stepping.order import CallOrder
 from paceline.stepping.phases import Phases
-from paceline.stepping.summing import StepResult, Sums
+from paceline.stepping.summing import Finish, StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
 from paceline.worker.guard import Guard
@@ -61,7 +72,7 @@ class Steps:
         """
         self.parts: list[Trainee] = []
         self.phases = Phases(self.parts)
-        self._around = ExitStack()
+        self._is_entered = False  # whether a micro-batch is
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
         self._weight = 0.0  # of the step before
         self.tensor_hooks: TensorHooks | None = None  # of a session
@@ -70,8 +81,8 @@ class Steps:
         self.body: Body | None = None
         self.targets: list[tuple[Tensor | None, float | Tensor]] = []
         """of each backward in the step: the targets over which its loss is a mean, and its weight"""
-        self.outside: Streams | None = None
-        """the random streams outside the body at hand"""
+        self.stream = SeededStream(world.device)
+        """of the micro-batch at hand"""
         self.in_backward = False
         self.in_step = False
         """whether a step has begun that is not over"""
@@ -96,10 +107,8 @@ class Steps:
         self._begin_sums(one_each, alone=len(bodies) == 1)
         while again:
             for batch in bodies:
-                is_last, self._around = batch is bodies[-1], ExitStack()
-                self._enter(Phase.FORWARD)
-                outside = [self._around.enter_context(part.replica.body(batch, is_last)) for part in self.parts]
-                self.outside = outside[0]
+                is_last = batch is bodies[-1]
+                self._enter_batch(batch, is_last)
                 self.body = Body(batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 yield batch
@@ -117,6 +126,28 @@ class Steps:
         self._first: Body | None = None
         self._summed_up, self._result = list[Trainee](), self._sums.result
 
+    def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
+        """A forward of `batch` begins."""
+        self._enter(Phase.FORWARD)
+        self._is_entered = True
+        self.stream.enter(batch.random_seed)
+        for part in self.parts:
+            part.replica.enter(batch, is_last)
+
+    def _leave_batch(self, error: BaseException | None = None) -> None:
+        """Nothing more is computed for the micro-batch, which may have ended with an `error`."""
+        if not self._is_entered:
+            return
+        self._is_entered, late = False, None
+        for part in reversed(self.parts):
+            try:
+                part.replica.leave(error)
+            except BaseException as caught:  # the others must be left, too
+                error = late = caught
+        self.stream.leave()
+        if late is not None:
+            raise late
+
     def leave(self) -> None:
         """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
         body = self.body
@@ -125,7 +156,7 @@ class Steps:
             for part in self.parts:
                 part.check_between()
         self.body = None
-        self._around.close()
+        self._leave_batch()
         check_alike(body, self._first, [] if body.is_last else self._rates())
         self._first = self._first or body
         self.phases.number = self._first.phase + 1
@@ -155,7 +186,7 @@ class Steps:
     def give_up(self) -> None:
         """The step ends in its middle, by an error perhaps: gradients and buffers are again what they were before."""
         self.body, self.in_step = None, False
-        self._around.__exit__(*sys.exc_info())
+        self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
             part.give_up()
 
@@ -193,7 +224,7 @@ class Steps:
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.exact_scale(totals.numbers)
+            scale = self._sums.exact_scale(totals)
         if not last and (self._sums.is_guess or body.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
@@ -203,20 +234,29 @@ class Steps:
         self._enter(Phase.BACKWARD)
         self.in_backward = True
         hidden: list[HiddenHooks] = []
+        begun: list[Trainee] = []
         try:
-            hidden += [part.hide_hooks(alone=self._sums.is_alone) for part in self.parts]
+            for part in self.parts:
+                hidden.append(part.hide_hooks(alone=self._sums.is_alone))
             if more and any(hidden):
                 raise UsageError(code="more-with-hook")
-            with ExitStack() as stack:
-                for part in wanted:
-                    # with several models nobody knows yet whom this backward reaches: nothing leaves early
-                    stack.enter_context(part.replica.backward(body.work, last and len(self.parts) == 1))
-                if self._is_nothing_under_ddp(weighed):
-                    self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
-                elif self._contributes(weighed):
-                    factor = weighed.factor / scale
-                    scaled = weighed.value if isinstance(factor, float) and factor == 1.0 else weighed.value * factor
-                    self.parts[0].backward(scaled, retain_graph=retain_graph)
+            for part in wanted:
+                # with several models nobody knows yet whom this backward reaches: nothing leaves early
+                part.replica.begin_backward(body.work, last and len(self.parts) == 1)
+                begun.append(part)
+            if self._is_nothing_under_ddp(weighed):
+                self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
+            elif self._contributes(weighed):
+                factor = weighed.factor / scale
+                scaled = weighed.value if isinstance(factor, float) and factor == 1.0 else weighed.value * factor
+                self.parts[0].backward(scaled, retain_graph=retain_graph)
+        except BaseException as error:
+            for part in reversed(begun):
+                part.replica.end_backward(error)
+            raise
+        else:
+            for part in reversed(begun):
+                part.replica.end_backward()
         finally:
             self.in_backward = False
             for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
@@ -228,7 +268,7 @@ class Steps:
             self._put_aside(wanted, body)
         else:
             self._enter(Phase.SYNC)
-            self._synchronise(wanted, (lambda: totals) if totals else finish)
+            self._synchronise(wanted, finish if totals is None else lambda: totals)
             if not self._sums.was_scaled:
                 self._linear_checks += 1
                 # a rank whose loss is constant has no such code in its graph, and would update its parameters
@@ -278,7 +318,7 @@ class Steps:
                 raise UsageError(code="backward-after-step", number=part.number + 1)
             part.close(reached)
 
-    def _synchronise(self, wanted: Sequence[Trainee], finish: Callable[[], Pending[Totals]]) -> None:
+    def _synchronise(self, wanted: Sequence[Trainee], finish: Finish) -> None:
         """Gradients of all models that the backward has reached become the global batch's (a collective).
 
         The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
@@ -288,40 +328,58 @@ class Steps:
             rest = self._sums.put_off(finish)
         else:
             totals = finish()
-            told = None if late else totals.now()
-            rest = self._sums.rest(totals.numbers if told is None else told.sums)
-            if told is not None:
-                loss, rest = self._sums.take(told), float(rest)  # gradients are not divided by a number that is 1
+            rest = self._sums.rest(totals)
+            if isinstance(totals, Totals):
+                loss, rest = self._sums.take(totals), float(rest)  # gradients are not divided by a number that is 1
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        known = [part.synchronise(rest, agreed=host is None) is True and self._max_norm is None for part in reached]
-        if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
-            raise UsageError(code="batch-without-gradient", place=self._where)
-        asked = [part for part, fine in zip(reached, known, strict=True) if not fine and math.isfinite(loss)]
-        judged = [part.judged(self._max_norm) for part in asked]
-        if late:  # all is launched, and the GPU busy with it
-            self.ahead.begin()
-        found = read_at_once([*([totals] if totals and late else []), *judged])
-        if totals and late:
-            loss = self._sums.take(totals.made(found.pop(0)))
-        finite = math.isfinite(loss)
-        for one, numbers in zip(judged, found, strict=True):
-            if finite:
-                finite, self._result.grad_norm = one.made(numbers)
-        for part in reached if finite else ():
-            part.run_hooks(after_accumulation=True)
+        asked: list[Trainee] = []
+        with torch.no_grad():
+            for part in reached:
+                if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
+                    asked.append(part)
+            if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
+                raise UsageError(code="batch-without-gradient", place=self._where)
+            loss, finite = self._judged(asked, loss, totals, late=late)
+            for part in reached if finite else ():
+                part.run_hooks(after_accumulation=True)
         if not finite:
+            Guard.of_process().check_freed()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
+
+    def _judged(
+        self, asked: Sequence[Trainee], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
+    ) -> tuple[float, bool]:
+        """The loss, and whether it and the gradients of those `asked` are finite (a collective if they are sharded)."""
+        if not late:
+            finite = math.isfinite(loss)
+            for part in asked:
+                if finite:
+                    finite = now(part.judged(self._max_norm))
+                    self._result.grad_norm = part.norm
+            return loss, finite
+        judged = [part.judged(self._max_norm) for part in asked]
+        pending = [one for one in (totals, *judged) if isinstance(one, Pending)]
+        self.ahead.begin()  # all is launched, and the device busy with it
+        found = {id(one): numbers for one, numbers in zip(pending, read_at_once(pending), strict=True)}
+        if isinstance(totals, Pending):
+            loss = self._sums.take(totals.made(found[id(totals)]))
+        finite = math.isfinite(loss)
+        for part, one in zip(asked, judged, strict=True):
+            if finite:
+                finite = one.made(found[id(one)]) if isinstance(one, Pending) else one
+                self._result.grad_norm = part.norm
+        return loss, finite
 
     def _not_finite(self, reached: Sequence[Trainee], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Who made it so (a collective, of this `host` unless all know; none if it is the loss scale)."""
         if not in_loss and (found := self.parts[0].overflowed(self._where)):
             return found
         if self._forward is not None:  # nothing follows in this body
-            self._around.close()
+            self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
         seen, gather = self._sums.seen, by_all(self._world) if host is None else by_host(host)

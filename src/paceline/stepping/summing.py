@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.collectives.control import Pending, Totals, by_itself, start_totals, told_once
+from paceline.collectives.control import (
+    Pending,
+    Totals,
+    by_itself,
+    costs,
+    now,
+    start_host_totals,
+    start_totals,
+    told_once,
+)
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
 from paceline.stepping.bodies import Body, Reduction, Weighed, same
@@ -16,8 +25,8 @@ from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
 from paceline.worker.world import World
 
-Finish = Callable[[], Pending[Totals]]
-"""waits for the totals of all ranks"""
+Finish = Callable[[], Totals | Pending[Totals]]
+"""waits for the totals of all ranks; on a GPU they are still to be read then"""
 
 
 @dataclass
@@ -66,8 +75,10 @@ class Sums:
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
-        self.rows = torch.zeros(virtual_ranks, 2, dtype=torch.float64, device=world.device)
-        """(virtual ranks, 2) float64: of each the sum of its weighted losses, and of their weights"""
+        self._virtual_ranks = virtual_ranks
+        self.rows: Tensor | list[list[float]] = self._zeros()
+        """(virtual ranks, 2) float64: of each the sum of its weighted losses, and of their weights; numbers of the host
+        if it need not wait for the device"""
         self.divisor: float | None = None
         """the sum of all weights, once it is known"""
         self.in_round = 0
@@ -101,14 +112,11 @@ class Sums:
         if shared and not same(weighed.weight, body.weights[-1]):
             raise UsageError(code="weights-differ", first=float(body.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
-            self._is_counted = False
-            self.rows.zero_()
+            self._is_counted, self.rows = False, self._zeros()
         if body.work.counted and self._world.leads:  # of several that compute the same
-            loss_sum, weight_sum = self._row(body.work.virtual_rank).unbind()
-            weighed.add_to(loss_sum)
-            if not self.in_round:
-                weight_sum.add_(weighed.weight)
-            if not weighed.is_nothing:
+            is_nothing = weighed.is_nothing
+            self._add(body.work.virtual_rank, weighed, is_nothing)
+            if not is_nothing:
                 self.seen.append((body.batch, loss.detach()))
         self.in_round += 1
         body.weights.append(weighed.weight)
@@ -141,14 +149,17 @@ class Sums:
             self.scale = near(self._guess or samples)
         return float(self.scale)
 
-    def exact_scale(self, totals: Tensor) -> float | Tensor:
+    def exact_scale(self, totals: Totals | Pending[Totals]) -> float | Tensor:
         """The weight of the global batch, from the totals over ranks, on their device."""
-        self.scale = scale = self.weight_of(totals)
+        on_host = isinstance(totals, Totals)
+        numbers = torch.tensor(totals.sums, dtype=torch.float64) if on_host else totals.numbers
+        self.scale = scale = self.weight_of(numbers)
         return scale
 
-    def rest(self, totals: Tensor | Sequence[float]) -> float | Tensor:
-        """What the summed gradients still have to be divided by, from totals that are read or on their device."""
-        return self.weight_of(totals) / (1.0 if self.scale is None else self.scale)
+    def rest(self, totals: Totals | Pending[Totals]) -> float | Tensor:
+        """What the summed gradients still have to be divided by."""
+        weight = self.weight_of(totals.sums if isinstance(totals, Totals) else totals.numbers)
+        return weight / (1.0 if self.scale is None else self.scale)
 
     @property
     def samples(self) -> int:
@@ -161,7 +172,9 @@ class Sums:
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             said.append(self._said_scale)
-        return start_totals(self.rows, said)
+        if isinstance(self.rows, Tensor):
+            return start_totals(self.rows, said)
+        return start_host_totals(self.rows, said, self._world)
 
     def put_off(self, finish: Finish) -> float:
         """Wait for the totals in `await_totals` only; the rest, as each of the `samples` weighs 1."""
@@ -178,9 +191,9 @@ class Sums:
             return
         enter(Phase.SYNC)
         wait, self._awaited, samples = self._awaited, None, self.samples
-        finite_here = bool(self.rows[:, 0].isfinite().all())
+        finite_here = all(math.isfinite(float(row[0])) for row in self.rows)
         try:
-            if not math.isfinite(self.take(wait().now(), late=True)):
+            if not math.isfinite(self.take(now(wait()), late=True)):
                 if finite_here:
                     raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # that host may have left already: each rank speaks for itself
@@ -238,10 +251,27 @@ class Sums:
         """The weight of this round, if it was counted with the first."""
         return None if self._one_each else self.divisor
 
-    def _row(self, virtual_rank: int) -> Tensor:
-        if virtual_rank >= len(self.rows):
-            raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=len(self.rows))
-        return self.rows[virtual_rank]
+    def _zeros(self) -> Tensor | list[list[float]]:
+        if costs(self._world.device):
+            return torch.zeros(self._virtual_ranks, 2, dtype=torch.float64, device=self._world.device)
+        return [[0.0, 0.0] for _ in range(self._virtual_ranks)]
+
+    def _add(self, virtual_rank: int, weighed: Weighed, is_nothing: bool) -> None:
+        """Add the weighted sum of a loss, and in a round's first backward its weight. A mean of nothing is NaN."""
+        if virtual_rank >= self._virtual_ranks:
+            raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
+        if isinstance(self.rows, Tensor):
+            loss_sum, weight_sum = self.rows[virtual_rank].unbind()
+            if not is_nothing:
+                weighed.add_to(loss_sum)
+            if not self.in_round:
+                weight_sum.add_(weighed.weight)
+        else:
+            row = self.rows[virtual_rank]
+            if not is_nothing:
+                row[0] += weighed.sum()
+            if not self.in_round:
+                row[1] += float(weighed.weight)
 
 
 def near(number: float) -> float:

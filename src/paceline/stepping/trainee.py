@@ -4,17 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, sent, sum_over_ranks
+from paceline.collectives.control import Pending, now, sent, sum_over_ranks
 from paceline.errors import UsageError
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.worker.world import World
 
 
@@ -26,13 +25,15 @@ class Trainee:
     reached = True
     """after a backward that was watched: whether it has given any of its parameters a gradient"""
 
-    def __init__(self, replica: Replica, number: int = 0, scale: LossScale | None = None) -> None:
+    def __init__(self, replica: Strategy, number: int = 0, scale: LossScale | None = None) -> None:
         """`number` counts from 0; `scale` is that of the losses."""
         self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
         self._found: bool | Pending[bool] | None = None
         self._hooked = False
+        self.norm: float | None = None
+        """of the step's gradients before they were clipped"""
         self.hooks, self._own_hooks = 0, -1
         """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
@@ -88,7 +89,6 @@ class Trainee:
         """Whether any parameter has one, or may have its share on another rank."""
         return self.replica.sharded or any(p.grad is not None for p in self._parameters)
 
-    @torch.no_grad()
     def run_hooks(self, *, after_accumulation: bool) -> None:
         """Run the user's hooks on the global batch's gradients, before they are added to `.grad` or after."""
         if not self._hooked:
@@ -122,25 +122,26 @@ class Trainee:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         `agreed`: hosts that step by themselves ask each other, so that all return the same. Returns what
-        `Replica.sync_gradients` does.
+        `Strategy.sync_gradients` does.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
-        if agreed and self.replica.all_finite is not None:
+        if agreed and self.replica.host is not None:
             self._found = self.replica.all_finite()
         if self._hooked:
             self.run_hooks(after_accumulation=False)
             self._found = None  # a hook may have changed that
         return self._found
 
-    def judged(self, max_norm: float | None) -> Pending[tuple[bool, float | None]]:
-        """After `synchronise`: (are all gradients finite? their norm, if they are clipped, to `max_norm`)."""
+    def judged(self, max_norm: float | None) -> bool | Pending[bool]:
+        """After `synchronise`: whether all gradients are finite, which are clipped to `max_norm`; sets `norm`."""
         found, self._found = self._found, None  # it would hold the gradients until the next step has its own
+        self.norm = None
         if max_norm is None:
-            found = found if isinstance(found, Pending) else gradients_are_finite(self.replica)
-            return found.then(lambda finite: (finite, None))
+            return gradients_are_finite(self.replica) if found is None else found
 
-        def made(norm: float) -> tuple[bool, float]:  # the norm is the vote, unless a square was beyond its type
-            return math.isfinite(norm) or gradients_are_finite(self.replica).now(), norm
+        def made(norm: float) -> bool:  # the norm is the vote, unless a square was beyond its type
+            self.norm = norm
+            return math.isfinite(norm) or now(gradients_are_finite(self.replica))
 
         return self.replica.clip_grad_norm(max_norm).then(made)
 

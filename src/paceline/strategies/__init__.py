@@ -1,11 +1,17 @@
-"""The ladder: one file and one function for each way to train on many devices; `paceline.ladder` is its table."""
+"""One module for each way to train on many devices; `paceline.ladder` has what commands know of them."""
 
 from importlib import import_module
 
-from paceline.ladder import LADDER
-from paceline.strategies.base import MakeOptimizer, Replica, Strategy
+from paceline.strategies.base import MakeOptimizer, MakeStrategy, Strategy
 
-STRATEGIES: dict[str, Strategy] = {name: getattr(import_module(f"{__name__}.{name}"), name) for name in LADDER}
-"""The strategies by name: single, dp, manual, bucketed, ddp, exact, zero and fsdp. Each is a `Strategy`."""
+_MAKERS = {
+    "single": "Single", "dp": "DataParallel", "manual": "Manual", "bucketed": "bucketed", "ddp": "DDP",
+    "exact": "Exact", "zero": "Zero", "fsdp": "FSDP",
+}  # fmt: skip
 
-__all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy"]
+STRATEGIES: dict[str, MakeStrategy] = {
+    name: getattr(import_module(f"{__name__}.{name}"), maker) for name, maker in _MAKERS.items()
+}
+"""The strategies by name: single, dp, manual, bucketed, ddp, exact, zero and fsdp. Each makes a `Strategy`."""
+
+__all__ = ["STRATEGIES", "MakeOptimizer", "MakeStrategy", "Strategy"]

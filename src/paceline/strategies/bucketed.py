@@ -1,18 +1,18 @@
 """Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
 
-from contextlib import AbstractContextManager
 from typing import Unpack
 
 from torch import nn
 
+from paceline.checkpoint.state import Source
+from paceline.collectives.communicator import say
 from paceline.collectives.reducer import sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.data.plan import Work
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
-from paceline.strategies.slow import between_hosts, nothing_held_back
+from paceline.strategies.slow import between_hosts, hosts_of
 from paceline.worker.world import World
 
 
@@ -24,7 +24,7 @@ def bucketed(
     *,
     virtual_ranks: int | None = None,
     **between: Unpack[Between],
-) -> Replica:
+) -> Strategy:
     """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
 
     Ranks that all share memory need none: they add up all gradients after backward, which is faster there. `between`
@@ -38,18 +38,23 @@ def bucketed(
     broadcast_module(model, group=world.group)
     if (slowly := between_hosts(model, make_optimizer, world, virtual_ranks, between)) is not None:
         return slowly
-    reducer = sum_by_rank(model, forest_of(world, world.size), world.group)
+    return Bucketed(model, make_optimizer, world, virtual_ranks=virtual_ranks)
 
-    def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
-        return reducer.leaf(world.rank, is_last=is_last)  # a stand-in's zeros count: a rank without samples has zeros
 
-    made = replica(
-        model,
-        make_optimizer(model.parameters()),
-        world,
-        virtual_ranks=virtual_ranks,
-        sync_gradients=reducer.finish,
-        reset=reducer.reset,
-        backward=backward,
-    )
-    return nothing_held_back(made)
+class Bucketed(Strategy):
+    """See `bucketed`. One rank alone has nothing to sum."""
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+    ) -> None:
+        """See MakeStrategy."""
+        alone = world.size == 1
+        reducer = None if alone else sum_by_rank(model, forest_of(world, world.size), world.group)
+        optimizer = make_optimizer(model.parameters())
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
+
+    def _load(self, source: Source) -> None:
+        super()._load(source)
+        saved = source.tensor("feedback/division")
+        if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
+            say(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")

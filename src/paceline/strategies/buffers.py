@@ -9,7 +9,7 @@ buffers of normalization layers are averaged; for all others see `paceline.check
 
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -101,11 +101,13 @@ class VirtualBuffers:
         self._kept_seen: dict[int, dict[str, Seen]] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Remember all buffers as they are, for `put_back`."""
-        if not self._slots:
-            return
+        if self._slots:
+            self._keep()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
         self._adopt()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
@@ -148,15 +150,24 @@ class VirtualBuffers:
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
-    def of(self, work: Work) -> AbstractContextManager[None]:
-        """Inside, the module has the buffers of this work's virtual rank; a stand-in's changes are forgotten.
-
-        Except those of synchronised batch norm: its statistics are global, so a stand-in's are everybody's.
-        """
-        return self._inserted(work) if self._slots or not self._names_checked else nullcontext()
-
     @contextmanager
-    def _inserted(self, work: Work) -> Generator[None]:
+    def of(self, work: Work) -> Generator[None]:
+        """`enter` and `leave`, as a context manager."""
+        self.enter(work)
+        try:
+            yield
+        except BaseException:
+            self.leave(failed=True)
+            raise
+        self.leave()
+
+    def enter(self, work: Work) -> None:
+        """Give the module the buffers of this work's virtual rank, until `leave`; a dummy batch's changes are dropped.
+
+        Except those of synchronised batch norm: its statistics are global, so a dummy batch's are everybody's.
+        """
+        if self._names_checked and not self._slots:
+            return
         self._adopt()
         self._forwarded = True
         own = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
@@ -165,8 +176,14 @@ class VirtualBuffers:
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in own.items()})
         self._inside = work, own, dict(self._shown) if self._integers else {}
+
+    def leave(self, *, failed: bool = False) -> None:
+        """End what `enter` has begun; if it has `failed`, without a look at the buffers."""
+        if self._inside is None:
+            return
         try:
-            yield
+            if failed:
+                return
             if not self._names_checked:
                 self._check_names()
             self._collect(*self._inside)

@@ -2,15 +2,13 @@
 
 from torch import nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.refusals import only_alone, refuse_lazy
 from paceline.worker.world import World
 
 
-def dp(
-    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
-) -> Replica:
-    """Let one process cut each micro-batch over all its GPUs, one thread each.
+class DataParallel(Strategy):
+    """Let one process divide each micro-batch over all its GPUs, one thread each.
 
     On a CPU, or on one GPU, nn.DataParallel only calls the module, so this is the same as `single`. Over several
     GPUs each one normalises its own piece (batch norm) and only the first one's running statistics are kept.
@@ -18,8 +16,12 @@ def dp(
     Raises:
         UsageError: in a world of more than one rank.
     """
-    only_alone("dp", world)
-    refuse_lazy(model)
-    return replica(
-        model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model)
-    )
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+    ) -> None:
+        """See MakeStrategy."""
+        only_alone("dp", world)
+        refuse_lazy(model)
+        optimizer = make_optimizer(model.parameters())
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model))

@@ -2,7 +2,7 @@
 
 A block's parameters are gathered before its forward, thrown away, gathered again for its backward, and its gradients
 leave as soon as they are there. So each forward and backward is a collective: all ranks go through equally many
-(`Replica.in_lockstep`), and one rank alone can call the model only inside `Replica.gathered`.
+(`Strategy.in_lockstep`), and one rank alone can call the model only inside `Strategy.gathered`.
 
 The optimizer gets this rank's runs of elements as plain tensors: names, checkpoints and resume are those of `zero`.
 """
@@ -10,7 +10,7 @@ The optimizer gets this rank's runs of elements as plain tensors: names, checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.shards import whole
-from paceline.checkpoint.state import TensorShard, whole_parameters
+from paceline.checkpoint.state import Source, TensorShard, whole_parameters
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks
@@ -30,7 +30,7 @@ from paceline.compute.precision import rounded_by_autocast
 from paceline.contract.evidence import BLOCK
 from paceline.data.plan import Work
 from paceline.errors import UsageError
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
@@ -42,71 +42,104 @@ if TYPE_CHECKING:  # imported where it is used: it would cost every other strate
 MAX_NAME = 33  # characters of a block's name, from its end, in the names of its collectives: the box keeps 40
 
 
-def fsdp(
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
-    world: World,
-    /,
-    *,
-    virtual_ranks: int | None = None,
-    wrap: str | None = None,
-) -> Replica:
+class FSDP(Strategy):
     """Memory of each rank, for P parameters in N ranks and AdamW: 4P/N, and the block that is being computed.
 
-    Equal to one process up to rounding. Gradients are cut after each micro-batch, also where several are added up.
+    Equal to one process up to rounding. Gradients are sharded after each micro-batch, also if several are added up.
     After `in_bf16` (`compute.precision`) the blocks whose weights autocast would round before each use are gathered
     rounded, as torch's MixedPrecisionPolicy does it: half the bytes, and the very numbers that autocast computes. Their
     gradients are added up in float32, over micro-batches and ranks: bf16 has 8 bits, of which each sum would lose some.
     What a rank holds, and what is saved, stays float32.
 
-    Args:
-        model: on the world's device. Scalars and empty parameters stay whole on every rank; in bf16 the vectors too
-            that autocast does not round (batch norm's).
-        make_optimizer: makes the optimizer from the parameters.
-        world: this rank's place.
-        virtual_ranks: see Strategy.
-        wrap: the blocks, by name or class; by default those of `compute.blocks`. What is in none of them is gathered
-            for the whole forward and backward.
-
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or cuts tied parameters apart; for an optimizer that looks at more than
+        UsageError: if `wrap` matches nothing or separates tied parameters; for an optimizer that looks at more than
             one element at a time.
     """
-    refuse_lazy(model)
-    refuse_sparse(model, "fsdp")
-    refuse_hooks(model, "fsdp")
-    broadcast_module(model, group=world.group)
-    optimizer = make_optimizer(model.parameters())
-    refuse_whole("fsdp", optimizer)
-    refuse_foreign(model, optimizer)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
-    for name, block in blocks.items():
-        custom: Any = block  # the types of what it takes are in a private module of torch
-        custom.set_custom_all_gather(_AllGather(name))
-        custom.set_custom_reduce_scatter(_ReduceScatter(name))
-    shares = _Shares(model, world)
-    for group, members in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
-    optimizer.register_step_pre_hook(shares.take_gradients)
-    optimizer.register_step_post_hook(shares.forget_gradients)
-    used = _Used(model, blocks, shares.uncut)
 
-    def sync_gradients(total_weight: float | Tensor) -> None:
-        used.agree(model, world)
-        divide_each([held.tensor for held in shares.gradients()], total_weight)
+    sharded = True
+    in_lockstep = True
 
-    return replica(
-        model, optimizer, world, virtual_ranks=virtual_ranks, sync_gradients=sync_gradients, around=used.watching,
-        backward=used.in_backward,
-        gradients=shares.gradients, gradient_norm=shares.gradient_norm, sharded=True, in_lockstep=True,
-        on_gradient=lambda act: on_backward(blocks, act),
-        gathered=lambda: gathered(blocks), weights=shares.weights, hold_parameters=shares.parameters,
-        hold=lambda: shares.spared(hold_pieces(shares.pieces, optimizer, shares.uncut)),
-        load=lambda source: load_pieces(shares.pieces, optimizer, source, shares.uncut),
-    )  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        /,
+        *,
+        virtual_ranks: int | None = None,
+        wrap: str | None = None,
+    ) -> None:
+        """See MakeStrategy.
+
+        Args:
+            model: on the world's device. Scalars and empty parameters stay whole on every rank; in bf16 the vectors too
+                that autocast does not round (batch norm's).
+            make_optimizer: makes the optimizer from the parameters.
+            world: the ranks.
+            virtual_ranks: see MakeStrategy.
+            wrap: the blocks, by name or class; by default those of `compute.blocks`. What is in none of them is
+                gathered for the whole forward and backward.
+        """
+        refuse_lazy(model)
+        refuse_sparse(model, "fsdp")
+        refuse_hooks(model, "fsdp")
+        broadcast_module(model, group=world.group)
+        optimizer = make_optimizer(model.parameters())
+        refuse_whole("fsdp", optimizer)
+        refuse_foreign(model, optimizer)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        self._blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
+        for name, block in self._blocks.items():
+            custom: Any = block  # the types of what it takes are in a private module of torch
+            custom.set_custom_all_gather(_AllGather(name))
+            custom.set_custom_reduce_scatter(_ReduceScatter(name))
+        self._shares = shares = _Shares(model, world)
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
+        optimizer.register_step_pre_hook(shares.take_gradients)
+        optimizer.register_step_post_hook(shares.forget_gradients)
+        self._used, self._reduced_among = _Used(model, self._blocks, shares.uncut), world
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
+
+    def _around(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
+        return self._used.watching(work)
+
+    def begin_backward(self, work: Work, is_last: bool) -> None:
+        """See Strategy."""
+        self._used.begin_backward()
+
+    def on_gradient(self, act: Callable[[], None]) -> None:
+        """See Strategy."""
+        on_backward(self._blocks, act)
+
+    def _reduce(self, divisor: float | Tensor) -> None:
+        self._used.agree(self.model, self._reduced_among)
+        divide_each([held.tensor for held in self._gradients()], divisor)
+
+    def _gradients(self) -> list[TensorShard]:
+        return self._shares.gradients()
+
+    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+        return self._shares.gradient_norm()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """See Strategy."""
+        return gathered(self._blocks)
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self._shares.weights()
+
+    def _hold_parameters(self) -> list[TensorShard]:
+        return self._shares.parameters()
+
+    def _hold_optimizer(self) -> list[TensorShard]:
+        shares = self._shares
+        return shares.spared(hold_pieces(shares.pieces, self.optimizer, shares.uncut))
+
+    def _load_optimizer(self, source: Source) -> None:
+        load_pieces(self._shares.pieces, self.optimizer, source, self._shares.uncut)
 
 
 class _Collective:
@@ -185,7 +218,7 @@ class _Shares:
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[TensorShard]:
-        """See Replica."""
+        """See Strategy."""
         held = [TensorShard(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
@@ -209,7 +242,7 @@ class _Shares:
         return self.spared(held)
 
     def weights(self) -> dict[str, Tensor]:
-        """See Replica; on the CPU, where there is room for all of them."""
+        """See Strategy; on the CPU, where there is room for all of them."""
         state: dict[str, Tensor] = self._model.state_dict()
         found = {name.removeprefix("model/"): t.cpu() for name, t in whole(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
@@ -272,7 +305,7 @@ class _Used:
             block.register_forward_pre_hook(hook)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     @contextmanager
-    def watching(self, work: Work, is_last: bool) -> Generator[None]:
+    def watching(self, work: Work) -> Generator[None]:
         """Around one forward and backward."""
         self._counted = work.counted
         try:
@@ -281,11 +314,9 @@ class _Used:
             self._counted = None
             self._called.clear()
 
-    @contextmanager
-    def in_backward(self, _work: Work, _is_last: bool) -> Generator[None]:
-        """Around one backward."""
+    def begin_backward(self) -> None:
+        """One backward begins."""
         self._recomputed.clear()
-        yield
 
     def _check_recomputed(self, name: str) -> None:
         """At a block's forward: raise UsageError if one backward recomputes the block twice by nested backwards.

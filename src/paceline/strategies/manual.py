@@ -6,42 +6,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import check_dense, trainable
+from paceline.collectives.buckets import check_dense
 from paceline.collectives.replicate import broadcast_module
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.worker.world import World
 
 
-def manual(
-    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
-) -> Replica:
+class Manual(Strategy):
     """One message per parameter, after backward has ended: right, simple and slow.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
     """
-    refuse_lazy(model)
-    refuse_sparse(model, "manual")
-    broadcast_module(model)
-    parameters = trainable(model)
-    names = {p: name for name, p in model.named_parameters()}
 
-    def sync_gradients(total_weight: float | Tensor) -> None:
-        check_dense(((p, p.grad) for p in parameters), names)
-        all_reduce_gradients(parameters, total_weight)
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+    ) -> None:
+        """See MakeStrategy."""
+        refuse_lazy(model)
+        refuse_sparse(model, "manual")
+        broadcast_module(model)
+        super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
+        self._names = {p: name for name, p in model.named_parameters()}
 
-    def reset() -> None:
-        all_reduce_gradients(parameters, 1.0)  # other ranks may wait for ours
+    def _reduce(self, divisor: float | Tensor) -> None:
+        check_dense(((p, p.grad) for p in self.parameters), self._names)
+        all_reduce_gradients(self.parameters, divisor)
 
-    return replica(
-        model,
-        make_optimizer(model.parameters()),
-        world,
-        virtual_ranks=virtual_ranks,
-        sync_gradients=sync_gradients,
-        reset=reset,
-    )
+    def reset(self) -> None:
+        """See Strategy."""
+        all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for ours
+        super().reset()
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ the parameters that they agreed on last. With its defaults, rate 1 and momentum 
 parameters (local SGD, Stich 2018); with 0.7 and 0.9 it is DiLoCo (Douillard et al. 2023).
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TypedDict
 
@@ -20,7 +20,6 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import say
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
-from paceline.strategies.base import Replica
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign
 
@@ -88,13 +87,13 @@ class Outer:
             parameter.detach().copy_(value)
 
     @contextmanager
-    def shown(self, plain: Replica) -> Generator[None]:
-        """Inside, all hosts have the mean of their parameters; for `merged_buffers` (a collective)."""
+    def shown(self, merged_buffers: Callable[[], AbstractContextManager[None]]) -> Generator[None]:
+        """Inside, all hosts have the mean of their parameters, and merged buffers (a collective)."""
         own = [p.detach().clone() for p in self._parameters]
         if int(self._steps):
             self._put([one / self._hosts.count for one in self._whole.sum([*own]) if one is not None])
         try:
-            with plain.merged_buffers():
+            with merged_buffers():
                 yield
         finally:
             self._put(own)

@@ -9,73 +9,92 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
-from paceline.collectives.norm import scale_to_norm
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.worker.world import World
 
 
-def of_parts(
-    part: Replica,
-    world: World,
-    cuts: Mapping[str, ShardedParameter],
-    elsewhere: Callable[[str], bool] = lambda _: False,
-) -> Replica:
-    """The replica of the whole model, of which `part` is this rank's, made among the ranks of `world.data`.
+class ModelParts:
+    """What the ranks that hold the parts of a model add to the strategy of each part; see `Strategy.parts`."""
 
-    Args:
-        part: from a strategy.
-        world: all ranks, laid out in a mesh; without one, `part` is all there is.
-        cuts: by name the parameters of which this rank holds a part only.
-        elsewhere: whether what has this name, and is held here, is another stage's to save.
-    """
-    if world.mesh is None or not world.mesh.shares_model:
-        return replace(part, world=world)
-    copy = world.along("tensor").rank + world.along("context").rank  # of what is not cut; 0 is the first
-    in_stages = world.mesh.of("pipeline") > 1
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        shards: Mapping[str, ShardedParameter],
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """Prepare it.
 
-    def lifted(held: Sequence[TensorShard]) -> list[TensorShard]:
+        Args:
+            model: this rank's part.
+            world: all ranks, laid out in a mesh.
+            shards: by name the parameters of which this rank holds a shard only.
+            is_elsewhere: whether what has this name, and is held here, is another stage's to save.
+        """
+        assert world.mesh is not None
+        self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
+        self._copy = world.along("tensor").rank + world.along("context").rank  # of what is not sharded; 0 is the first
+        self._in_stages = world.mesh.of("pipeline") > 1
+
+    def lifted(self, held: Sequence[TensorShard]) -> list[TensorShard]:
+        """What this rank holds of its part, as shards of the whole model's tensors."""
         found: list[TensorShard] = []
         for one in held:
-            sharded = sharded_as(one.name, cuts)
+            sharded = sharded_as(one.name, self._shards)
             # the next along data holds it, too
-            again = one.spare or elsewhere(one.name) or (one.replicated and world.data.rank > 0)
+            again = one.spare or self._is_elsewhere(one.name) or (one.replicated and self._world.data.rank > 0)
             if sharded is not None and one.shape == sharded.shape:
                 found += [replace(piece, replicated=False, spare=again) for piece in sharded.held(one)]
-            elif one.replicated and not in_stages:
+            elif one.replicated and not self._in_stages:
                 found.append(one)
             else:
-                found.append(replace(one, replicated=False, spare=again or copy > 0))
+                found.append(replace(one, replicated=False, spare=again or self._copy > 0))
         return found
 
-    def gradients() -> list[TensorShard]:
-        return lifted(part.gradients())
+    def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
+        """The norm of the whole model's gradients (a collective)."""
+        return norm_of(gradients, self._world)
 
-    def clip_grad_norm(max_norm: float) -> Pending[float]:
-        mine = [held.tensor for held in part.gradients()]
-        return norm_of(gradients(), world).then(lambda norm: scale_to_norm(mine, norm, max_norm))
+    def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
+        """The gradients of this part were reduced; `finite` is what is known of them."""
+        return finite
 
-    def weights() -> Mapping[str, Tensor]:
-        found = dict(part.weights())
-        held = [one for one in lifted(part.state()) if one.name.removeprefix("model/") in cuts]
-        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, world).items()}
-        first = {id(p): name for name, p in part.model.named_parameters()}
-        for name, parameter in part.model.named_parameters(remove_duplicate=False):  # tied ones have several
+    def weights(
+        self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
+    ) -> Mapping[str, Tensor]:
+        """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
+        found = dict(weights())
+        held = [one for one in self.lifted(state()) if one.name.removeprefix("model/") in self._shards]
+        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        first = {id(p): name for name, p in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several
             if first[id(parameter)] in wholes:
                 found[name] = wholes[first[id(parameter)]]
         return found
 
-    def load(source: Source) -> None:
-        part.load(ShardedSource(source, cuts))
+    def source(self, source: Source) -> Source:
+        """A saved state of the whole model, as one of this part."""
+        return ShardedSource(source, self._shards)
 
-    return replace(
-        part, world=world, gradients=gradients, sharded=True, clip_grad_norm=clip_grad_norm, weights=weights,
-        state=lambda: lifted(part.state()), load=load,
-    )  # fmt: skip
+
+def of_parts(part: Strategy, world: World, shards: Mapping[str, ShardedParameter]) -> Strategy:
+    """Let `part`, made among the ranks of `world.data`, be the strategy of the whole model.
+
+    Args:
+        part: from a strategy.
+        world: all ranks, laid out in a mesh; without one, `part` is all there is.
+        shards: by name the parameters of which this rank holds a shard only.
+    """
+    if world.mesh is None or not world.mesh.shares_model:
+        part.world = world
+    else:
+        part.join(ModelParts(part.model, world, shards), world)
+    return part
 
 
 def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:

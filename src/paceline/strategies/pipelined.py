@@ -6,7 +6,6 @@ output layer as well) is held by each of them, and its gradient is the sum of th
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +18,14 @@ from paceline.checkpoint.export import state_names
 from paceline.checkpoint.shards import parameter_of, whole
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
-from paceline.collectives.control import gather_words, together
+from paceline.collectives.control import Pending, gather_words, together
 from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import Schedule
-from paceline.strategies.base import MakeOptimizer, Replica
-from paceline.strategies.parts import of_parts
+from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.strategies.parts import ModelParts
 from paceline.worker.world import World
 
 
@@ -69,7 +68,7 @@ def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world:
 
 
 def pipelined(
-    strategy: Callable[..., Replica],
+    strategy: Callable[..., Strategy],
     model: nn.Module,
     make_optimizer: MakeOptimizer,
     world: World,
@@ -78,7 +77,7 @@ def pipelined(
     *,
     schedule: Schedule = "1f1b",
     virtual_ranks: int | None = None,
-) -> Replica:
+) -> Strategy:
     """This rank's stage of `model`, trained by `strategy` (a collective).
 
     Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state.
@@ -90,7 +89,7 @@ def pipelined(
         world: all ranks, laid out in a mesh.
         division: where the model is cut.
         schedule: see `pipeline.schedule`.
-        virtual_ranks: see Strategy.
+        virtual_ranks: see MakeStrategy.
 
     Raises:
         UsageError: for an optimizer that looks at all parameters at once.
@@ -115,25 +114,45 @@ def pipelined(
         return holders[parameter_of(full, holders) or full.rpartition("/")[2]][0] != number
 
     part = strategy(model, make_own, world.data, virtual_ranks=virtual_ranks)
-    made = of_parts(part, world, {}, is_elsewhere)
-    shared = _shared(dict(model.named_parameters()), holders, world)
+    part.join(
+        _Stage(model, world, is_elsewhere, called, _shared(dict(model.named_parameters()), holders, world)), world
+    )
+    part.pipeline = line
+    return part
 
-    def sync_gradients(total_weight: float | Tensor) -> None:
-        part.sync_gradients(total_weight)
-        for group, parameters in shared:
+
+class _Stage(ModelParts):
+    """One stage. A parameter that several stages have gets the sum of its gradients in all of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        is_elsewhere: Callable[[str], bool],
+        called: Mapping[str, str],
+        shared: Sequence[tuple[Any, list[nn.Parameter]]],
+    ) -> None:
+        """`called`: what each tensor is saved as; `shared`: groups of stages with the parameters that they share."""
+        super().__init__(model, world, {}, is_elsewhere)
+        self._called, self._shared = called, shared
+
+    def after_reduction(self, finite: bool | Pending[bool] | None) -> None:
+        """See ModelParts."""
+        for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
             dist.all_reduce(labelled(flat, "gradients of shared parameters"), group=group)
             unpack(flat, parameters, [p.grad is not None for p in parameters])
 
-    def weights() -> Mapping[str, Tensor]:
-        held = [h for h in made.state() if h.name.startswith("model/")]
-        for name, buffer in model.named_buffers():
-            again = world.data.rank > 0 or is_elsewhere(name)
+    def weights(
+        self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
+    ) -> Mapping[str, Tensor]:
+        """See ModelParts."""
+        held = [one for one in self.lifted(state()) if one.name.startswith("model/")]
+        for name, buffer in self._model.named_buffers():
+            again = self._world.data.rank > 0 or self._is_elsewhere(name)
             held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
-        found = whole(held, world)
-        return {name: found[f"model/{first}"] for name, first in called.items()}
-
-    return replace(made, sync_gradients=sync_gradients, weights=weights, pipeline=line)
+        found = whole(held, self._world)
+        return {name: found[f"model/{first}"] for name, first in self._called.items()}
 
 
 def _called(model: nn.Module) -> dict[str, str]:

@@ -1,20 +1,23 @@
-"""One process, one device: the first rung, and the yardstick of all others."""
+"""One process, one device: what all other strategies are compared with."""
 
 from torch import nn
 
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.refusals import only_alone, refuse_lazy
 from paceline.worker.world import World
 
 
-def single(
-    model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
-) -> Replica:
+class Single(Strategy):
     """Train without any communication.
 
     Raises:
         UsageError: in a world of more than one rank.
     """
-    only_alone("single", world)
-    refuse_lazy(model)
-    return replica(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
+    ) -> None:
+        """See MakeStrategy."""
+        only_alone("single", world)
+        refuse_lazy(model)
+        super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)

@@ -1,12 +1,11 @@
 """What hosts on a slow network do differently: they send less in each step, or nothing in most (see `outer`)."""
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
 from paceline.collectives.across import Across
@@ -17,17 +16,16 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
 from paceline.collectives.transports import fit_in_memory
-from paceline.data.plan import Work
 from paceline.errors import UsageError, flag
 from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
-from paceline.strategies.base import MakeOptimizer, Replica, replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.outer import Between, Outer
 from paceline.worker.world import World
 
 
 def between_hosts(
     model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, between: Between
-) -> Replica | None:
+) -> "BetweenHosts | None":
     """`model` in training on hosts that do what `between` says; None where they do nothing (a collective).
 
     Raises:
@@ -36,33 +34,8 @@ def between_hosts(
     hosts = _hosts_for(between, model, world)
     if hosts is None:
         return None
-    optimizer = make_optimizer(model.parameters())
-    across = Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
-    outer = Outer(model, optimizer, hosts, between, across) if between.get("local_steps") else None
-    reducer = sum_on_each_host(model, hosts, across if outer is None else None)
-
-    def backward(_: Work, is_last: bool) -> AbstractContextManager[None]:
-        return reducer.leaf(hosts.memory.rank, is_last=is_last)
-
-    common = partial(
-        replica, model, optimizer, world, virtual_ranks=virtual_ranks, reset=reducer.reset, backward=backward
-    )
-    if outer is None:
-        return _with_feedback(common(sync_gradients=reducer.finish), hosts, across)
-
-    def sync_gradients(total_weight: float | Tensor) -> bool:
-        # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
-        return reducer.finish(total_weight / hosts.count)
-
-    made = common(
-        sync_gradients=sync_gradients,
-        hold_parameters=outer.hold_parameters,
-        hold=outer.hold,
-        load=outer.load,
-        host=hosts,
-    )
-    alone = replace(made, merged_buffers=partial(outer.shown, made), all_finite=outer.all_finite)
-    return _with_feedback(alone, hosts, across)
+    kind = LocalSteps if between.get("local_steps") else BetweenHosts
+    return kind(model, make_optimizer, world, hosts, virtual_ranks, between)
 
 
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
@@ -84,51 +57,96 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     return None
 
 
-def _with_feedback(plain: Replica, hosts: Hosts, across: Across) -> Replica:
-    """The replica with what its host holds back in its state: dropped with a step that is left out, as buffers are."""
-    prefix = f"feedback/{hosts.rank}/"
-    division = torch.tensor([hosts.count, hosts.memory.size])
+class BetweenHosts(Strategy):
+    """Gradients are summed on each host, and compressed between hosts.
 
-    def keep() -> None:
-        plain.keep_buffers()
-        across.keep()
+    What a host holds back of its gradients is a part of the state. A step that is skipped drops its changes, too.
+    """
 
-    def put_back() -> None:
-        plain.put_back_buffers()
-        across.put_back()
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        hosts: Hosts,
+        virtual_ranks: int | None,
+        between: Between,
+    ) -> None:
+        """`hosts` are those of `world`, `between` is what they do."""
+        optimizer = make_optimizer(model.parameters())
+        self._hosts = hosts
+        self._across = Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
+        self._division = torch.tensor([hosts.count, hosts.memory.size])
+        self._prefix = f"feedback/{hosts.rank}/"
+        reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, between))
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def state() -> list[TensorShard]:
-        own = [TensorShard(prefix + name, one, replicated=False) for name, one in across.state().items()]
-        return [*plain.state(), TensorShard("feedback/division", division), *own]
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
+        """What sums gradients over hosts in each step, if anything does."""
+        return self._across
 
-    def load(source: Source) -> None:
-        plain.load(source)
-        across.forget()
+    def keep_buffers(self) -> None:
+        """See Strategy."""
+        super().keep_buffers()
+        self._across.keep()
+
+    def put_back_buffers(self) -> None:
+        """See Strategy."""
+        super().put_back_buffers()
+        self._across.put_back()
+
+    def _state(self) -> list[TensorShard]:
+        held_back = self._across.state().items()
+        own = [TensorShard(self._prefix + name, tensor, replicated=False) for name, tensor in held_back]
+        return [*super()._state(), TensorShard("feedback/division", self._division), *own]
+
+    def _load(self, source: Source) -> None:
+        super()._load(source)
+        self._across.forget()
         saved = source.tensor("feedback/division")
-        if saved is not None and torch.equal(saved, division):
-            there = PrefixedSource(source, prefix)
-            across.load({name: needed(there, name, one) for name, one in across.state().items()})
+        if saved is not None and torch.equal(saved, self._division):
+            there = PrefixedSource(source, self._prefix)
+            held_back = self._across.state().items()
+            self._across.load({name: needed(there, name, tensor) for name, tensor in held_back})
         elif saved is not None:
             say(
-                f"the checkpoint is of {_hosts(saved)}, now there are {_hosts(division)}: what they held back "
-                "is dropped, and they begin with nothing held back"
+                f"the checkpoint is of {hosts_of(saved)}, now there are {hosts_of(self._division)}: what they held "
+                "back is dropped, and they begin with nothing held back"
             )
 
-    return replace(plain, keep_buffers=keep, put_back_buffers=put_back, state=state, load=load)
+
+class LocalSteps(BetweenHosts):
+    """Each host takes its steps by itself; see `outer`."""
+
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
+        self._outer = Outer(model, optimizer, self._hosts, between, self._across)
+        self.host = self._hosts
+        return None
+
+    def _reduce(self, divisor: float | Tensor) -> bool:
+        assert self.reducer is not None
+        # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
+        return self.reducer.finish(divisor / self._hosts.count)
+
+    def all_finite(self) -> bool:
+        """See Strategy."""
+        return self._outer.all_finite()
+
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        """See Strategy."""
+        return self._outer.shown(super().merged_buffers)
+
+    def _hold_parameters(self) -> list[TensorShard]:
+        return self._outer.hold_parameters()
+
+    def _hold_optimizer(self) -> list[TensorShard]:
+        return self._outer.hold()
+
+    def _load_optimizer(self, source: Source) -> None:
+        self._outer.load(source)
 
 
-def nothing_held_back(plain: Replica) -> Replica:
-    """The replica, which says what it drops of a state in which hosts have held something back."""
-
-    def load(source: Source) -> None:
-        plain.load(source)
-        saved = source.tensor("feedback/division")
-        if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {_hosts(saved)}: what they held back is dropped")
-
-    return replace(plain, load=load)
-
-
-def _hosts(division: Tensor) -> str:
+def hosts_of(division: Tensor) -> str:
+    """In words, of (hosts, ranks of each)."""
     count, size = division.tolist()
     return f"{count} hosts of {size} rank{'s' if size > 1 else ''}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Source, TensorShard, load_into
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 
 PREFIX = "ema/"
 
@@ -16,7 +16,7 @@ PREFIX = "ema/"
 class Average:
     """Of the parameters as this rank holds them, so under every strategy alike and with the same bits."""
 
-    def __init__(self, replica: Replica, decay: float) -> None:
+    def __init__(self, replica: Strategy, decay: float) -> None:
         """It begins as the weights are; `decay` of the old average stays at each update."""
         held = [held for held in replica.state() if held.name.startswith("model/")]
         self._held = [one for one in held if one.tensor.is_floating_point() or one.tensor.is_complex()]
@@ -54,25 +54,6 @@ class Average:
             yield
         finally:
             _copy(weights, self._weights)
-
-
-def with_average(replica: Replica, average: Average) -> tuple[Replica, Replica]:
-    """The replica with an average in its state; and as it is evaluated, where the average stands in the weights' place.
-
-    The second has it there inside `merged_buffers`.
-    """
-
-    def load(source: Source) -> None:
-        replica.load(source)
-        average.load(source)
-
-    @contextmanager
-    def shown() -> Generator[None]:
-        with replica.merged_buffers(), average.in_place():
-            yield
-
-    kept = replace(replica, state=lambda: [*replica.state(), *average.state()], load=load)
-    return kept, replace(kept, merged_buffers=shown)
 
 
 @torch.no_grad()

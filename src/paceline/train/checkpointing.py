@@ -158,10 +158,10 @@ class Saver:
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could (rank 0 knows)"""
 
-    def votes(self) -> Votes:
-        """This rank's votes on the checkpoint that is being written."""
+    def votes(self) -> tuple[float, float]:
+        """This rank's votes on the checkpoint that is being written: `written` and `failed`, as in Votes."""
         writing = self._writing
-        return Votes(written=float(bool(writing and writing.shard)), failed=float(bool(writing and writing.failure)))
+        return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
 
     def begin(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         """Copy the state after `step` and start to write it (a collective)."""
@@ -314,12 +314,12 @@ class Keeping:
         self.failed = ""
         """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
 
-    def votes(self) -> Votes:
-        """For the totals of the next step."""
-        votes, seconds = self._saver.votes(), self._rhythm.seconds
-        if seconds is None or self._world.rank:  # one clock, or ranks would save different steps
-            return votes
-        return votes._replace(due=float(time.monotonic() - self._saved_at >= seconds))
+    def votes(self) -> tuple[float, float, float]:
+        """For the totals of the next step: `written`, `failed` and `due`, as in Votes."""
+        seconds = self._rhythm.seconds
+        # one clock, or ranks would save different steps
+        is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
+        return *self._saver.votes(), float(is_due)
 
     def between(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Do what is due after `step` (a collective); `votes` are the sum of the last step's votes.

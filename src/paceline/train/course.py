@@ -108,14 +108,16 @@ class Course(Records):
 
     # between two steps
 
-    def votes(self) -> Votes:
-        """What this rank has to say in the next step: on the checkpoint on its way, and whether it is asked to stop."""
-        votes = self._keeping.votes() if self._keeping else Votes()
-        self._saves_seen = self._guard.box.asked("saves_asked")
-        return votes._replace(
-            stop=float(bool(self.request and self.request.by) or self._guard.box.asked("regroups") > 0),
-            save=float(self._saves_seen > self._saves_done),
-        )
+    def votes(self, *, end: float = 0.0, coming: float = 0.0) -> Votes:
+        """What this rank has to say in the next step: on the checkpoint on its way, and whether it is asked to stop.
+
+        `end` and `coming` as in Votes.
+        """
+        asked, keeping = self._guard.box.asked, self._keeping
+        self._saves_seen = asked("saves_asked")
+        stop = float((self.request is not None and bool(self.request.by)) or asked("regroups") > 0)
+        written, failed, due = (0.0, 0.0, 0.0) if keeping is None else keeping.votes()
+        return Votes(stop, written, failed, due, end, float(self._saves_seen > self._saves_done), coming)
 
     def note(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
         """A step on a global batch of `samples` samples has ended; `tracked`: trackers are told of it."""

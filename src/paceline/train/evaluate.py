@@ -14,14 +14,14 @@ from paceline.data.fingerprint import probes
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
 from paceline.stepping.lockstep import Part, as_many_parts_as_any
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call
 from paceline.train.metrics import scores, states_of, tallies
 
 
 def evaluate(
-    replica: Replica,
+    replica: Strategy,
     dataset: Dataset[Any],
     loss: Loss,
     metrics: Mapping[str, AnyMetric],
@@ -46,7 +46,7 @@ def evaluate(
     found = tallies(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
     with (
-        replica.merged_buffers(),
+        replica.evaluated(),
         evaluating(replica.model),
         closing(fetch(dataset, requests, 0, loading)) as batches,
     ):

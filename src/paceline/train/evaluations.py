@@ -145,7 +145,7 @@ class Evaluations:
         parts, began, box = self._parts, time.perf_counter(), Guard.of_process().box
         before = box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
         found = evaluate(
-            parts.judged, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
+            parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
             replace(parts.loading, box=box, evaluates=True), tick=box.tick,
         )  # fmt: skip
         box.enter(before)
@@ -159,9 +159,9 @@ class Evaluations:
         self.call(self._parts.task.on_end)
 
     def _save(self, name: str) -> None:
-        judged, place = self._parts.judged, self._course.place
-        with judged.merged_buffers():
-            weights = judged.weights()
+        replica, place = self._parts.replica, self._course.place
+        with replica.evaluated():
+            weights = replica.weights()
             if self._world.rank == 0 and place is not None:
                 save(weights, place.folder / name)
 

@@ -10,7 +10,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.stepping.scaling import LossScale
 from paceline.stepping.summing import StepResult
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
 from paceline.train.optimizer import Rates
 from paceline.train.step import StepOptions, TaskSteps, ignore
@@ -66,29 +66,27 @@ class PhaseClock:
 
     def __call__(self, phase: Phase) -> None:
         """Begin `phase`, and end the one before."""
-        self._end()
-        self._phase = phase
-        self._borders.append((phase.word, self._since))
+        now, before = self._clock(), self._phase
+        if before is not None:
+            self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+        self._borders.append((phase.word, now))
         self._enter(phase)
 
     def take(self) -> dict[str, float]:
         """Seconds by the phase's word since the last take; time counts again when the next phase begins."""
-        self._end()
-        self._phase = None
+        now, before = self._clock(), self._phase
+        if before is not None:
+            self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
+        self._phase, self._since = None, now
         self.borders, self._borders = [*self._borders, ("", self._since)], []
         spent, self._spent = self._spent, {}
         on_device = self._on_device.take() if self._on_device else {}
         return on_device or spent
 
-    def _end(self) -> None:
-        now = self._clock()
-        if self._phase is not None:
-            self._spent[self._phase.word] = self._spent.get(self._phase.word, 0.0) + now - self._since
-        self._since = now
-
 
 def fit(
-    replica: Replica,
+    replica: Strategy,
     steps: Iterable[list[MicroBatch]],
     loss: Loss,
     schedule: Rates,

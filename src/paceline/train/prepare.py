@@ -23,12 +23,12 @@ from paceline.data.streams import is_stream
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
 from paceline.tasks.settings import defined
 from paceline.tasks.task import SPLITS, Split, Task, call
-from paceline.train.average import Average, with_average
+from paceline.train.average import Average
 from paceline.train.computing import STATE_COPIES, Settled, settle
 from paceline.train.determinism import explained
 from paceline.train.evaluate import evaluating, try_evaluation
@@ -51,7 +51,7 @@ class Parts:
     train_set: Dataset[Any]
     eval_sets: Mapping[Split, Dataset[Any]]
     """what is evaluated on the way, then what is evaluated at the end only"""
-    replica: Replica
+    replica: Strategy
     plan: BatchPlan
     share: range
     schedule: Rates
@@ -66,13 +66,6 @@ class Parts:
     average: Average | None = None
     stream: Stream | None = None
     """what is trained on, where it is one; the training set then holds its first samples"""
-    judged: Replica = field(init=False)
-    """what is evaluated: the replica, with its average for weights if there is one"""
-
-    def __post_init__(self) -> None:
-        replica, judged = (self.replica,) * 2 if self.average is None else with_average(self.replica, self.average)
-        object.__setattr__(self, "replica", replica)
-        object.__setattr__(self, "judged", judged)
 
     def take_over(self, origin: ResumePoint) -> None:
         """Go on from `origin`."""
@@ -140,7 +133,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     own |= defined(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", own, world)
     train_set = sets.pop("train")
-    average = None if o.ema is None else Average(replica, o.ema)
+    average = replica.average = None if o.ema is None else Average(replica, o.ema)
     return Parts(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
         average, stream,
@@ -182,7 +175,7 @@ def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> Batch
 def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
     sharing: Sharing = ALONE,
-) -> Replica:  # fmt: skip
+) -> Strategy:  # fmt: skip
     """Apply the batch norm policy and the strategy, to a part of the model if ranks share it (a collective)."""
     try:
         if config.model.batchnorm == "sync":

@@ -23,7 +23,7 @@ from paceline.observe.events import Anatomy, Event, Traced
 from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.observe.writers import EventWriter
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
 from paceline.worker.world import World
@@ -103,14 +103,15 @@ class Records:
 
     def stepped(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
         """A step on a global batch of `samples` samples, all `listed` or not, has ended; trackers are told, or not."""
-        result, epoch = record.result, record.microbatches[0].work.epoch
-        speaks = self._world.leads  # of several ranks that have seen the same samples
-        used = [batch.work for batch in record.microbatches if batch.work.counted and speaks]
+        result = record.result
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
             self._tracking.log(record.step, {"loss": result.loss, "lr": record.lr, **norm})
         if self._writer is None:
             return
+        epoch = record.microbatches[0].work.epoch
+        speaks = self._world.leads  # of several ranks that have seen the same samples
+        used = [batch.work for batch in record.microbatches if batch.work.counted and speaks]
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
@@ -143,7 +144,7 @@ class Traces:
     def __init__(self, box: Box) -> None:
         self._box, self._last = box, deque[tuple[int, Sequence[Border]]](maxlen=LAST)
 
-    def of(self, record: StepRecord, new: Sequence[Replica]) -> list[Event]:
+    def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
         """The step in detail, if it is due; after it what the `new` replicas hold."""
         found: list[Event] = [anatomy(new)] if new else []
         if record.borders and is_due(record.step):
@@ -193,7 +194,7 @@ def size_of(shapes: str, dtypes: str) -> int:
     return total * width
 
 
-def anatomy(replicas: Sequence[Replica]) -> Anatomy:
+def anatomy(replicas: Sequence[Strategy]) -> Anatomy:
     """What this rank holds of all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]

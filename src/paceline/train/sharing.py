@@ -20,7 +20,7 @@ from paceline.mesh import OF_MODEL
 from paceline.pipeline.schedule import Schedule, idle
 from paceline.pipeline.survey import surveyed
 from paceline.seeding import random_stream
-from paceline.strategies.base import MakeOptimizer, Replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.parts import of_parts
 from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.tasks.task import Task, call
@@ -54,12 +54,17 @@ class Sharing:
     schedule: Schedule = "1f1b"
     lines: Sequence[str] = ()
     """for the user, before the first step"""
-    check: Callable[[Replica], None] = lambda _: None
+    check: Callable[[Strategy], None] = lambda _: None
     """raises UsageError if the model that is shared cannot give the loss of the whole one"""
 
     def apply(
-        self, strategy: Callable[..., Replica], model: nn.Module, maker: MakeOptimizer, world: World, virtual_ranks: int
-    ) -> Replica:
+        self,
+        strategy: Callable[..., Strategy],
+        model: nn.Module,
+        maker: MakeOptimizer,
+        world: World,
+        virtual_ranks: int,
+    ) -> Strategy:
         """Let `strategy` train this rank's part of the model (a collective)."""
         if self.division is None:
             return of_parts(strategy(model, maker, world.data, virtual_ranks=virtual_ranks), world, self.cuts)
@@ -153,7 +158,7 @@ def _tried(model: nn.Module, of_first: OfFirst) -> float:
         return float(loss(forward()).detach())
 
 
-def _compare(expected: float, of_first: OfFirst, made: Replica) -> None:
+def _compare(expected: float, of_first: OfFirst, made: Strategy) -> None:
     line, world, got = made.pipeline, made.world, expected
     assert line is not None
     with random_stream(0, world.device), evaluating(made.model):

@@ -19,7 +19,7 @@ from paceline.stepping.steps import Steps
 from paceline.stepping.summing import StepResult
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call
 
 
@@ -49,7 +49,7 @@ class TaskSteps:
     """The steps of a task, one after the other."""
 
     def __init__(
-        self, replica: Replica, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
+        self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
     ) -> None:  # fmt: skip
         """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights).
@@ -105,7 +105,7 @@ class TaskSteps:
 
 
 def train_step(
-    replica: Replica, microbatches: Sequence[MicroBatch], loss: Loss, **options: Unpack[StepOptions]
+    replica: Strategy, microbatches: Sequence[MicroBatch], loss: Loss, **options: Unpack[StepOptions]
 ) -> StepResult:
     """Take one step on this rank's micro-batches of a global batch; `options` and errors are those of TaskSteps."""
     return TaskSteps(replica, loss, **options).take(microbatches)

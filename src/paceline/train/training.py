@@ -144,7 +144,7 @@ class Training:
         )  # fmt: skip
 
     def _votes(self) -> Votes:
-        return self._course.votes()._replace(end=self._evaluations.told_to_end, coming=self._passes.coming)
+        return self._course.votes(end=self._evaluations.told_to_end, coming=self._passes.coming)
 
     def _between(self, record: StepRecord) -> bool:
         """Do what is due between this step and the next; return whether all ranks stop here."""

@@ -23,7 +23,7 @@ from paceline.disk.owners import Unreadable, opened
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError, first_few
 from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.strategies.base import Replica
+from paceline.strategies.base import Strategy
 
 MOST = 5  # names in a line
 COMPLEX = "paceline.complex"
@@ -85,7 +85,7 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, ties
 
 
-def rescue_alone(replica: Replica, run_dir: Path) -> str:
+def rescue_alone(replica: Strategy, run_dir: Path) -> str:
     """As `rescue`, without the other ranks: no collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
         advice = "resume from the newest checkpoint"
@@ -105,7 +105,7 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     return "and the weights could not be saved anywhere: they are LOST"
 
 
-def begin_with(replica: Replica, path: Path, *, trust: bool, report: Report) -> str:
+def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) -> str:
     """Fill the model with the weights in `path`, by name (a collective); their SHA-256.
 
     `report` is told what fitted. What does not fit, or is not there, is left as it was initialised.
@@ -180,7 +180,7 @@ class _Fitting:
 
 
 def _fitting(
-    replica: Replica, held: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
+    replica: Strategy, held: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
 ) -> _Fitting:
     model = replica.model
     first = {id(parameter): name for name, parameter in model.named_parameters()}

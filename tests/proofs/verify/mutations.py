@@ -14,8 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,18 +32,23 @@ from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
+from paceline.seeding import SeededStream
 from paceline.stepping import summing as summing_module
 from paceline.stepping.trainee import Trainee
 from paceline.strategies import base
-from paceline.strategies.base import Replica
+from paceline.strategies import bucketed as bucketed_module
+from paceline.strategies import ddp as ddp_module
+from paceline.strategies import manual as manual_module
+from paceline.strategies.base import Strategy
 from paceline.strategies.base import scale_gradients as scaled_on
+from paceline.strategies.bucketed import Bucketed
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.strategies.manual import all_reduce_gradients
+from paceline.strategies.ddp import DDP
+from paceline.strategies.manual import Manual, all_reduce_gradients
 from paceline.train import step as step_module
 
-# `paceline.strategies.manual` as an attribute is the function of that name; the module is found by import_module.
-MANUAL, BUCKETED, DDP = (import_module(f"paceline.strategies.{name}") for name in ("manual", "bucketed", "ddp"))
-EVERYWHERE = (MANUAL, BUCKETED, DDP)
+EVERYWHERE = (Manual, Bucketed, DDP)
+MODULES = (manual_module, bucketed_module, ddp_module)
 ACCUMULATION = 2  # verify's
 
 Patch = tuple[Any, str, Any]  # (owner, attribute, what it becomes)
@@ -81,40 +85,59 @@ def planted(*patches: Patch) -> Generator[None]:
         yield
 
 
-def replicas(change: Callable[[Replica], Replica], *modules: ModuleType) -> list[Patch]:
-    """Patches that pass what these strategies return (by default: all of them) through `change`."""
-    original = base.replica
+class Right:
+    """A strategy with its methods as they were before `changed` replaced some of them."""
 
-    def changed(*args: Any, **kwargs: Any) -> Replica:
-        return change(original(*args, **kwargs))
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        names = ("enter", "leave", "begin_backward", "sync_gradients", "clip_grad_norm")
+        self.methods = {name: getattr(strategy, name) for name in names}
 
-    return [(module, "replica", changed) for module in modules or EVERYWHERE]
+    def __getattr__(self, name: str) -> Any:
+        return self.methods[name] if name in self.methods else getattr(self.strategy, name)
 
 
-def wrong_sync(sync: Callable[[Replica, list[Work], Tensor], None], *modules: ModuleType) -> list[Patch]:
-    """Patches that call sync(the right replica, its work of this step, total weight) instead of sync_gradients."""
+def changed(right: Right, **methods: Any) -> None:
+    vars(right.strategy).update(methods)
 
-    def change(right: Replica) -> Replica:
+
+def strategies(change: Callable[[Right], object], *classes: type[Strategy]) -> list[Patch]:
+    """Patches that let `change` see what these strategies (by default: all of them) have made."""
+
+    def patched(kind: type[Strategy]) -> Patch:
+        original = kind.__init__
+
+        def init(self: Strategy, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            change(Right(self))
+
+        return kind, "__init__", init
+
+    return [patched(kind) for kind in classes or EVERYWHERE]
+
+
+def wrong_sync(sync: Callable[[Right, list[Work], Tensor], None], *classes: type[Strategy]) -> list[Patch]:
+    """Patches that call sync(the right strategy, its work of this step, total weight) instead of sync_gradients."""
+
+    def change(right: Right) -> None:
         works: list[Work] = []
 
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             works.append(batch.work)
-            with right.body(batch, is_last):
-                yield
+            right.enter(batch, is_last)
 
         def sync_gradients(total_weight: float | Tensor) -> None:
             sync(right, works, torch.as_tensor(total_weight, dtype=torch.float64))
             works.clear()
 
-        return replace(right, body=body, sync_gradients=sync_gradients)
+        changed(right, enter=enter, sync_gradients=sync_gradients)
 
-    return replicas(change, *modules)
+    return strategies(change, *classes)
 
 
-def wrong_clip(clip: Callable[[Replica, float], float]) -> list[Patch]:
-    """Patches that call clip(the right replica, largest norm) instead of clip_grad_norm."""
-    return replicas(lambda right: replace(right, clip_grad_norm=lambda max_norm: known(clip(right, max_norm))))
+def wrong_clip(clip: Callable[[Right, float], float]) -> list[Patch]:
+    """Patches that call clip(the right strategy, largest norm) instead of clip_grad_norm."""
+    return strategies(lambda right: changed(right, clip_grad_norm=lambda max_norm: known(clip(right, max_norm))))
 
 
 def known(number: float) -> Pending[float]:
@@ -122,33 +145,31 @@ def known(number: float) -> Pending[float]:
     return Pending(torch.zeros(0), lambda _: number)
 
 
-def wrong_sync_points(may_sync: Callable[[int, bool], bool], *modules: ModuleType) -> list[Patch]:
+def wrong_sync_points(may_sync: Callable[[int, bool], bool], *classes: type[Strategy]) -> list[Patch]:
     """Patches that let gradients travel with a micro-batch if may_sync(number in the step, is it the last)."""
 
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         entered: list[Work] = []
         travels = [False]
 
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             travels[0] = may_sync(len(entered), is_last)
             entered.append(batch.work)
             if is_last:
                 entered.clear()
-            with right.body(batch, travels[0]):
-                yield
+            right.enter(batch, travels[0])
 
-        return replace(right, body=body, backward=lambda work, is_last: right.backward(work, travels[0]))
+        changed(right, enter=enter, begin_backward=lambda work, is_last: right.begin_backward(work, travels[0]))
 
-    return replicas(change, *modules)
+    return strategies(change, *classes)
 
 
 def samples_of(works: Iterable[Work]) -> int:
     return sum(len(work.indices) for work in works if work.counted)
 
 
-def gradients_of(replica: Replica) -> list[Tensor]:
-    return [p.grad for p in trainable(replica.model) if p.grad is not None]
+def gradients_of(right: Right) -> list[Tensor]:
+    return [p.grad for p in trainable(right.model) if p.grad is not None]
 
 
 def sum_over_ranks(number: float, like: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -208,11 +229,11 @@ def tail_dropped() -> AbstractContextManager[None]:
 
 
 def broadcast_forgotten() -> AbstractContextManager[None]:
-    return planted(*((module, "broadcast_module", lambda model, **_: None) for module in EVERYWHERE))
+    return planted(*((module, "broadcast_module", lambda model, **_: None) for module in MODULES))
 
 
 def head_made_after_broadcast() -> AbstractContextManager[None]:
-    original = MANUAL.broadcast_module
+    original = manual_module.broadcast_module
 
     def broadcast(model: nn.Module, **group: Any) -> None:
         original(model, **group)
@@ -220,7 +241,7 @@ def head_made_after_broadcast() -> AbstractContextManager[None]:
             head = [p for p in trainable(model) if p.dim() > 1][-1]
             head.mul_(1 + 0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
 
-    return planted(*((module, "broadcast_module", broadcast) for module in EVERYWHERE))
+    return planted(*((module, "broadcast_module", broadcast) for module in MODULES))
 
 
 # ---- sync --------------------------------------------------------------------------------------------------------
@@ -234,7 +255,7 @@ def never_reduced() -> AbstractContextManager[None]:
         local(self._bucket_of, divisor)
 
     return planted(
-        (MANUAL, "all_reduce_gradients", local),
+        (manual_module, "all_reduce_gradients", local),
         (Reducer, "_on_gradient", lambda self, parameter: None),
         (Reducer, "finish", finish),
         *wrong_sync_points(lambda number, is_last: False, DDP),  # no_sync around every micro-batch, the last one too
@@ -246,13 +267,17 @@ def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
 
 
 def one_gradient_forgotten() -> AbstractContextManager[None]:
-    right_reduce, right_buckets, right_ddp = all_reduce_gradients, communicator.buckets_of, DDP.DistributedDataParallel
+    right_reduce, right_buckets, right_ddp = (
+        all_reduce_gradients,
+        communicator.buckets_of,
+        ddp_module.DistributedDataParallel,
+    )
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
         scale_gradients(parameters[-1:], dist.get_world_size() / divisor)
 
-    def finish_last(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def finish_last(right: Right, works: list[Work], total_weight: Tensor) -> None:
         scale_gradients(trainable(right.model)[-1:], dist.get_world_size() / total_weight)
         right.sync_gradients(total_weight)
 
@@ -262,10 +287,10 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
         return right_ddp(module, **options)
 
     return planted(
-        (MANUAL, "all_reduce_gradients", all_but_last),
+        (manual_module, "all_reduce_gradients", all_but_last),
         (communicator, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
-        *wrong_sync(finish_last, BUCKETED),
-        (DDP, "DistributedDataParallel", ignoring_last),
+        *wrong_sync(finish_last, Bucketed),
+        (ddp_module, "DistributedDataParallel", ignoring_last),
     )
 
 
@@ -277,7 +302,7 @@ def parameter_reduced_instead() -> AbstractContextManager[None]:
             parameter.data /= dist.get_world_size()
             scale_gradients([parameter], dist.get_world_size() / divisor)
 
-    return planted((MANUAL, "all_reduce_gradients", all_reduce))
+    return planted((manual_module, "all_reduce_gradients", all_reduce))
 
 
 # ---- mean --------------------------------------------------------------------------------------------------------
@@ -298,7 +323,7 @@ def divided_by_microbatches_too() -> AbstractContextManager[None]:
 def tail_divided_by_full_batch() -> AbstractContextManager[None]:
     largest = [0.0]
 
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         samples = float(sum_over_ranks(samples_of(works), total_weight))
         largest[0] = max(largest[0], samples)
         right.sync_gradients(total_weight * (largest[0] / samples))
@@ -307,7 +332,7 @@ def tail_divided_by_full_batch() -> AbstractContextManager[None]:
 
 
 def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         count = sum_over_ranks(len(works), total_weight, dist.ReduceOp.MAX)
         right.sync_gradients(total_weight * ACCUMULATION / count)
 
@@ -315,7 +340,7 @@ def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
 
 
 def divided_by_samples_not_weights() -> AbstractContextManager[None]:
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         right.sync_gradients(sum_over_ranks(samples_of(works), total_weight))
 
     return planted(*wrong_sync(sync))
@@ -340,35 +365,33 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
         bucket.buffer().div_(count())
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
-    def change(right: Replica, *, before_sync: Callable[[], None]) -> Replica:
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def change(right: Right, *, before_sync: Callable[[], None]) -> None:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             seen.append(batch.work)
-            with right.body(batch, is_last):
-                yield
+            right.enter(batch, is_last)
 
         def sync_gradients(total_weight: Tensor) -> None:
             before_sync()
             right.sync_gradients(float(right.world.size))
             seen.clear()
 
-        return replace(right, body=body, sync_gradients=sync_gradients)
+        changed(right, enter=enter, sync_gradients=sync_gradients)
 
-    def manual(right: Replica) -> Replica:
+    def manual(right: Right) -> None:
         def divide() -> None:
             scale_gradients(trainable(right.model), torch.tensor(1 / count(), dtype=torch.float64))
 
-        return change(right, before_sync=divide)
+        change(right, before_sync=divide)
 
-    def ddp(right: Replica) -> Replica:
+    def ddp(right: Right) -> None:
         right.module.register_comm_hook(None, hook)
-        return change(right, before_sync=lambda: None)
+        change(right, before_sync=lambda: None)
 
     return planted(
-        *replicas(manual, MANUAL),
-        *replicas(lambda right: change(right, before_sync=lambda: None), BUCKETED),
+        *strategies(manual, Manual),
+        *strategies(lambda right: change(right, before_sync=lambda: None), Bucketed),
         (transports, "pack", pack),
-        *replicas(ddp, DDP),
+        *strategies(ddp, DDP),
     )
 
 
@@ -387,55 +410,54 @@ def mean_of_microbatch_means() -> AbstractContextManager[None]:
 
 
 def only_last_microbatch() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def change(right: Right) -> None:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             right.model.zero_grad(set_to_none=True)
-            with right.body(batch, is_last):
-                yield
+            right.enter(batch, is_last)
 
-        return replace(right, body=body)
+        changed(right, enter=enter)
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 def buckets_leave_with_first_microbatch() -> AbstractContextManager[None]:
-    return planted(*wrong_sync_points(lambda number, is_last: number == 0, BUCKETED))
+    return planted(*wrong_sync_points(lambda number, is_last: number == 0, Bucketed))
 
 
 def reduced_after_each_microbatch() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
-            with right.body(batch, is_last):
-                yield
-            if not is_last:
+    def change(right: Right) -> None:
+        def leave(error: BaseException | None = None) -> None:
+            right.leave(error)
+            if not last[0]:
                 all_reduce_gradients(trainable(right.model), 1.0)
 
-        return replace(right, body=body)
+        def enter(batch: MicroBatch, is_last: bool) -> None:
+            last[0] = is_last
+            right.enter(batch, is_last)
 
-    return planted(*replicas(change, MANUAL))
+        last = [False]
+        changed(right, enter=enter, leave=leave)
+
+    return planted(*strategies(change, Manual))
 
 
 def stale_gradients() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         left: list[tuple[nn.Parameter, Tensor]] = []
 
         def keep(*_: Any) -> None:
             left[:] = [(p, p.grad.clone()) for p in trainable(right.model) if p.grad is not None]
 
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             for parameter, grad in left:
                 parameter.grad = grad  # as if the step had not cleared it
             left.clear()
-            with right.body(batch, is_last):
-                yield
+            right.enter(batch, is_last)
 
         right.optimizer.register_step_post_hook(keep)
-        return replace(right, body=body)
+        changed(right, enter=enter)
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 def stand_in_counted() -> AbstractContextManager[None]:
@@ -446,7 +468,7 @@ def stand_in_counted() -> AbstractContextManager[None]:
 
 
 def none_becomes_zero() -> AbstractContextManager[None]:
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
         for parameter in trainable(right.model):
             if parameter.grad is None:
@@ -456,7 +478,7 @@ def none_becomes_zero() -> AbstractContextManager[None]:
 
 
 def no_gradient_without_samples() -> AbstractContextManager[None]:
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
         if samples_of(works) == 0:
             right.model.zero_grad(set_to_none=True)
@@ -482,25 +504,24 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
         for parameter, piece in zip(in_order, flat.split([p.numel() for p in in_order]), strict=True):
             parameter.grad = piece.view_as(parameter)
 
-    return planted((MANUAL, "all_reduce_gradients", all_reduce))
+    return planted((manual_module, "all_reduce_gradients", all_reduce))
 
 
 def reduced_in_half_precision() -> AbstractContextManager[None]:
     right_pack = transports.pack
 
-    def sync(right: Replica, works: list[Work], total_weight: Tensor) -> None:
+    def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
             grad.copy_(grad.half())
         right.sync_gradients(total_weight)
 
-    def ddp(right: Replica) -> Replica:
+    def ddp(right: Right) -> None:
         right.module.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-        return right
 
     return planted(
-        *wrong_sync(sync, MANUAL),
+        *wrong_sync(sync, Manual),
         (transports, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
-        *replicas(ddp, DDP),
+        *strategies(ddp, DDP),
     )
 
 
@@ -539,14 +560,12 @@ def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]
     """Each loss is multiplied by a factor before backward, and what it has added to the gradients is divided by it."""
     entered: list[Work] = []
 
-    def change(right: Replica) -> Replica:
-        @contextmanager
-        def body(batch: MicroBatch, is_last: bool) -> Generator[None]:
+    def change(right: Right) -> None:
+        def enter(batch: MicroBatch, is_last: bool) -> None:
             entered[:] = [batch.work]
-            with right.body(batch, is_last):
-                yield
+            right.enter(batch, is_last)
 
-        return replace(right, body=body)
+        changed(right, enter=enter)
 
     original = Trainee.backward
 
@@ -564,30 +583,30 @@ def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]
             else:
                 parameter.grad = old
 
-    return planted(*replicas(change, MANUAL), (Trainee, "backward", backward))
+    return planted(*strategies(change, Manual), (Trainee, "backward", backward))
 
 
 # ---- clipping ----------------------------------------------------------------------------------------------------
 
 
 def clipped_before_sync() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         def sync_gradients(total_weight: Tensor) -> None:
             scale_gradients(trainable(right.model), right.world.size / total_weight)
             right.clip_grad_norm(1.0).now()
             right.sync_gradients(float(right.world.size))
 
-        return replace(
+        changed(
             right,
             sync_gradients=sync_gradients,
             clip_grad_norm=lambda _: known(float(nn.utils.get_total_norm(gradients_of(right)))),
         )
 
-    return planted(*replicas(change, MANUAL))
+    return planted(*strategies(change, Manual))
 
 
 def clipped_by_own_norm() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         own = [torch.zeros(())]
 
         def sync_gradients(total_weight: Tensor) -> None:
@@ -598,9 +617,9 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
             nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
             return known(float(own[0]))
 
-        return replace(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
+        changed(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
 
-    return planted(*replicas(change, MANUAL, BUCKETED))  # under DDP .grad is the mean already
+    return planted(*strategies(change, Manual, Bucketed))  # under DDP .grad is the mean already
 
 
 def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
@@ -608,7 +627,7 @@ def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
 
 
 def clipped_by_value() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> float:
+    def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
         nn.utils.clip_grad_value_(trainable(right.model), max_norm)
         return float(norm)
@@ -617,7 +636,7 @@ def clipped_by_value() -> AbstractContextManager[None]:
 
 
 def clipped_each_tensor_alone() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> float:
+    def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
         for parameter in trainable(right.model):
             nn.utils.clip_grad_norm_([parameter], max_norm)
@@ -627,7 +646,7 @@ def clipped_each_tensor_alone() -> AbstractContextManager[None]:
 
 
 def norm_summed_over_copies() -> AbstractContextManager[None]:
-    def clip(right: Replica, max_norm: float) -> float:
+    def clip(right: Right, max_norm: float) -> float:
         squared = nn.utils.get_total_norm(gradients_of(right)).square()
         dist.all_reduce(squared)
         nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, squared.sqrt())
@@ -640,7 +659,7 @@ def norm_summed_over_copies() -> AbstractContextManager[None]:
 
 
 def decayed_twice() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         @torch.no_grad()
         def decay(*_: Any) -> None:
             for group in right.optimizer.param_groups:
@@ -648,13 +667,12 @@ def decayed_twice() -> AbstractContextManager[None]:
                     parameter.mul_(1 - group["lr"] * (group["weight_decay"] or 0.01))
 
         right.optimizer.register_step_pre_hook(decay)
-        return right
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 def lr_scaled_by_world_size() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         before: list[float] = []
 
         def scale(*_: Any) -> None:
@@ -668,22 +686,20 @@ def lr_scaled_by_world_size() -> AbstractContextManager[None]:
 
         right.optimizer.register_step_pre_hook(scale)
         right.optimizer.register_step_post_hook(restore)
-        return right
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 def state_lost_off_rank_0() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         if right.world.rank != 0:
             right.optimizer.register_step_pre_hook(lambda *_: right.optimizer.state.clear())
-        return right
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 def stepped_on_rank_0_only() -> AbstractContextManager[None]:
-    def change(right: Replica) -> Replica:
+    def change(right: Right) -> None:
         original = right.optimizer.step
 
         @torch.no_grad()
@@ -695,9 +711,8 @@ def stepped_on_rank_0_only() -> AbstractContextManager[None]:
 
         if right.world.rank != 0:
             right.optimizer.step = step
-        return right
 
-    return planted(*replicas(change))
+    return planted(*strategies(change))
 
 
 # ---- random ------------------------------------------------------------------------------------------------------
@@ -718,7 +733,7 @@ def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
 
 
 def not_seeded() -> AbstractContextManager[None]:
-    return planted((base, "random_stream", lambda seed, device: nullcontext()))
+    return planted((SeededStream, "enter", lambda self, seed: None))
 
 
 # ---- buffers -----------------------------------------------------------------------------------------------------
@@ -740,8 +755,8 @@ def buffers_of_each_rank() -> AbstractContextManager[None]:
 
 
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
-    original = VirtualBuffers.of
-    return planted((VirtualBuffers, "of", lambda self, work: original(self, replace(work, counted=True))))
+    original = VirtualBuffers.enter
+    return planted((VirtualBuffers, "enter", lambda self, work: original(self, replace(work, counted=True))))
 
 
 def statistics_not_synchronised() -> AbstractContextManager[None]:
@@ -816,8 +831,8 @@ def loss_averages() -> AbstractContextManager[None]:
 
 
 def pause_forgotten() -> AbstractContextManager[None]:
-    original = Reducer.leaf
-    return planted((Reducer, "leaf", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
+    original = Reducer.enter
+    return planted((Reducer, "enter", lambda self, virtual_rank, **_: original(self, virtual_rank, is_last=True)))
 
 
 # ---- the list ----------------------------------------------------------------------------------------------------

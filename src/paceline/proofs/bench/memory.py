@@ -26,7 +26,7 @@ from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
-from paceline.strategies import Replica
+from paceline.strategies import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.records import size_of
 from paceline.worker.world import World
@@ -48,7 +48,7 @@ class Inspection:
         self._in_stages = False
         self.found: Memory | None = None
 
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica: Strategy) -> None:
         """Look at the replica's tensors whenever its optimizer is about to step, and has stepped."""
 
         def before(*_: object) -> None:

@@ -21,8 +21,8 @@ from paceline.errors import UsageError, plural
 from paceline.ladder import options_of_others
 from paceline.mesh import strategy_on
 from paceline.stepping.scaling import loss_scale
-from paceline.strategies import Replica
-from paceline.strategies.base import MakeOptimizer, replica
+from paceline.strategies import Strategy
+from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
@@ -171,6 +171,6 @@ def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
     return replace(config, data=data, model=model, network=network, strategy=candidate.strategy)
 
 
-def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World, /, *, virtual_ranks: int) -> Replica:
+def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World, /, *, virtual_ranks: int) -> Strategy:
     """Every copy of the model is trained alone: what its computation takes by itself."""
-    return replica(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)
+    return Strategy(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)

@@ -36,7 +36,7 @@ from paceline.sessions.observer import Apply, Observer, observed_by
 from paceline.stepping.bodies import Body, Reduction
 from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
 from paceline.stepping.trainee import Trainee
-from paceline.strategies.base import MakeOptimizer, Replica
+from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
 from paceline.verify.spec import TOLERANCES, LoopCase, LoopSpec, StepBits
@@ -108,7 +108,7 @@ class _Recorder(Observer):
         """Nothing in float64 depends on how a batch is divided: no dropout, batch norm with what it knows."""
         self.run.strategy = name
 
-        def applied(model: nn.Module, make_optimizer: MakeOptimizer, world: World) -> Replica:
+        def applied(model: nn.Module, make_optimizer: MakeOptimizer, world: World) -> Strategy:
             if not self.case.exact:
                 for module in in_double(model).modules():
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
@@ -117,7 +117,7 @@ class _Recorder(Observer):
             self.run.path += [*hooked, *filter(None, [own_hooks([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
-                replica = replace(replica, sync_gradients=partial(_undivided, replica.sync_gradients))
+                vars(replica)["sync_gradients"] = partial(_undivided, replica.sync_gradients)
 
             def seen(module: nn.Module, *seen: Any) -> None:  # a function: copies of the model do not copy the session
                 if module is model:

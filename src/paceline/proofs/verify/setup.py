@@ -23,7 +23,7 @@ from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.nested import mapped
 from paceline.seeding import derive
-from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
@@ -143,7 +143,7 @@ def to_double(tensor: Tensor) -> Tensor:
 
 def apply_strategy(
     setting: Setting, strategy: str, optimizer: str, model: nn.Module
-) -> tuple[Replica, Iterator[list[MicroBatch]]]:
+) -> tuple[Strategy, Iterator[list[MicroBatch]]]:
     """This rank's part of a training of `model`, and its batches (a collective).
 
     Give each rank a model from another seed: only a broadcast from rank 0, whose seed is the run's, makes them start

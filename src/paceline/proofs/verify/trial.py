@@ -1,9 +1,8 @@
 """A strategy under verification, with a look at everything that it does in a step."""
 
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,9 +14,8 @@ from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
-from paceline.seeding import Streams
 from paceline.stepping.summing import StepResult
-from paceline.strategies import Replica
+from paceline.strategies import Strategy
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World
 
@@ -29,7 +27,7 @@ class Trial:
     """A strategy under verification: its replica, its batches, and what was seen of its last step."""
 
     case: Case
-    replica: Replica
+    replica: Strategy
     batches: Iterator[list[MicroBatch]]
     comparison: Comparison
     start_differs: str | None = None
@@ -50,21 +48,20 @@ def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Tria
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in everything}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
     trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
-    trial.replica = _observed(trial)
+    _observe(trial)
     return trial
 
 
-def _observed(trial: Trial) -> Replica:
-    """The trial's replica, with a look at each random stream and at the gradients before they are clipped."""
+def _observe(trial: Trial) -> None:
+    """Look at each random stream, and at the gradients before they are clipped."""
     inner = trial.replica
+    right_enter, right_clip = inner.enter, inner.clip_grad_norm
 
-    @contextmanager
-    def body(batch: MicroBatch, is_last: bool) -> Generator[Streams]:
-        with inner.body(batch, is_last) as outside:
-            # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
-            if batch.work.counted and trial.case.batchnorm != "sync":
-                trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
-            yield outside
+    def enter(batch: MicroBatch, is_last: bool) -> None:
+        right_enter(batch, is_last)
+        # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
+        if batch.work.counted and trial.case.batchnorm != "sync":
+            trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
 
     def clip_grad_norm(max_norm: float) -> Pending[float]:
         # not in sync_gradients: hooks on parameters run after it
@@ -72,13 +69,13 @@ def _observed(trial: Trial) -> Replica:
         trial.gradient_fingerprints = fingerprints(gradients)
         if inner.world.rank == 0:
             trial.seen.gradients = {n: g.clone() for n, g in gradients.items()}
-        return inner.clip_grad_norm(max_norm)
+        return right_clip(max_norm)
 
     def before_step(*_: object) -> None:
         trial.seen.stepped = gradients_of(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
-    return replace(inner, body=body, clip_grad_norm=clip_grad_norm)
+    vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
 
 
 def compare_starts(trial: Trial, reference: Reference | None) -> None:
@@ -112,7 +109,7 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
 
 
-def _optimizer_state(replica: Replica, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
     state: dict[str, Tensor] = {}
     for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
@@ -129,7 +126,7 @@ def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
 
-def digests_of(replica: Replica) -> tuple[str, str]:
+def digests_of(replica: Strategy) -> tuple[str, str]:
     """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
@@ -142,7 +139,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 
 
-def parameters_of(replica: Replica) -> dict[str, Tensor]:
+def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     """All parameters, whole, by name (a collective if ranks hold shares); no copies: compare before the next step."""
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
@@ -150,7 +147,7 @@ def parameters_of(replica: Replica) -> dict[str, Tensor]:
     return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
 
 
-def gradients_of(replica: Replica) -> dict[str, Tensor]:
+def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
     held = replica.gradients()
     return whole(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}
