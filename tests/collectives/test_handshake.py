@@ -19,7 +19,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import gather_words, start_totals
+from paceline.collectives.control import gather_words, now, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.worker.world import World
@@ -112,8 +112,8 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
     with contextlib.redirect_stderr(io.StringIO()) as said, stage("memfd refused" if rank == 1 else ""):
         assert make_communicator().memory is None
         assert make_communicator().memory is None
-    totals = start_totals(torch.ones(2, 1, dtype=torch.float64) * rank, [1.0])().now()
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    totals = now(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
     return said.getvalue(), [totals.sums, totals.votes], gather_words(rank, world)
 
 
@@ -122,7 +122,7 @@ def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp
     words = "paceline: ranks talk over gloo, not through shared memory: rank 1: PermissionError: [Errno 1] Operation"
     assert everybody[0][0].startswith(words) and everybody[0][0].count("\n") == 1
     assert everybody[1][0] == ""
-    assert all(one[1:] == ([[2.0], [2.0]], [0, 1]) for one in everybody)
+    assert all(one[1:] == ([[2.0, 0.0], [2.0]], [0, 1]) for one in everybody)
 
 
 def leaves_nothing(rank: int, world_size: int) -> list[bool]:

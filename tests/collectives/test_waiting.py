@@ -172,7 +172,9 @@ BUSY = f"""{TORCH}
 from paceline.collectives.control import start_totals
 from paceline.collectives.communicator import make_communicator
 make_communicator()
-finish = start_totals(torch.ones(2, 2, dtype=torch.float64))
+from paceline.worker.world import World
+world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
+finish = start_totals([1.0] * 2, [1.0] * 2, [], world)
 while not (folder / "go").exists():
     time.sleep(0.01)  # FAULT
 finish()

@@ -24,7 +24,6 @@ Tensors of any number and shape from every rank, on every rank.
 """
 
 import cmath
-import itertools
 import json
 import math
 import sys
@@ -57,11 +56,12 @@ from paceline.worker.world import World
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
+_N = TypeVar("_N", float, Tensor, float | Tensor)
 
 
 @dataclass(frozen=True)
 class Pending(Generic[_T]):
-    """What the host makes of `numbers`, (n,) float64 on any device, once it has read them."""
+    """What the host makes of `numbers`, (n,) float64 or float32 on any device, once it has read them."""
 
     numbers: Tensor
     made: Callable[[list[float]], _T]
@@ -128,6 +128,12 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
 _dtype_and_layout = attrgetter("dtype", "layout")
 
 
+@cache
+def number_on(device: torch.device, number: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A constant, () on `device`."""
+    return torch.tensor(number, dtype=dtype, device=device)
+
+
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
     """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or [1]: perhaps one does."""
     if not gradients:
@@ -148,11 +154,15 @@ def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.de
         for group, number in by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite(gradients, device) if costs(device) else are_finite_here(gradients)
-    factor = factor.float() if isinstance(factor, Tensor) else torch.full((), factor, device=device)
     # an element is looked at before it is multiplied: by more than one, it may overflow then
-    perhaps = (factor.abs() > 1).float().view(1)
+    if isinstance(factor, Tensor):
+        factor = factor.float()
+        perhaps = (factor.abs() > 1).float().view(1)
+    else:
+        perhaps = (torch.zeros if abs(factor) <= 1 else torch.ones)(1, device=device)
+        factor = number_on(device, factor)
     torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return Pending(perhaps.double(), lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
+    return Pending(perhaps, lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
 
 
 SHOWN = 3  # lines of a rank in an error
@@ -359,60 +369,78 @@ LOOP_NUMBERS = "numbers of the loop"
 
 @dataclass(frozen=True)
 class Totals:
-    """What a `start_totals` gave: sums over virtual ranks, and sums over ranks."""
+    """What a `start_totals` gave: the sums of losses and of weights over virtual ranks, and votes summed over ranks."""
 
     sums: list[float]
     votes: list[float]
 
 
-def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pending[Totals]]:
+@dataclass(frozen=True)
+class Summed:
+    """The totals of a step over all ranks. If the host would have to wait for the device, they are not read yet."""
+
+    totals: Totals | Pending[Totals]
+    weight: float | Tensor
+    """the second of the sums"""
+
+
+def start_totals(
+    losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World
+) -> Callable[[], Summed]:
     """Start adding up over ranks; the returned function waits for the other ranks, but not for the device.
 
     Args:
-        leaves: (V, k) float64, row v what virtual rank v has to add; rows of other ranks' virtual ranks are zeros. The
-            rows are added up in the order of `tree`, so that the world size does not show in a single bit.
+        losses: of each virtual rank; 0.0 for those of other ranks. They are added up in the order of `tree`, so that
+            the world size does not show in a single bit. () float64 on the device if the host would wait for it.
+        weights: the same, also numbers of the host.
         votes: what this rank has to say, m numbers; added up over ranks in no particular order.
+        world: the ranks.
 
     Returns:
-        To be called once; `numbers` are the k sums, then the m votes.
+        To be called once. The sums are those of the losses and of the weights.
     """
-    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all leaves as they are.
-    slots = torch.cat([leaves.flatten(), sent(votes, leaves.device)])
-    finish, (_, columns) = communicator().start_sum(slots, NAME), leaves.shape
-
-    def wait() -> Pending[Totals]:
-        everything = finish()
-        if len(leaves) == 1:
-            return Pending(everything, lambda found: Totals(found[:columns], found[columns:]))
-        rows = everything[: leaves.numel()].view(leaves.shape).unbind()
-        sums = tree_sum({(v, v + 1): row for v, row in enumerate(rows)}, torch.add, len(rows))
-        numbers = torch.cat([sums, everything[leaves.numel() :]])
-        return Pending(numbers, lambda found: Totals(found[:columns], found[columns:]))
-
-    return wait
+    if world.size == 1:
+        loss, weight = _tree_sum(losses), _tree_sum(weights)
+        here = [float(loss), float(weight)] if not costs(world.device) else None
+        return lambda: _summed_here(loss, weight, [*votes]) if here is None else Summed(Totals(here, [*votes]), here[1])
+    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all numbers as they are.
+    numbers = [*losses, *weights, *votes]
+    slots = sent([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            slots[place] = number
+    finish = communicator().start_sum(slots, NAME)
+    return lambda: _summed_over_ranks(finish(), len(losses))
 
 
-def start_host_totals(leaves: Sequence[list[float]], votes: Sequence[float], world: World) -> Callable[[], Totals]:
-    """`start_totals` for numbers of the host, with the same bits. The returned function waits for the other ranks."""
-    numbers = [*itertools.chain.from_iterable(leaves), *votes]
-    finish = None
-    if world.size > 1:
-        finish = communicator().start_sum(torch.tensor(numbers, dtype=torch.float64), NAME)
+def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> Summed:
+    """On a device, without other ranks: only what the host does not know has to be read."""
+    unknown = [number for number in (loss, weight) if isinstance(number, Tensor)]
 
-    def wait() -> Totals:
-        found: list[float] = numbers if finish is None else finish().tolist()
+    def made(found: list[float]) -> Totals:
+        rest = iter(found)
+        return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
+
+    numbers = unknown[0].view(1) if len(unknown) == 1 else torch.stack(unknown) if unknown else torch.zeros(0)
+    return Summed(Pending(numbers, made), weight)
+
+
+def _summed_over_ranks(everything: Tensor, ranks: int) -> Summed:
+    if not costs(everything.device):
+        found: list[float] = everything.tolist()
         Guard.of_process().check_freed()
-        size, columns = len(leaves), len(leaves[0])
-        if size == 1:
-            return Totals(found[:columns], found[columns:])
-        rows = {(v, v + 1): found[v * columns : (v + 1) * columns] for v in range(size)}
-        return Totals(tree_sum(rows, _added, size), found[size * columns :])
-
-    return wait
+        sums = [_tree_sum(found[:ranks]), _tree_sum(found[ranks : 2 * ranks])]
+        return Summed(Totals(sums, found[2 * ranks :]), sums[1])
+    sums = everything[:2] if ranks == 1 else _tree_sum(everything[: 2 * ranks].view(2, ranks).unbind(1))
+    numbers = everything if ranks == 1 else torch.cat([sums, everything[2 * ranks :]])
+    return Summed(Pending(numbers, lambda found: Totals(found[:2], found[2:])), sums[1])
 
 
-def _added(left: list[float], right: list[float]) -> list[float]:
-    return [*map(add, left, right)]
+def _tree_sum(of_each: Sequence[_N]) -> _N:
+    """The sum of one number of each virtual rank, or of tensors."""
+    if len(of_each) == 1:
+        return of_each[0]
+    return tree_sum({(v, v + 1): number for v, number in enumerate(of_each)}, add, len(of_each))
 
 
 def sum_over_ranks(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from paceline.collectives.control import number_on
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -103,19 +104,23 @@ class Weighed:
     """what the weighted sum is divided by, together with the weights of the other micro-batches"""
     by_samples: bool = False
     """whether by its form alone the weight is the number of samples, or would be if none was dropped"""
+    one_for_each: bool = False
+    """whether each sample of the batch weighs 1 by the form of the loss"""
 
     def sum(self) -> float:
-        """The weighted sum, with the bits of `add_to`; on a GPU the host would wait for it."""
+        """The weighted sum, with the bits of `added_to`; on a GPU the host would wait for it."""
         if isinstance(self.factor, Tensor):
             return float(self.value.detach() * self.factor)
         return self.value.item() * self.factor
 
-    def add_to(self, total: Tensor) -> None:
-        """Add the weighted sum to `total`, ()."""
+    def added_to(self, total: float | Tensor) -> Tensor:
+        """The weighted sum and `total`, () float64 on the device."""
+        value = self.value.detach()
+        if not isinstance(total, Tensor):
+            total = number_on(value.device, total, torch.float64)
         if isinstance(self.factor, Tensor):
-            total.add_(self.value.detach() * self.factor)
-        else:
-            total.add_(self.value.detach(), alpha=self.factor)
+            return total + value * self.factor
+        return torch.add(total, value, alpha=self.factor)
 
     @property
     def is_nothing(self) -> bool:
@@ -139,12 +144,14 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         if reduction == "sum":
             if weight is not None:
                 raise UsageError(code="weight-of-sum")
-            return Weighed(loss, 1.0, body.samples, by_samples=True)
+            return Weighed(loss, 1.0, body.samples, by_samples=True, one_for_each=True)
         weighed = body.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
             raise UsageError(code="weight-of-mean", shape=tuple(weighed.shape))
         # a stand-in's gradients are replaced by zeros, so its factor only has to be finite
-        return Weighed(loss, weighed if counted else 1.0, weighed if counted else 0, by_samples=weight is None)
+        plain = weight is None
+        factor, of_mean = (weighed, weighed) if counted else (1.0, 0)
+        return Weighed(loss, factor, of_mean, by_samples=plain, one_for_each=plain)
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
         weight = added_in(weight)
         return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
@@ -152,7 +159,9 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         raise UsageError(code="weight-not-of-losses", shape=tuple(loss.shape))
     if loss.ndim == 1 and body.batch.samples is None and len(loss) % len(body.work.indices):
         raise UsageError(code="loss-shape", shape=tuple(loss.shape), samples=len(body.work.indices))
-    return Weighed(loss.sum(), 1.0, loss.numel() if counted else 0, by_samples=loss.ndim == 1)
+    in_row, counts = loss.ndim == 1, loss.numel() if counted else 0
+    one_for_each = in_row and len(loss) == len(body.work.indices)
+    return Weighed(loss.sum(), 1.0, counts, by_samples=in_row, one_for_each=one_for_each)
 
 
 def sum_of_nothing(model: nn.Module) -> Tensor:

@@ -224,7 +224,7 @@ class Steps:
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.exact_scale(totals)
+            scale = self._sums.exact_scale(totals.weight)
         if not last and (self._sums.is_guess or body.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
@@ -327,8 +327,8 @@ class Steps:
         if host is not None and self._sums.samples:  # no other host is waited for
             rest = self._sums.put_off(finish)
         else:
-            totals = finish()
-            rest = self._sums.rest(totals)
+            summed = finish()
+            totals, rest = summed.totals, self._sums.rest(summed.weight)
             if isinstance(totals, Totals):
                 loss, rest = self._sums.take(totals), float(rest)  # gradients are not divided by a number that is 1
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.control import (
-    Pending,
+    Summed,
     Totals,
     by_itself,
     costs,
     now,
-    start_host_totals,
     start_totals,
     told_once,
 )
@@ -25,7 +24,7 @@ from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
 from paceline.worker.world import World
 
-Finish = Callable[[], Totals | Pending[Totals]]
+Finish = Callable[[], Summed]
 """waits for the totals of all ranks; on a GPU they are still to be read then"""
 
 
@@ -75,10 +74,8 @@ class Sums:
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
-        self._virtual_ranks = virtual_ranks
-        self.rows: Tensor | list[list[float]] = self._zeros()
-        """(virtual ranks, 2) float64: of each the sum of its weighted losses, and of their weights; numbers of the host
-        if it need not wait for the device"""
+        self._virtual_ranks, self._on_device = virtual_ranks, costs(world.device)
+        self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights, once it is known"""
         self.in_round = 0
@@ -92,8 +89,7 @@ class Sums:
         self.seen: Seen = []
         self.without_gradient = False
         """whether a loss of this rank was constant, or had no weight"""
-        self._samples, self._plain, self._by_samples = 0, True, True
-        self._is_counted = False  # whether `rows` are those of a round that is over
+        self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
         self._reduction: Reduction | None = None
         self._awaited: Finish | None = None
         self._said_scale = 0.0
@@ -109,10 +105,11 @@ class Sums:
         self._reduction = reduction
         self._samples, self._plain = body.work.global_samples, self._plain and plain
         self._by_samples = weighed.by_samples
+        self._counts_all = self._counts_all and weighed.one_for_each and body.batch.samples is None
         if shared and not same(weighed.weight, body.weights[-1]):
             raise UsageError(code="weights-differ", first=float(body.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
-            self._is_counted, self.rows = False, self._zeros()
+            self._begin_round()
         if body.work.counted and self._world.leads:  # of several that compute the same
             is_nothing = weighed.is_nothing
             self._add(body.work.virtual_rank, weighed, is_nothing)
@@ -149,17 +146,24 @@ class Sums:
             self.scale = near(self._guess or samples)
         return float(self.scale)
 
-    def exact_scale(self, totals: Totals | Pending[Totals]) -> float | Tensor:
-        """The weight of the global batch, from the totals over ranks, on their device."""
-        on_host = isinstance(totals, Totals)
-        numbers = torch.tensor(totals.sums, dtype=torch.float64) if on_host else totals.numbers
-        self.scale = scale = self.weight_of(numbers)
+    def exact_scale(self, weight: float | Tensor) -> float | Tensor:
+        """The weight of the global batch, from that in the totals over ranks."""
+        self.scale = scale = self.weight_of(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def rest(self, totals: Totals | Pending[Totals]) -> float | Tensor:
-        """What the summed gradients still have to be divided by."""
-        weight = self.weight_of(totals.sums if isinstance(totals, Totals) else totals.numbers)
-        return weight / (1.0 if self.scale is None else self.scale)
+    def rest(self, weight: float | Tensor) -> float | Tensor:
+        """What the summed gradients still have to be divided by, from the weight in the totals over ranks."""
+        if self.is_weight_known and isinstance(weight, Tensor):
+            return 1.0  # `_divide` compares
+        return self.weight_of(weight) / (1.0 if self.scale is None else self.scale)
+
+    @property
+    def is_weight_known(self) -> bool:
+        """Whether the weight of the global batch is the number of its samples, for which all losses were scaled.
+
+        All ranks see that alike. It is not known if a collate function may have dropped samples.
+        """
+        return self._counts_all and self.scale is not None and self.scale == self._samples
 
     @property
     def samples(self) -> int:
@@ -172,9 +176,7 @@ class Sums:
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
             said.append(self._said_scale)
-        if isinstance(self.rows, Tensor):
-            return start_totals(self.rows, said)
-        return start_host_totals(self.rows, said, self._world)
+        return start_totals(self._losses, self._weights, said, self._world)
 
     def put_off(self, finish: Finish) -> float:
         """Wait for the totals in `await_totals` only; the rest, as each of the `samples` weighs 1."""
@@ -191,9 +193,9 @@ class Sums:
             return
         enter(Phase.SYNC)
         wait, self._awaited, samples = self._awaited, None, self.samples
-        finite_here = all(math.isfinite(float(row[0])) for row in self.rows)
+        finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.take(now(wait()), late=True)):
+            if not math.isfinite(self.take(now(wait().totals), late=True)):
                 if finite_here:
                     raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # that host may have left already: each rank speaks for itself
@@ -222,10 +224,10 @@ class Sums:
         self.result.loss += loss
         return loss
 
-    def weight_of(self, totals: Tensor | Sequence[float]) -> float | Tensor:
-        """From the totals over ranks, read or on their device, what sums of losses are divided by."""
+    def weight_of(self, weight: float | Tensor) -> float | Tensor:
+        """From the weight in the totals over ranks, what sums of losses are divided by."""
         known = 1.0 if self._reduction == "sum" else self._counted_before
-        return totals[1] if known is None else known
+        return weight if known is None else known
 
     def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
         """From the totals over ranks the mean loss and its weight; a new round begins.
@@ -238,6 +240,8 @@ class Sums:
             weight_total = self._counted_before
         if weight_total == 0:
             raise told_once(UsageError(code="loss-weights-zero", place=self._where), self._world)
+        if self.is_weight_known and weight_total != self._samples:
+            raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
         self.divisor = weight_total
         known = self._reduction == "sum" or self.scale is None or isinstance(self.scale, Tensor)
         self.was_scaled = known or self.scale == weight_total
@@ -251,27 +255,23 @@ class Sums:
         """The weight of this round, if it was counted with the first."""
         return None if self._one_each else self.divisor
 
-    def _zeros(self) -> Tensor | list[list[float]]:
-        if costs(self._world.device):
-            return torch.zeros(self._virtual_ranks, 2, dtype=torch.float64, device=self._world.device)
-        return [[0.0, 0.0] for _ in range(self._virtual_ranks)]
+    def _begin_round(self) -> None:
+        """Of each virtual rank, the sum of its weighted losses, and of their weights."""
+        self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._is_counted = False  # whether they are those of a round that is over
 
     def _add(self, virtual_rank: int, weighed: Weighed, is_nothing: bool) -> None:
         """Add the weighted sum of a loss, and in a round's first backward its weight. A mean of nothing is NaN."""
         if virtual_rank >= self._virtual_ranks:
             raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
-        if isinstance(self.rows, Tensor):
-            loss_sum, weight_sum = self.rows[virtual_rank].unbind()
-            if not is_nothing:
-                weighed.add_to(loss_sum)
-            if not self.in_round:
-                weight_sum.add_(weighed.weight)
-        else:
-            row = self.rows[virtual_rank]
-            if not is_nothing:
-                row[0] += weighed.sum()
-            if not self.in_round:
-                row[1] += float(weighed.weight)
+        if not is_nothing:
+            before = self._losses[virtual_rank]
+            self._losses[virtual_rank] = weighed.added_to(before) if self._on_device else before + weighed.sum()
+        if not self.in_round:
+            weight = weighed.weight
+            is_read = not (isinstance(weight, Tensor) and self._on_device)
+            self._weights[virtual_rank] += float(weight) if is_read else weight.double()
 
 
 def near(number: float) -> float:

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.collectives import batchnorm, communicator, transports
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, Totals
+from paceline.collectives.control import Pending, Summed, Totals
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
@@ -806,14 +806,15 @@ def weights_ignored() -> AbstractContextManager[None]:
 def own_loss_reported() -> AbstractContextManager[None]:
     original = summing_module.start_totals
 
-    def start_totals(leaves: Tensor, votes: Sequence[float] = ()) -> Callable[[], Pending[Totals]]:
-        own: list[float] = leaves.sum(0).tolist()  # (loss, weight)
-        wait = original(leaves, votes)
+    def start_totals(losses: list[float], weights: list[float], *others: Any) -> Callable[[], Summed]:
+        own, wait = [sum(losses), sum(weights)], original(losses, weights, *others)
 
-        def mine(total: Totals) -> Totals:
-            return Totals(own, total.votes) if own[1] > 0 else total  # a rank without samples has no loss of its own
+        def mine() -> Summed:
+            right = wait()
+            assert isinstance(right.totals, Totals)  # a rank without samples has no loss of its own
+            return Summed(Totals(own, right.totals.votes), right.weight) if own[1] > 0 else right
 
-        return lambda: wait().then(mine)
+        return mine
 
     return planted((summing_module, "start_totals", start_totals))
 
