@@ -31,7 +31,7 @@ import paceline
 from paceline.sessions.loop import Loop
 from paceline.sessions.prepared import Prepared
 from paceline.sessions.registered import Registered
-from paceline.stepping.steps import Steps
+from paceline.stepping.step import Step
 
 STEPS, WARM_UP, COUNTED, BATCH = 2000, 300, 20, 32
 
@@ -63,7 +63,7 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Prepared, "stepped", _nothing),
     (Prepared, "hide_hooks", lambda *_, **__: []),
     (Prepared, "show_hooks", lambda part, _: part._received.clear()),
-    (Steps, "_check_linear", _nothing),
+    (Step, "_check_linear", _nothing),
 ]
 """(class, method, what it does when it is switched off)"""
 EMPTY = "a call of nothing"

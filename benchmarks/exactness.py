@@ -37,7 +37,7 @@ from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
 from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task

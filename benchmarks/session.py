@@ -26,7 +26,7 @@ import paceline
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
 from paceline.models import CNN
 from paceline.stepping.order import CallOrder
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
 from paceline.worker.guard import Guard
 
 BLOCK, BLOCKS = 60, 16

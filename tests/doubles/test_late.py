@@ -19,7 +19,7 @@ from paceline import Strategy, World
 from paceline.collectives.control import are_finite
 from paceline.data.ahead import Prefetch
 from paceline.errors import PacelineError, StallError
-from paceline.stepping import summing
+from paceline.stepping import totals
 from paceline.train.step import TaskSteps
 from paceline.worker.guard import Guard
 
@@ -99,7 +99,7 @@ def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatc
         raise StallError("freed")
 
     monkeypatch.setattr(Guard, "check_freed", freed)
-    monkeypatch.setattr("paceline.stepping.summing.Sums.take", lambda self, totals: heard.append("totals"))
+    monkeypatch.setattr("paceline.stepping.totals.StepTotals.take", lambda self, totals: heard.append("totals"))
     with on_the_cpu(), pytest.raises(StallError):
         TaskSteps(replica, good, max_norm=1.0).take(step)
     assert bits(replica) == before
@@ -123,9 +123,9 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), Prefetch()
     replica = made("exact", world, 2)
     ahead.more = lambda: said.append("begin")
-    freed, start = Guard.check_freed, summing.start_totals
+    freed, start = Guard.check_freed, totals.start_totals
     monkeypatch.setattr(Guard, "check_freed", lambda self: (said.append("read"), freed(self)))
-    monkeypatch.setattr(summing, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
+    monkeypatch.setattr(totals, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (
         (on_the_cpu, ["last backward", "begin", "begin", "read", "read", "update"]),  # the last read looks again

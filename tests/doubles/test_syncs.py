@@ -20,8 +20,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
 from paceline.stepping.order import CallOrder
-from paceline.stepping.summing import Finish, Sums
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Finish, StepTotals, Votes
 from paceline.strategies import STRATEGIES
 from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
@@ -43,14 +42,14 @@ def begin() -> None:
     for module in [*sys.modules.values()]:
         if vars(module).get("gather_over_torch") is gather_over_torch:
             vars(module)["gather_over_torch"] = alike
-    start = Sums.start
+    start = StepTotals.start
 
-    def said_alike(self: Sums) -> Finish:
+    def said_alike(self: StepTotals) -> Finish:
         finish = start(self)
         self._said_scale = 0.0  # what HostReads gives for the sum over ranks
         return finish
 
-    Sums.start = said_alike
+    StepTotals.start = said_alike
     vars(shards)["_refuse_views"] = lambda parameters: None  # all lie at address 0
 
 

@@ -16,9 +16,9 @@ from paceline.checkpoint.shards import sha256_of
 from paceline.compute.precision import in_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
-from paceline.stepping import scaling
+from paceline.stepping import trained_model
 from paceline.stepping.nonfinite import LeftOut, NotFinite
-from paceline.stepping.scaling import FIRST, SMALLEST, LossScale
+from paceline.stepping.trained_model import FIRST, SMALLEST, LossScale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.step import TaskSteps
 
@@ -81,7 +81,7 @@ def test_small_gradients_are_zeros_without_it(world: World) -> None:
 
 
 def test_the_scale_halves_and_doubles_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "STEPS_UNTIL_DOUBLED", 3)
+    monkeypatch.setattr(trained_model, "STEPS_UNTIL_DOUBLED", 3)
     scale = LossScale()
     assert scale.overflow("step 1") and scale.value == FIRST / 2
     for _ in range(5):

@@ -74,7 +74,7 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
 
 
 def in_fp16(model: nn.Module, device: torch.device) -> None:
-    """As `in_bf16`, for fp16, whose range is so small that losses must be scaled (see `stepping.scaling`)."""
+    """As `in_bf16`, for fp16, whose range is so small that losses must be scaled (see `stepping.trained_model`)."""
     _in_half(model, device, torch.float16)
 
 

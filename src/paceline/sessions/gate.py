@@ -8,8 +8,8 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from paceline.errors import UsageError
 from paceline.sessions.observer import Observer
-from paceline.stepping.steps import Steps
-from paceline.stepping.trainee import Trainee
+from paceline.stepping.step import Step
+from paceline.stepping.trained_model import TrainedModel
 
 
 class Notes:
@@ -30,7 +30,7 @@ def trains_otherwise(model: nn.Module) -> bool:
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
 
-class Gate(Steps):
+class SessionStep(Step):
     """What `Prepared` and the loop ask. In no step, everything may act."""
 
     merged = False
@@ -45,30 +45,30 @@ class Gate(Steps):
     @property
     def is_over(self) -> bool:
         """Whether this is the last micro-batch of the last pass: what is due once a step is due now."""
-        return self.body is None or self.phases.is_last(self.body)
+        return self.micro_step is None or self.phases.is_last(self.micro_step)
 
     @property
     def untouched(self) -> bool:
         """Whether nothing of this step has been computed yet that another rank may count on."""
-        return self._first is None and (self.body is None or self.body.done == (0, ()))
+        return self._first is None and (self.micro_step is None or self.micro_step.done == (0, ()))
 
     @property
     def is_whole(self) -> bool:
         """Whether the body at hand, the step's last, has done all that the bodies before it did."""
-        body, usual = self.body, self._usual
-        if body is None or body.has_failed or not self.is_over:
+        micro_step, usual = self.micro_step, self._usual
+        if micro_step is None or micro_step.has_failed or not self.is_over:
             return False
-        return bool(body.weights) and usual in (None, body.done)
+        return bool(micro_step.weights) and usual in (None, micro_step.done)
 
-    def may_update(self, part: Trainee, optimizer: int) -> bool:
+    def may_update(self, part: TrainedModel, optimizer: int) -> bool:
         """Whether `optimizer.step()` is to update now, of the optimizer with this number."""
-        body = self.body
-        if body is None:
+        micro_step = self.micro_step
+        if micro_step is None:
             return True
-        body.stepped.append(optimizer)
-        body.has_stepped = True
-        self.phases.keep_buffers(body)
-        if not (body.is_last and self.phases.counts(body)) or self.is_left_out:
+        micro_step.stepped.append(optimizer)
+        micro_step.has_stepped = True
+        self.phases.keep_buffers(micro_step)
+        if not (micro_step.is_last and self.phases.counts(micro_step)) or self.is_left_out:
             return False
         if part.has_aside:
             raise UsageError(code="step-before-last-backward")
@@ -77,17 +77,17 @@ class Gate(Steps):
 
     def check_only_loop(self) -> None:
         """Raise UsageError where a training loop begins in the body of another."""
-        if self.body is not None:
+        if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
     def check_evaluation(self) -> None:
         """Raise UsageError where a model is evaluated with buffers of one virtual rank."""
-        if not self.merged and self.body is None:
+        if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 
     def check_forward(self) -> None:
         """Raise UsageError where not every rank may call a model that all ranks must call together."""
-        if not self.merged and self.body is None:
+        if not self.merged and self.micro_step is None:
             raise UsageError(code="sharded-model-outside-loop")
 
     def check_evaluated(self, samples: int, ranks: int) -> None:

@@ -14,10 +14,10 @@ from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.sessions.elsewhere import replace_in_place
-from paceline.sessions.gate import Gate
+from paceline.sessions.gate import SessionStep
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
-from paceline.sessions.prepared import Prepared, PreparedOptimizer
+from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.optimizer import checked_optimizer
 from paceline.worker.world import World
@@ -103,8 +103,8 @@ def prepared(
     strategy: Callable[[nn.Module, MakeOptimizer, World], Strategy],
     world: World,
     number: int,
-    gate: Gate,
-) -> Prepared:
+    gate: SessionStep,
+) -> PreparedModel:
     """The model as this rank's part, with its optimizer and scheduler; see `Session.prepare` (a collective)."""
     with together(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -119,10 +119,10 @@ def prepared(
         replace_in_place(given, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
-        return Prepared(replica, scheduler, number, gate)
+        return PreparedModel(replica, scheduler, number, gate)
 
 
-def prepared_again(part: Prepared, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
+def prepared_again(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
     """Another optimizer of a model that was prepared already (a collective)."""
     with together(world):
         made = made_optimizer(part.replica.model, optimizer)(part.replica.model.parameters())

@@ -31,7 +31,7 @@ from paceline.ladder import EXACT, LADDER, options_of_others
 from paceline.observe.summary import Summary
 from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
-from paceline.sessions.gate import Gate, Notes
+from paceline.sessions.gate import Notes, SessionStep
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
 from paceline.sessions.observer import current_observer
@@ -138,7 +138,7 @@ class Life(Loop):
             self._max_steps = self._course.step + (self._observer or self._guard).max_steps
             self._guard.box.on_device = on_device = phase_events(world.device)
             self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)
-            self._steps = Gate(
+            self._steps = SessionStep(
                 world, self._virtual_ranks, self._clock, votes=self._votes,
                 order=self._course.order, way_out='session(not_finite="skip")',
                 may_leave_out=not_finite != "stop", exact=self._exact,
@@ -215,13 +215,18 @@ class Life(Loop):
 
     def explained(self, error: BaseException | None) -> UsageError | None:
         """The error in words, if it came of gradients that are shared out, or not there before the last micro-batch."""
-        body = self._steps.body
+        micro_step = self._steps.micro_step
         if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
         told, trace = f"{type(error).__name__}: {error}.", error.__traceback__
         if "mixed torch.Tensor and DTensor" in str(error):
             return UsageError(code="sharded-weights-used", error=told).with_traceback(trace)
-        if body is None or body.is_last or not body.weights or any(part.has_gradients for part in self._parts):
+        if (
+            micro_step is None
+            or micro_step.is_last
+            or not micro_step.weights
+            or any(part.has_gradients for part in self._parts)
+        ):
             return None
         files = [one.filename for one in traceback.extract_tb(trace)]
         if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):

@@ -35,7 +35,7 @@ from paceline.sessions.order import (
 from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
-Bodies = list[MicroBatch]
+MicroBatches = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]
 COMPARED = 64  # batches of an evaluation whose order is compared before the first
 Size = tuple[int, ...]
@@ -162,7 +162,7 @@ class Loader:
             self.dealt = plan
         return plan
 
-    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[Bodies]:
+    def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on, this rank's micro-batches."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)

@@ -25,14 +25,14 @@ from paceline.errors import ExitCode, UsageError
 from paceline.observe.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
-from paceline.sessions.gate import Gate
+from paceline.sessions.gate import SessionStep
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import COMPARED, Prepared
+from paceline.sessions.prepared import COMPARED, PreparedModel
 from paceline.sessions.ranks import Ranks
 from paceline.sessions.registered import Registered, check_no_scaler
 from paceline.sessions.wording import compare, opening, savable, write_session_settings
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
 from paceline.train.alike import check_replicas
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
@@ -55,12 +55,12 @@ class Loop(Ranks):
 
     _seed: int
     _share: range
-    _steps: Gate
+    _steps: SessionStep
     _course: Course
     _guard: Guard
     _clock: PhaseClock
     _track: str | None
-    _parts: list[Prepared]
+    _parts: list[PreparedModel]
     _numbers: list[dict[str, Any]]
     _settings: dict[str, Any]
     _others: dict[str, Any]  # arguments that do not define the run
@@ -114,10 +114,10 @@ class Loop(Ranks):
     def _check_all_here(self) -> None:
         """See Ranks; also in the body of a training loop, of which ranks may run different numbers."""
         super()._check_all_here()
-        body, loader = self._steps.body, self._loader
-        if self.size == 1 or body is None or body.is_last or loader is None:
+        micro_step, loader = self._steps.micro_step, self._loader
+        if self.size == 1 or micro_step is None or micro_step.is_last or loader is None:
             return
-        plan, work = loader.dealt, body.work
+        plan, work = loader.dealt, micro_step.work
         shares = (ranks_share(self._virtual_ranks, rank, self.size) for rank in range(self.size))
         if plan is not None and len({len(rank_work(plan, work.epoch, work.step, share)) for share in shares}) > 1:
             raise UsageError(code="collective-in-body")
@@ -175,11 +175,11 @@ class Loop(Ranks):
             self._evaluates = False
 
     def _evaluated(self, loader: Loader) -> Generator[Any]:
-        body = self._steps.body
+        micro_step = self._steps.micro_step
         if not self._steps.is_over:
             raise UsageError(code="evaluation-inside-step")
-        outside = self._steps.stream.outside if body is not None else None
-        restore = remembered_streams() if body is not None else lambda: None
+        outside = self._steps.stream.outside if micro_step is not None else None
+        restore = remembered_streams() if micro_step is not None else lambda: None
         self._check_data(loader)
         with nullcontext() if outside is None else outside.current():  # the draws of a loop without a session
             plan = loader.drawn(self.world, None)
@@ -204,8 +204,8 @@ class Loop(Ranks):
         if goes_on is not None:
             if not self._in_epochs:  # a look at a batch, say: s.backward raises an error here
                 plan = loader.drawn(self.world, None)
-                for bodies in loader.training(plan, self._share, where["passes"], 0):
-                    yield from (batch.inputs for batch in bodies)
+                for micro_batches in loader.training(plan, self._share, where["passes"], 0):
+                    yield from (batch.inputs for batch in micro_batches)
                 return
             if self._skipped < goes_on["pass"]:  # it was over before the checkpoint
                 self._skipped += 1
@@ -228,18 +228,18 @@ class Loop(Ranks):
             part.check_parameters()
         one_each = plan.virtual_ranks == self.size and plan.accumulation == 1
         self._clock(Phase.DATA)
-        for bodies in loader.training(plan, self._share, where["passes"], start):
+        for micro_batches in loader.training(plan, self._share, where["passes"], start):
             if self.size > 1:
                 self._compare_place(loader)
-            for batch in steps.through(self._at, bodies, one_each=one_each):
+            for batch in steps.through(self._at, micro_batches, one_each=one_each):
                 try:
                     yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                 except GeneratorExit:
-                    self._left(loader, bodies, plan)
+                    self._left(loader, micro_batches, plan)
                     raise
                 if observer is not None:
                     observer.on_batch_end()
-            self._between(loader, bodies, plan)
+            self._between(loader, micro_batches, plan)
             if self._course.step >= self._max_steps:
                 break
             self._stop_if_asked()
@@ -288,11 +288,11 @@ class Loop(Ranks):
 
         It trains something that losses of s.backward depend on, and that is in no prepared model.
         """
-        body = self._steps.body
+        micro_step = self._steps.micro_step
         if (
             id(optimizer) in self._steps.optimizers
-            or body is None
-            or not body.weights
+            or micro_step is None
+            or not micro_step.weights
             or (self.size == 1 and self._steps.phases.alone)
         ):
             return
@@ -324,7 +324,7 @@ class Loop(Ranks):
     def _at(self) -> str:
         return f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
 
-    def _left(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan) -> None:
+    def _left(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
         steps = self._steps
         try:
@@ -332,7 +332,7 @@ class Loop(Ranks):
                 steps.give_up()
             elif steps.is_whole:
                 steps.leave()  # after its last backward: the step is as whole as it will be
-                self._between(loader, bodies, plan, left=True)
+                self._between(loader, micro_batches, plan, left=True)
                 self._clock(Phase.USER)
             else:
                 self._broken = UsageError(code="loop-left-in-step", place=self._at)
@@ -401,14 +401,16 @@ class Loop(Ranks):
         known = {"test_metrics": found or None, "test_accuracy": found.get("accuracy")}
         return {"task": self._name, "strategy": self._strategy, **known}
 
-    def _between(self, loader: Loader, bodies: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False) -> None:
+    def _between(
+        self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False
+    ) -> None:
         self._check_periodically()
         done = self._steps.end()
         batch = self._where["batch"]
-        samples = loader.samples(plan, bodies[0].work.epoch, batch)
+        samples = loader.samples(plan, micro_batches[0].work.epoch, batch)
         self._where["batch"] += 1
         course, lr = self._course, float(self._parts[0].rates()[0])
-        record = StepRecord(course.step + 1, done, lr, bodies, self._clock.take(), self._clock.borders)
+        record = StepRecord(course.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
         course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
         course.back(record)
         if self._observer is not None:

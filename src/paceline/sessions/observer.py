@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.data.plan import Work
 from paceline.sessions.loader import Loader
-from paceline.stepping.bodies import Body, Reduction
-from paceline.stepping.trainee import Trainee
+from paceline.stepping.micro_step import MicroStep, Reduction
+from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.train.fit import StepRecord
 
@@ -27,7 +27,7 @@ class Observer:
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
     """number of steps after which training ends; the script continues"""
-    parts: Sequence[Trainee] = ()
+    parts: Sequence[TrainedModel] = ()
     """the prepared models"""
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
@@ -47,13 +47,15 @@ class Observer:
     def on_batch_end(self) -> None:
         """The body of a training loop has ended. Its random streams are still the current ones."""
 
-    def on_backward(self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body | None) -> None:
+    def on_backward(
+        self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
+    ) -> None:
         """s.backward begins."""
 
-    def on_gradients(self, body: Body | None) -> None:
+    def on_gradients(self, micro_step: MicroStep | None) -> None:
         """s.backward returns. In the step's last body .grad is the gradient of the global batch's mean."""
 
-    def on_update(self, part: Trainee) -> None:
+    def on_update(self, part: TrainedModel) -> None:
         """An optimizer updates a model with the current gradients."""
 
     def on_step(self, record: StepRecord) -> None:

@@ -24,9 +24,9 @@ from paceline.collectives.control import Pending, gather_words, told_once
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
-from paceline.sessions.gate import Gate, trains_otherwise
+from paceline.sessions.gate import SessionStep, trains_otherwise
 from paceline.stepping.hooks import HiddenHooks, Received
-from paceline.stepping.trainee import Trainee
+from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.strategies.held import hold_optimizer, load_states, saved_state
 from paceline.strategies.refusals import refuse_foreign
@@ -48,7 +48,7 @@ COMPARED = ("hooks", "trained", "gradients", "learning rates")
 class PreparedOptimizer:
     """An optimizer of a prepared model, with its scheduler: they act at the end of a step only."""
 
-    def __init__(self, part: "Prepared", optimizer: Any, scheduler: Any, number: int) -> None:
+    def __init__(self, part: "PreparedModel", optimizer: Any, scheduler: Any, number: int) -> None:
         """`number` counts all optimizers of the session from 0."""
         self.part, self.optimizer, self.scheduler, self.number = part, optimizer, scheduler, number
         self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
@@ -112,16 +112,16 @@ class PreparedOptimizer:
         self.optimizer._opt_called = True
         gate = self.part.gate
         if gate.may_update(self.part, self.number):
-            if gate.body is not None:
-                gate.body.has_failed = True  # until it has not: an error here leaves a step that is not whole
+            if gate.micro_step is not None:
+                gate.micro_step.has_failed = True  # until it has not: an error here leaves a step that is not whole
             shown = self.part.shown()
             self.part.before_update(shown)
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
             self._update()
             self.part.after_update(shown)
-            if gate.body is not None:
-                gate.body.has_failed = False
+            if gate.micro_step is not None:
+                gate.micro_step.has_failed = False
         return loss
 
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
@@ -147,10 +147,10 @@ class ForwardHook:
         return ForwardHook, ()
 
 
-class Prepared(Trainee):
+class PreparedModel(TrainedModel):
     """What `Session.prepare` was given, and the replica that a strategy has made of it."""
 
-    def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: Gate) -> None:
+    def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep) -> None:
         """`number` counts from 0; `gate` knows where in a step the loop is."""
         super().__init__(replica, number)
         self.gate = gate
@@ -227,11 +227,11 @@ class Prepared(Trainee):
         return made
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
-        """See Trainee."""
+        """See TrainedModel."""
         return any(one.number in numbers for one in self.optimizers)
 
     def rates(self) -> list[float]:
-        """See Trainee."""
+        """See TrainedModel."""
         return [group["lr"] for one in self.optimizers for group in one.optimizer.param_groups]
 
     def stepped(self) -> None:
@@ -298,7 +298,7 @@ class Prepared(Trainee):
         self._carried = None
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
-        """As `Trainee.synchronise`."""
+        """As `TrainedModel.synchronise`."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
@@ -313,7 +313,7 @@ class Prepared(Trainee):
         return known
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
-        """See Trainee."""
+        """See TrainedModel."""
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
             shown = self.shown()
@@ -323,7 +323,7 @@ class Prepared(Trainee):
                 self._summed, self._versions = shown, _versions(shown)
 
     def hide_hooks(self, *, alone: bool) -> HiddenHooks:
-        """See Trainee. If there were none, they are looked for again when one was registered."""
+        """See TrainedModel. If there were none, they are looked for again when one was registered."""
         hooks = self.gate.tensor_hooks
         assert hooks is not None
         if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:
@@ -332,7 +332,7 @@ class Prepared(Trainee):
         return []
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
-        """See Trainee."""
+        """See TrainedModel."""
         if hidden:
             super().show_hooks(hidden)
         self._received.clear()
@@ -528,7 +528,7 @@ class Prepared(Trainee):
             raise BACKWARD.error(f"loss.backward() or torch.autograd.backward() has reached parameter {name}")
 
     def check_between(self) -> None:
-        """See Trainee."""
+        """See TrainedModel."""
         self._check_received()
         self._check_assigned(self.shown())
 
@@ -566,7 +566,7 @@ class Prepared(Trainee):
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
 
 
-def _held_back(scheduler: Any, gate: Gate) -> None:
+def _held_back(scheduler: Any, gate: SessionStep) -> None:
     """Let `scheduler.step` wait for the end of a step. By its class: whatever hangs on it is saved with its state."""
     kind: Any = type(scheduler)
 

@@ -39,8 +39,8 @@ from paceline.sessions.life import Life, install, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, current_observer
 from paceline.sessions.order import global_streams, put_global_streams
-from paceline.sessions.prepared import Prepared
-from paceline.stepping.bodies import Reduction
+from paceline.sessions.prepared import PreparedModel
+from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.train.weights import save
 
@@ -70,8 +70,8 @@ class Session(Life):
     @property
     def samples(self) -> int:
         """How many samples of the batch at hand count: 0 for a stand-in, where a rank has no share of a small batch."""
-        body = self._steps.body
-        return 0 if body is None else body.samples
+        micro_step = self._steps.micro_step
+        return 0 if micro_step is None else micro_step.samples
 
     @overload
     def prepare(self, model: nn.Module, optimizer: OptimizerLike) -> tuple[nn.Module, Optimizer]: ...
@@ -119,7 +119,7 @@ class Session(Life):
         found = (part.replica.module, part.optimizer)
         return found if part.scheduler is None else (*found, part.scheduler)
 
-    def _prepare_again(self, part: Prepared, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
+    def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
         """A second optimizer for other parameters of a model that was prepared before."""
         made = prepared_again(part, optimizer, scheduler, self.world)
         if self._course.origin is not None:
@@ -262,20 +262,20 @@ class Session(Life):
             TrainingError: if the loss or a gradient is not finite, or the ranks have called different collectives.
                 With `local_steps` all but the gradients may be found out by the next turn of the loop.
         """
-        body = self._steps.body
+        micro_step = self._steps.micro_step
         if self._observer is not None:
-            self._observer.on_backward(loss, weight, reduction, body)
+            self._observer.on_backward(loss, weight, reduction, micro_step)
         self._check_whole()
-        if self._evaluates and body is None:
+        if self._evaluates and micro_step is None:
             raise UsageError(code="backward-in-evaluation")
         if self._resumes and not self._in_epochs:
             raise UsageError(code="loop-without-epochs")
         chosen = [] if only == () else self._trained_by([only] if isinstance(only, Optimizer) else only)
         self._steps.backward(loss, weight, reduction, more, chosen, retain_graph)
         if self._observer is not None:
-            self._observer.on_gradients(body)
+            self._observer.on_gradients(micro_step)
 
-    def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[Prepared]:
+    def _trained_by(self, optimizers: Iterable[Optimizer]) -> list[PreparedModel]:
         """The models that these optimizers train."""
         asked = {id(one) for one in optimizers}
         of = {id(one.optimizer): part for part in self._parts for one in part.optimizers}
@@ -289,7 +289,7 @@ class Session(Life):
         As torch's clip_grad_norm_, and right also where ranks hold shares of the gradients (a collective there). Before
         a step's last micro-batch it does nothing and returns 0.
         """
-        if self._steps.body is not None and not self._steps.body.is_last:
+        if self._steps.micro_step is not None and not self._steps.micro_step.is_last:
             return torch.zeros((), device=self.device)
         norm = self._part(model).replica.clip_grad_norm(max_norm).now()
         return torch.full((), norm, dtype=torch.float64, device=self.device)
@@ -318,7 +318,7 @@ class Session(Life):
         found, where = self.weights(model), Path(path)
         self.main(partial(save, pickled=where.suffix != ".safetensors"), found, where)
 
-    def _part(self, model: nn.Module | None) -> Prepared:
+    def _part(self, model: nn.Module | None) -> PreparedModel:
         if model is None and len(self._parts) == 1:
             return self._parts[0]
         found = [part for part in self._parts if model in (part.replica.model, part.replica.module)]

@@ -34,8 +34,8 @@ from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.observe.writers import EventWriter
-from paceline.stepping.trainee import Trainee
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
+from paceline.stepping.trained_model import TrainedModel
 from paceline.train.alike import check_replicas
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
@@ -48,7 +48,7 @@ NOBODY = '{"guilty": []}'  # the guard's message if no rank is guilty
 class StateCollection:
     """All models of a training, as one state to be saved."""
 
-    parts: Sequence[Trainee]
+    parts: Sequence[TrainedModel]
     world: World
     virtual_ranks: int
     others: Callable[[], list[TensorShard]] = list

@@ -24,8 +24,8 @@ from paceline.observe.progress import Throughput
 from paceline.observe.summary import Summary, finite, write_summary
 from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
-from paceline.stepping.trainee import Trainee
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
+from paceline.stepping.trained_model import TrainedModel
 from paceline.train.checkpointing import Keeping, Rhythm, StateCollection
 from paceline.train.costs import Waiting, all_costs
 from paceline.train.fit import StepRecord
@@ -74,7 +74,7 @@ class Course(Records):
         self.metrics, self.evaluated = dict(content.metrics), content.evaluated
 
     def open(
-        self, parts: Sequence[Trainee], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
+        self, parts: Sequence[TrainedModel], plan: BatchPlan, share: range, facts: Callable[[], dict[str, Any]],
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, track: str | None = None,
         others: Callable[[], list[TensorShard]] = list,
     ) -> None:  # fmt: skip

@@ -13,7 +13,7 @@ from paceline.collectives.control import gather_tensors
 from paceline.data.fingerprint import probes
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import ranks_share
-from paceline.stepping.lockstep import Part, as_many_parts_as_any
+from paceline.stepping.step import Part, as_many_parts_as_any
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call

@@ -8,8 +8,8 @@ from typing import Unpack
 from paceline.compute.phase_events import PhaseEvents
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
-from paceline.stepping.scaling import LossScale
-from paceline.stepping.summing import StepResult
+from paceline.stepping.totals import StepResult
+from paceline.stepping.trained_model import LossScale
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
 from paceline.train.optimizer import Rates

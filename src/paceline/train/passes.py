@@ -80,9 +80,9 @@ class StreamPasses(Passes):
                 self._stream.saved = {}
             passed = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
             with closing(passed):
-                for bodies in passed:
+                for micro_batches in passed:
                     step += 1
-                    pairs = ((one, *as_pair(one.inputs)) for one in bodies)
+                    pairs = ((one, *as_pair(one.inputs)) for one in micro_batches)
                     yield [replace(one, inputs=inputs, targets=targets) for one, inputs, targets in pairs]
                     if self.is_over(step):
                         return

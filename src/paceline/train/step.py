@@ -11,14 +11,12 @@ from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
-from paceline.stepping.bodies import added_in
-from paceline.stepping.flowing import FlowingSteps
+from paceline.stepping.micro_step import added_in
 from paceline.stepping.order import CallOrder
-from paceline.stepping.scaling import LossScale
-from paceline.stepping.steps import Steps
-from paceline.stepping.summing import StepResult
-from paceline.stepping.trainee import Trainee
-from paceline.stepping.votes import Votes
+from paceline.stepping.pipeline_step import PipelineStep
+from paceline.stepping.step import Step
+from paceline.stepping.totals import StepResult, Votes
+from paceline.stepping.trained_model import LossScale, TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call
 
@@ -67,10 +65,10 @@ class TaskSteps:
         self._one_each = one_each
         way_out, self._scale = "--not-finite skip", scale
         if replica.pipeline is None:
-            self._steps = Steps(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
+            self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         else:  # no stage could compute a sample again alone
-            self._steps = FlowingSteps(replica.world, replica.virtual_ranks, way_out=way_out, **options)
-        self._steps.parts.append(Trainee(replica, scale=scale))
+            self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
+        self._steps.parts.append(TrainedModel(replica, scale=scale))
 
     def take(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """Take one step on this rank's micro-batches of a global batch, at least one, as the loader gives them.
@@ -86,7 +84,7 @@ class TaskSteps:
         steps, replica, work = self._steps, self._replica, microbatches[0].work
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
-            if isinstance(steps, FlowingSteps):
+            if isinstance(steps, PipelineStep):
                 losses = partial(weighted_losses, self._loss)
                 steps.flow(where, microbatches, lambda batch: call(replica.model, batch.inputs), losses)
             else:

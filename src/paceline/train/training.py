@@ -15,9 +15,8 @@ from paceline.ladder import EXACT
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
 from paceline.rhythm import steps_or_seconds
-from paceline.stepping.scaling import loss_scale
-from paceline.stepping.trainee import Trainee
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Votes
+from paceline.stepping.trained_model import TrainedModel, loss_scale
 from paceline.train.checkpointing import Rhythm
 from paceline.train.costs import data_lines
 from paceline.train.course import Course
@@ -60,7 +59,7 @@ class Training:
         with noticing(told=self._world.rank == 0) as course.request, closing(course), self._display:
             try:
                 course.open(
-                    [Trainee(parts.replica)], parts.plan, parts.share,
+                    [TrainedModel(parts.replica)], parts.plan, parts.share,
                     lambda: facts(parts, self._place) | self._evaluations.summary(), opening_lines(parts),
                     of=f" of {parts.total_steps}" if parts.total_steps else "", track=run.track,
                     listed=run.record_samples or parts.plan.own_order,

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 import paceline
 from paceline.data import plan as order_module
-from paceline.sessions.prepared import Prepared
-from paceline.stepping import steps as steps_module
-from paceline.stepping.trainee import Trainee
+from paceline.sessions.prepared import PreparedModel
+from paceline.stepping import step as steps_module
+from paceline.stepping.trained_model import TrainedModel
 
 Loop = Callable[[], object]
 
@@ -573,32 +573,32 @@ def gradient_normalized_by_a_hook() -> None:
 
 @bug("the scale of gradients in backward", "planted in the step: sums are back-propagated, and divided afterwards")
 def sum_back_propagated() -> None:
-    backward, synchronise = Trainee.backward, Trainee.synchronise
+    backward, synchronise = TrainedModel.backward, TrainedModel.synchronise
 
-    def larger(self: Trainee, loss: Tensor, **options: Any) -> None:
+    def larger(self: TrainedModel, loss: Tensor, **options: Any) -> None:
         backward(self, loss * 16, **options)
 
-    def divided(self: Trainee, divisor: Tensor, **options: Any) -> Any:
+    def divided(self: TrainedModel, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor * 16, **options)
 
-    with patch.object(Trainee, "backward", larger), patch.object(Trainee, "synchronise", divided):
+    with patch.object(TrainedModel, "backward", larger), patch.object(TrainedModel, "synchronise", divided):
         right_with_a_clamp()
 
 
 @bug("the scale of gradients in backward", "planted in the step: hooks on parameters run before the sum over ranks")
 def hooks_before_the_sum() -> None:
-    with patch.object(Trainee, "hide_hooks", lambda self, alone: []):
+    with patch.object(TrainedModel, "hide_hooks", lambda self, alone: []):
         right_with_parameter_hooks()
 
 
 @bug("every gradient is 2 x what it should be", "planted in the step: accumulated losses that are not divided")
 def gradient_doubled() -> None:
-    synchronise = Trainee.synchronise
+    synchronise = TrainedModel.synchronise
 
-    def halved(self: Trainee, divisor: Tensor, **options: Any) -> Any:
+    def halved(self: TrainedModel, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor / 2, **options)
 
-    with patch.object(Trainee, "synchronise", halved), paceline.session() as s:
+    with patch.object(TrainedModel, "synchronise", halved), paceline.session() as s:
         trained(s, usual(s))
 
 
@@ -680,13 +680,16 @@ def gradients_combined_by_hand() -> None:
 @bug("does not come from s.backward", "planted in the session: nothing is said of a second backward")
 def second_backward_unchecked() -> None:
     unchecked = lambda self, *_: None  # noqa: E731
-    with patch.object(Prepared, "_check_received", unchecked), patch.object(Prepared, "_check_assigned", unchecked):
+    with (
+        patch.object(PreparedModel, "_check_received", unchecked),
+        patch.object(PreparedModel, "_check_assigned", unchecked),
+    ):
         second_backward_of_another_head()
 
 
 @bug("does not come from s.backward", "planted in the session: changed gradients are not compared over ranks")
 def gradient_added_by_hand_unchecked() -> None:
-    with patch.object(Prepared, "before_update", lambda self, shown: None):
+    with patch.object(PreparedModel, "before_update", lambda self, shown: None):
         gradient_added_by_hand()
 
 

@@ -33,8 +33,8 @@ from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, Work
 from paceline.seeding import SeededStream
-from paceline.stepping import summing as summing_module
-from paceline.stepping.trainee import Trainee
+from paceline.stepping import totals as summing_module
+from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies import base
 from paceline.strategies import bucketed as bucketed_module
 from paceline.strategies import ddp as ddp_module
@@ -553,7 +553,7 @@ def mean_of_each_microbatch_back_propagated() -> AbstractContextManager[None]:
 
 
 def hooks_before_the_sum() -> AbstractContextManager[None]:
-    return planted((Trainee, "hide_hooks", lambda self, alone: []))
+    return planted((TrainedModel, "hide_hooks", lambda self, alone: []))
 
 
 def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]:
@@ -567,9 +567,9 @@ def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]
 
         changed(right, enter=enter)
 
-    original = Trainee.backward
+    original = TrainedModel.backward
 
-    def backward(self: Trainee, loss: Tensor, **options: Any) -> None:
+    def backward(self: TrainedModel, loss: Tensor, **options: Any) -> None:
         by = factor(entered[0])
         parameters = trainable(self.replica.model)
         before = [p.grad for p in parameters]
@@ -583,7 +583,7 @@ def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]
             else:
                 parameter.grad = old
 
-    return planted(*strategies(change, Manual), (Trainee, "backward", backward))
+    return planted(*strategies(change, Manual), (TrainedModel, "backward", backward))
 
 
 # ---- clipping ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError, plural
 from paceline.ladder import options_of_others
 from paceline.mesh import strategy_on
-from paceline.stepping.scaling import loss_scale
+from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task

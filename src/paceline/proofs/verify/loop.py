@@ -33,9 +33,9 @@ from paceline.seeding import derive, seed_streams, stream_states
 from paceline.sessions.life import UNSEEDED, close_all
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, Observer, observed_by
-from paceline.stepping.bodies import Body, Reduction
 from paceline.stepping.hooks import nodes_of, own_functions, own_hooks
-from paceline.stepping.trainee import Trainee
+from paceline.stepping.micro_step import MicroStep, Reduction
+from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
@@ -50,7 +50,7 @@ class LoopStep(Observed):
     """A step as a rank has seen it. Its samples are the rank's own, and of each tensor it keeps some values."""
 
     epoch: int = 0
-    bodies: int = 0
+    micro_batches: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
     input: float = 0.0  # a sum over what the models were given
     output: float = 0.0
@@ -95,7 +95,10 @@ class _Recorder(Observer):
     """gradients after s.backward, by the number of the model; what no update uses counts for nothing"""
     _left: dict[str, tuple[Tensor | None, int]] = field(default_factory=dict[str, tuple[Tensor | None, int]])
     """by parameter, its gradient and version after the last backward"""
-    _left_in: tuple[Body | None, int] = (None, 0)  # the body of that backward; how many optimizers had stepped in it
+    _left_in: tuple[MicroStep | None, int] = (
+        None,
+        0,
+    )  # the body of that backward; how many optimizers had stepped in it
     _unhook: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -176,9 +179,13 @@ class _Recorder(Observer):
                     sums[what] = sums.get(what, 0.0) + float((rows @ signs).sum())
                     sums["values"] = sums.get("values", 0.0) + rows.numel()
 
-    def on_backward(self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body | None) -> None:
+    def on_backward(
+        self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
+    ) -> None:
         """Note which gradients the loop has changed since the last backward: to zero or None is no change of a sum."""
-        again = body is not None and body is self._left_in[0] and len(body.stepped) == self._left_in[1]
+        again = (
+            micro_step is not None and micro_step is self._left_in[0] and len(micro_step.stepped) == self._left_in[1]
+        )
         for name, p in self._named():
             if p.grad is (before := self._left.get(name, (None, -1)))[0] and _version(p.grad) == before[1]:
                 continue
@@ -196,19 +203,19 @@ class _Recorder(Observer):
             first = _of_mean(loss, weight, reduction)
             self._unhook = loss.register_hook(lambda _: first).remove
 
-    def on_gradients(self, body: Body | None) -> None:
+    def on_gradients(self, micro_step: MicroStep | None) -> None:
         self._unhook()
-        for part in self.parts if body is not None and body.is_last else ():
+        for part in self.parts if micro_step is not None and micro_step.is_last else ():
             self._summed[part.number] = self._values(part, gradients_of(part.replica))
         self._left = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
-        self._left_in = body, len(body.stepped) if body is not None else 0
+        self._left_in = micro_step, len(micro_step.stepped) if micro_step is not None else 0
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters whose whole gradient this rank has."""
         named = [(one.prefix, one.replica.model.named_parameters()) for one in self.parts if not one.replica.sharded]
         return [(prefix + name, p) for prefix, parameters in named for name, p in parameters]
 
-    def _values(self, part: Trainee, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _values(self, part: TrainedModel, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies by the names of all models, of all values if bits count, else of some, evenly spread."""
         found: dict[str, Tensor] = {}
         for name, tensor in named.items():
@@ -216,7 +223,7 @@ class _Recorder(Observer):
             found[part.prefix + name] = tensor.detach().reshape(-1)[::every].to("cpu", copy=True)
         return found
 
-    def on_update(self, part: Trainee) -> None:
+    def on_update(self, part: TrainedModel) -> None:
         self._step.gradients = {**self._step.gradients, **self._summed.pop(part.number, {})}
         self._step.stepped = {**self._step.stepped, **self._values(part, gradients_of(part.replica))}
         self._step.updates = True
@@ -226,7 +233,7 @@ class _Recorder(Observer):
         step.samples = sorted(i for one in batches if one.work.counted for i in one.work.indices.tolist())
         step.scalars = {"loss": record.result.loss}
         step.rates = [rate for part in self.parts for rate in part.rates()]
-        step.epoch, step.bodies = batches[0].work.epoch, len(batches)
+        step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)
         step.input = sum(sums.get("input", 0.0) for sums in self._sums.values())
         step.values = sum(sums.get("values", 0.0) for sums in self._sums.values())
         if self._passes == 1:  # else a later pass has computed them anew, by a model that has stepped

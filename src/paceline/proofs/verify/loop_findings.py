@@ -169,7 +169,7 @@ def _of_gradient(
 ) -> Explanation:
     """What makes a gradient wrong after s.backward, though samples and losses are right."""
     beside = sorted({name for rank in ranks for name in rank.beside})
-    if max(rank.bodies for rank in ranks) > 1 and any(rank.between for rank in ranks):
+    if max(rank.micro_batches for rank in ranks) > 1 and any(rank.between for rank in ranks):
         return "between", tensor, differs
     if beside:
         return "beside", tensor, f"{differs}; .grad has changed before s.backward: {', '.join(beside[:4])}"

@@ -14,7 +14,7 @@ from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
-from paceline.stepping.summing import StepResult
+from paceline.stepping.totals import StepResult
 from paceline.strategies import Strategy
 from paceline.verify.spec import Case, Diagnosis
 from paceline.worker.world import World

@@ -10,23 +10,23 @@ from torch import Tensor
 from paceline.collectives.buckets import trainable
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
-from paceline.stepping.bodies import Body, weighted
-from paceline.stepping.steps import Steps
-from paceline.stepping.summing import Finish
+from paceline.stepping.micro_step import MicroStep, weighted
+from paceline.stepping.step import Step
+from paceline.stepping.totals import Finish
 from paceline.strategies.buffers import uncounted
 
 LossOf = Callable[[Any, Any], tuple[Tensor, Tensor | None]]
 """(what the model gives, targets) -> losses and their weights"""
 
 
-class FlowingSteps(Steps):
+class PipelineStep(Step):
     """Steps of the one model in `parts`, whose replica is a stage; each needs its begin_update and end as ever.
 
     Losses and their weights are the last stage's; the others add nothing to the totals, and hear them like all ranks.
     """
 
     def flow(
-        self, where: str, bodies: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any], loss_of: LossOf
+        self, where: str, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any], loss_of: LossOf
     ) -> None:
         """A global batch in `bodies`, the same on all stages, but for its `end`.
 
@@ -39,12 +39,12 @@ class FlowingSteps(Steps):
         self._where, self.in_step = where, True
         self._begin_sums()
         line.enter = self._enter
-        self._sums.guess(bodies[0].work.global_samples)  # the same on all stages: only the last one has losses
+        self._sums.guess(micro_batches[0].work.global_samples)  # the same on all stages: only the last one has losses
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
         totals: Finish | None = None
-        for forward, number in line.actions(len(bodies)):
-            batch, is_last = bodies[number], number == len(bodies) - 1
+        for forward, number in line.actions(len(micro_batches)):
+            batch, is_last = micro_batches[number], number == len(micro_batches) - 1
             if forward:
                 self._enter_batch(batch, is_last)
                 runs[number] = line.stage.forward(partial(compute, batch))
@@ -71,8 +71,8 @@ class FlowingSteps(Steps):
         self._synchronise([part], totals or self._sums.start())
 
     def _counted(self, batch: MicroBatch, is_last: bool, losses: Tensor, weights: Tensor | None) -> Tensor:
-        body = Body(batch, is_last, [])
+        micro_step = MicroStep(batch, is_last, [])
         self._sums.in_round = 0
-        weighed = weighted(losses, weights, "mean", body)
-        self._sums.count(losses, weighed, "mean", body, plain=False)
+        weighed = weighted(losses, weights, "mean", micro_step)
+        self._sums.count(losses, weighed, "mean", micro_step, plain=False)
         return weighed.value / self._sums.guess()

@@ -1,8 +1,9 @@
-"""The totals of a step: its losses and their weights, over micro-batches and ranks, and what they are divided by."""
+"""The totals of a step: losses, weights and votes, over micro-batches and ranks, and what losses are divided by."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,30 @@ from paceline.collectives.control import (
 )
 from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
-from paceline.stepping.bodies import Body, Reduction, Weighed, same
+from paceline.stepping.micro_step import MicroStep, Reduction, Weighed, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
-from paceline.stepping.votes import Votes
 from paceline.worker.world import World
+
+
+class Votes(NamedTuple):
+    """Of one rank 1 or 0 for each; added up, how many ranks say it. Its order is that of the slots in the totals."""
+
+    stop: float = 0.0
+    """was asked to end the run"""
+    written: float = 0.0
+    """has its file of the checkpoint that is on its way on disk"""
+    failed: float = 0.0
+    """could not write it"""
+    due: float = 0.0
+    """finds by its clock that a checkpoint is due; rank 0 alone looks"""
+    end: float = 0.0
+    """has been told by a callback that the training is over"""
+    save: float = 0.0
+    """was asked to save a checkpoint now"""
+    coming: float = 0.0
+    """how many samples of a stream it has for the next global batch; 0 where the data are no stream"""
+
 
 Finish = Callable[[], Summed]
 """waits for the totals of all ranks; on a GPU they are still to be read then"""
@@ -49,7 +69,7 @@ class StepResult:
         return self.loss * self.weight
 
 
-class Sums:
+class StepTotals:
     """The totals of one step: counted on this rank, added up over all, waited for now or after the update."""
 
     def __init__(
@@ -94,29 +114,31 @@ class Sums:
         self._awaited: Finish | None = None
         self._said_scale = 0.0
 
-    def count(self, loss: Tensor, weighed: Weighed, reduction: Reduction, body: Body, *, plain: bool) -> None:
+    def count(
+        self, loss: Tensor, weighed: Weighed, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+    ) -> None:
         """Add a loss and its weight to the totals. Backwards that share one division must have one weight.
 
         `plain`: by its form alone, which all ranks see alike, each sample weighs 1.
         """
-        shared = bool(body.weights) and (self.in_round > 0 or not self._one_each)
+        shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
             raise UsageError(code="reductions-differ")
         self._reduction = reduction
-        self._samples, self._plain = body.work.global_samples, self._plain and plain
+        self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
         self._by_samples = weighed.by_samples
-        self._counts_all = self._counts_all and weighed.one_for_each and body.batch.samples is None
-        if shared and not same(weighed.weight, body.weights[-1]):
-            raise UsageError(code="weights-differ", first=float(body.weights[-1]), other=float(weighed.weight))
+        self._counts_all = self._counts_all and weighed.one_for_each and micro_step.batch.samples is None
+        if shared and not same(weighed.weight, micro_step.weights[-1]):
+            raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
         if self._is_counted:
             self._begin_round()
-        if body.work.counted and self._world.leads:  # of several that compute the same
+        if micro_step.work.counted and self._world.leads:  # of several that compute the same
             is_nothing = weighed.is_nothing
-            self._add(body.work.virtual_rank, weighed, is_nothing)
+            self._add(micro_step.work.virtual_rank, weighed, is_nothing)
             if not is_nothing:
-                self.seen.append((body.batch, loss.detach()))
+                self.seen.append((micro_step.batch, loss.detach()))
         self.in_round += 1
-        body.weights.append(weighed.weight)
+        micro_step.weights.append(weighed.weight)
 
     def scale_of(self, weighed: Weighed, *, waits: bool) -> float | Tensor | None:
         """What the loss is divided by before backward, so that gradients on their way are those of the mean.

@@ -1,6 +1,6 @@
-"""One optimizer step, for tasks and for loops of the user's own: bodies, one for each micro-batch, then one update.
+"""One optimizer step, for tasks and for loops of the user's own: micro-steps, one per micro-batch, then one update.
 
-The gradient of the mean over the *global* batch is exact: each body back-propagates its share of that mean, its
+The gradient of the mean over the *global* batch is exact: each micro-step back-propagates its share of that mean, its
 weighted sum divided by the weight of the global batch, and gradients are summed over micro-batches and ranks. A mean of
 means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares of 33, 32 and 32;
 every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32). Gradients inside backward, which hooks and
@@ -12,9 +12,11 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.control import (
@@ -25,29 +27,37 @@ from paceline.collectives.control import (
     costs,
     now,
     read_at_once,
+    sent,
     together,
     told_once,
 )
 from paceline.collectives.hosts import Hosts
+from paceline.collectives.torch_collectives import labelled
 from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
+from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
-from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, targets_of, weighted
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
-from paceline.stepping.lockstep import as_many_as_any
+from paceline.stepping.micro_step import (
+    MicroStep,
+    Reduction,
+    Weighed,
+    check_alike,
+    sum_of_nothing,
+    targets_of,
+    weighted,
+)
 from paceline.stepping.order import CallOrder
-from paceline.stepping.phases import Phases
-from paceline.stepping.summing import Finish, StepResult, Sums
-from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
-from paceline.stepping.votes import Votes
+from paceline.stepping.totals import Finish, StepResult, StepTotals, Votes
+from paceline.stepping.trained_model import TrainedModel, check_summed_once, reached_anywhere
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 
-class Steps:
+class Step:
     """The state of the step that is under way."""
 
     def __init__(
@@ -70,7 +80,7 @@ class Steps:
         `way_out` is what leaves such steps out, in words; `exact`: gradients are added up in one order at every world
         size; `max_norm`: they are clipped at once; `forward`: of the one plain model, where it is known.
         """
-        self.parts: list[Trainee] = []
+        self.parts: list[TrainedModel] = []
         self.phases = Phases(self.parts)
         self._is_entered = False  # whether a micro-batch is
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
@@ -78,7 +88,7 @@ class Steps:
         self.tensor_hooks: TensorHooks | None = None  # of a session
         self._value: Tensor | None = None  # the last loss, of which the graph is known
         self._own_code, self._linear_checks = "", 0  # an own autograd function in the graphs of a step's earlier losses
-        self.body: Body | None = None
+        self.micro_step: MicroStep | None = None
         self.targets: list[tuple[Tensor | None, float | Tensor]] = []
         """of each backward in the step: the targets over which its loss is a mean, and its weight"""
         self.stream = SeededStream(world.device)
@@ -92,39 +102,43 @@ class Steps:
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
 
-    def through(self, where: str, bodies: Sequence[MicroBatch], *, one_each: bool = False) -> Generator[MicroBatch]:
-        """A global batch in `bodies` of this rank, but for its `end`; `one_each`: every rank has one of it.
+    def through(
+        self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
+    ) -> Generator[MicroBatch]:
+        """A global batch in `micro_batches` of this rank, but for its `end`; `one_each`: every rank has one of it.
 
-        Yields the micro-batches, with stand-ins where a forward is a collective, while the body of each is entered.
+        Yields the micro-batches, with dummy batches if a forward is a collective, while the body of each is entered.
         """
         for part in self.parts:
             part.begin()
         if any(part.replica.in_lockstep for part in self.parts):
-            bodies = as_many_as_any(bodies, self._world)
+            micro_batches = as_many_as_any(micro_batches, self._world)
         self._where, self.in_step, again, self._own_code = where, True, True, ""
         self.targets = []
-        self.phases.begin(len(bodies))
-        self._begin_sums(one_each, alone=len(bodies) == 1)
+        self.phases.begin(len(micro_batches))
+        self._begin_sums(one_each, alone=len(micro_batches) == 1)
         while again:
-            for batch in bodies:
-                is_last = batch is bodies[-1]
+            for batch in micro_batches:
+                is_last = batch is micro_batches[-1]
                 self._enter_batch(batch, is_last)
-                self.body = Body(batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone)
+                self.micro_step = MicroStep(
+                    batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone
+                )
                 self._sums.in_round = 0
                 yield batch
                 self.leave()
             again = self.phases.again()
 
     def _begin_sums(self, one_each: bool = False, *, alone: bool = False) -> None:
-        self._sums = Sums(
+        self._sums = StepTotals(
             self._world, self._virtual_ranks, self._where, self._votes, self._order,
             one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
         # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
         self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
-        self._first: Body | None = None
-        self._summed_up, self._result = list[Trainee](), self._sums.result
+        self._first: MicroStep | None = None
+        self._summed_up, self._result = list[TrainedModel](), self._sums.result
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
         """A forward of `batch` begins."""
@@ -150,15 +164,15 @@ class Steps:
 
     def leave(self) -> None:
         """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
-        body = self.body
-        assert body is not None
-        if not body.is_last:
+        micro_step = self.micro_step
+        assert micro_step is not None
+        if not micro_step.is_last:
             for part in self.parts:
                 part.check_between()
-        self.body = None
+        self.micro_step = None
         self._leave_batch()
-        check_alike(body, self._first, [] if body.is_last else self._rates())
-        self._first = self._first or body
+        check_alike(micro_step, self._first, [] if micro_step.is_last else self._rates())
+        self._first = self._first or micro_step
         self.phases.number = self._first.phase + 1
 
     @property
@@ -185,7 +199,7 @@ class Steps:
 
     def give_up(self) -> None:
         """The step ends in its middle, by an error perhaps: gradients and buffers are again what they were before."""
-        self.body, self.in_step = None, False
+        self.micro_step, self.in_step = None, False
         self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
             part.give_up()
@@ -196,27 +210,29 @@ class Steps:
         weight: float | Tensor | None = None,
         reduction: Reduction = "mean",
         more: bool = False,
-        only: Sequence[Trainee] = (),
+        only: Sequence[TrainedModel] = (),
         retain_graph: bool = False,
     ) -> None:
         """See `Session.backward`."""
-        body = self.body
-        if body is None:
+        micro_step = self.micro_step
+        if micro_step is None:
             raise UsageError(code="backward-outside-loop")
-        body.has_failed = True
+        micro_step.has_failed = True
         self._sums.await_totals(self._enter, self._way_out)
-        weighed = weighted(loss, weight, reduction, body)
-        if body.has_stepped:
-            body.phase, body.has_stepped = body.phase + 1, False
-        if not self.phases.counts(body):
-            body.weights.append(weighed.weight)
-            body.has_failed = False
+        weighed = weighted(loss, weight, reduction, micro_step)
+        if micro_step.has_stepped:
+            micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
+        if not self.phases.counts(micro_step):
+            micro_step.weights.append(weighed.weight)
+            micro_step.has_failed = False
             return
-        last, self._value = body.is_last and not more, loss
-        self.targets.append((targets_of(loss) if reduction == "mean" and not body.weights else None, weighed.weight))
+        last, self._value = micro_step.is_last and not more, loss
+        self.targets.append(
+            (targets_of(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
+        )
         # a mean; or a task's (B,), which was checked to be one for each sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.count(loss, weighed, reduction, body, plain=plain)
+        self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps by itself waits for no other's weights
         scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -225,16 +241,16 @@ class Steps:
             assert finish is not None
             totals = finish()
             scale = self._sums.exact_scale(totals.weight)
-        if not last and (self._sums.is_guess or body.batch.samples is not None):  # the last: see `_check_linear`
+        if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last: see `_check_linear`
             self._own_code = self._own_code or own_functions(weighed.value)
         wanted = [part for part in self.parts if not only or part in only]
-        watched = len(self.parts) > 1 or bool(body.stepped)
+        watched = len(self.parts) > 1 or bool(micro_step.stepped)
         for part in self.parts:
             part.open(part in wanted, watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
         hidden: list[HiddenHooks] = []
-        begun: list[Trainee] = []
+        begun: list[TrainedModel] = []
         try:
             for part in self.parts:
                 hidden.append(part.hide_hooks(alone=self._sums.is_alone))
@@ -242,7 +258,7 @@ class Steps:
                 raise UsageError(code="more-with-hook")
             for part in wanted:
                 # with several models nobody knows yet whom this backward reaches: nothing leaves early
-                part.replica.begin_backward(body.work, last and len(self.parts) == 1)
+                part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun.append(part)
             if self._is_nothing_under_ddp(weighed):
                 self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
@@ -265,7 +281,7 @@ class Steps:
             if part not in wanted:
                 part.drop()
         if finish is None:
-            self._put_aside(wanted, body)
+            self._put_aside(wanted, micro_step)
         else:
             self._enter(Phase.SYNC)
             self._synchronise(wanted, finish if totals is None else lambda: totals)
@@ -275,7 +291,7 @@ class Steps:
                 early = self._linear_checks <= 2 and self._host is None
                 with together(self._world) if early else nullcontext():
                     self._check_linear(weighed.value)
-        body.has_failed = False
+        micro_step.has_failed = False
 
     def _check_linear(self, loss: Tensor) -> None:
         """Raise UsageError for own code in the gradient path: the global batch's weight was not known in backward."""
@@ -312,13 +328,13 @@ class Steps:
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.rates()]
 
-    def _put_aside(self, wanted: Sequence[Trainee], body: Body) -> None:
+    def _put_aside(self, wanted: Sequence[TrainedModel], micro_step: MicroStep) -> None:
         for part in wanted:
-            if (reached := part.reached) and not self.phases.alone and part.has_stepped(body.stepped):
+            if (reached := part.reached) and not self.phases.alone and part.has_stepped(micro_step.stepped):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
             part.close(reached)
 
-    def _synchronise(self, wanted: Sequence[Trainee], finish: Finish) -> None:
+    def _synchronise(self, wanted: Sequence[TrainedModel], finish: Finish) -> None:
         """Gradients of all models that the backward has reached become the global batch's (a collective).
 
         The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
@@ -335,7 +351,7 @@ class Steps:
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
-        asked: list[Trainee] = []
+        asked: list[TrainedModel] = []
         with torch.no_grad():
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
@@ -351,7 +367,7 @@ class Steps:
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
 
     def _judged(
-        self, asked: Sequence[Trainee], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
+        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of those `asked` are finite (a collective if they are sharded)."""
         if not late:
@@ -374,7 +390,7 @@ class Steps:
                 self._result.grad_norm = part.norm
         return loss, finite
 
-    def _not_finite(self, reached: Sequence[Trainee], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
+    def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
         """Who made it so (a collective, of this `host` unless all know; none if it is the loss scale)."""
         if not in_loss and (found := self.parts[0].overflowed(self._where)):
             return found
@@ -390,3 +406,78 @@ class Steps:
         if not self._may_leave_out:
             raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found
+
+
+class Phases:
+    """The phases of a loop's body that updates models one after the other.
+
+    A body that goes on computing after an optimizer's step (a GAN's) needs what that step has made of the model, which
+    only the last micro-batch can have. So it runs over all micro-batches once for each such part, its phase:
+
+        optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
+        optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
+
+    A task's body has one phase. In a step of a single micro-batch all phases count at once.
+    """
+
+    def __init__(self, parts: Sequence[TrainedModel]) -> None:
+        self._parts = parts
+        self.number = 1
+        """of phases in a body, as far as is known"""
+        self.alone = True
+        """whether this rank computes the step in one body"""
+
+    def begin(self, micro_batches: int) -> None:
+        """A step begins."""
+        self.alone, self._pass = micro_batches == 1, 0
+        self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
+
+    def again(self) -> bool:
+        """After a pass over the micro-batches: whether they are gone through once more, for the next phase."""
+        self._pass += 1
+        return not self.alone and self._pass < self.number
+
+    def counts(self, micro_step: MicroStep) -> bool:
+        """Whether the phase that the body is in is the one that this pass is for."""
+        return self.alone or micro_step.phase == self._pass
+
+    def is_last(self, micro_step: MicroStep) -> bool:
+        """Whether it is the last body of the last pass."""
+        return micro_step.is_last and (self.alone or self._pass == self.number - 1)
+
+    def keep_buffers(self, micro_step: MicroStep) -> None:
+        """At the end of a phase: keep the buffers as its own pass has left them; in a later pass put them back."""
+        if self.alone:
+            return
+        key = (micro_step.work.virtual_rank, micro_step.work.part, len(micro_step.stepped))
+        now = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
+        if micro_step.phase == self._pass:
+            self._buffers[key] = [buffer.clone() for buffer in now]
+        elif micro_step.phase < self._pass:
+            with torch.no_grad():
+                for buffer, then in zip(now, self._buffers[key], strict=True):
+                    buffer.copy_(then)
+
+
+Part = tuple[int | None, Tensor]
+"""A virtual rank, None for a stand-in, and the samples that it evaluates."""
+
+
+def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
+    """A step's micro-batches of this rank, and stand-ins after them, as many on every rank (a collective)."""
+    most = sent([len(microbatches)], world.device)
+    dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
+    first, missing = microbatches[0], int(most) - len(microbatches)
+    # each an object of its own: the step knows its last one by identity
+    return [*microbatches, *(replace(first, work=replace(first.work, counted=False)) for _ in range(missing))]
+
+
+def as_many_parts_as_any(parts: list[Part], samples: int, virtual_ranks: int, world: World, size: int) -> list[Part]:
+    """The same for an evaluation in batches of `size`; which is known without asking."""
+
+    def number(rank: int) -> int:
+        shares = (range(v, samples, virtual_ranks) for v in ranks_share(virtual_ranks, rank, world.size))
+        return sum(-(-len(share) // size) for share in shares)
+
+    missing = max(map(number, range(world.size))) - len(parts)
+    return [*parts, *[(None, torch.zeros(1, dtype=torch.int64))] * missing]

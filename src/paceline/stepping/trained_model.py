@@ -1,8 +1,9 @@
-"""A model in the steps of a training, as a step sees it."""
+"""A model in the steps of a training, as a step sees it, and the scale of its losses in fp16."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -12,13 +13,57 @@ from paceline.collectives.control import Pending, now, sent, sum_over_ranks
 from paceline.errors import UsageError
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
-from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Strategy
 from paceline.worker.world import World
 
+FIRST = 2.0**16
+LARGEST, SMALLEST = 2.0**24, 2.0**-14
+STEPS_UNTIL_DOUBLED = 2000
 
-class Trainee:
-    """Whose gradients nobody looks at between two micro-batches: they are added up in .grad."""
+
+def loss_scale(precision: str) -> "LossScale | None":
+    """The scale to begin with, where there is one."""
+    return LossScale() if precision == "fp16" else None
+
+
+class LossScale:
+    """The loss scale for fp16: gradients below 6e-8 would be zeros there, and above 65,504 infinite.
+
+    Losses are scaled before each backward of a step, and gradients after their sum, where they are divided by the
+    weight anyway. All ranks judge the same sums, so an overflow on one skips the step on all, and halves the scale. It
+    is a power of two: it changes no bit of a gradient that is neither too small nor too large, at any world size.
+    """
+
+    def __init__(self) -> None:
+        self.value = FIRST
+        self.left_out = 0
+        """steps of the run that have overflowed"""
+        self._good = 0  # steps since the scale has changed
+
+    def overflow(self, where: str) -> str:
+        """Halve the scale, as gradients of the step at `where` are not finite; in words, empty where it cannot help."""
+        if self.value <= SMALLEST:
+            return ""
+        self.value, self._good, self.left_out = self.value / 2, 0, self.left_out + 1
+        return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
+
+    def good(self) -> None:
+        """A step was taken."""
+        self._good += 1
+        if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
+            self.value, self._good = self.value * 2, 0
+
+    def numbers(self) -> dict[str, Any]:
+        """What `take` goes on with."""
+        return {"loss_scale": [self.value, self._good, self.left_out]}
+
+    def take(self, found: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; one of another precision has no scale."""
+        self.value, self._good, self.left_out = found.get("loss_scale", (FIRST, 0, 0))
+
+
+class TrainedModel:
+    """A model in training. Its gradients are added up in .grad over the micro-batches of a step."""
 
     has_aside = False
     """whether gradients of this step wait for its last micro-batch"""
@@ -158,7 +203,7 @@ class Trainee:
         return [group["lr"] for group in self.replica.optimizer.param_groups]
 
 
-def reached_anywhere(wanted: Sequence[Trainee], world: World) -> list[Trainee]:
+def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[TrainedModel]:
     """Those whose parameters a watched backward has reached on any rank; the others are closed (a collective)."""
     flags = sent([float(part.reached) for part in wanted], world.device)
     found = sum_over_ranks(flags, "models reached by a backward").tolist()
@@ -168,7 +213,7 @@ def reached_anywhere(wanted: Sequence[Trainee], world: World) -> list[Trainee]:
     return [part for part, ranks in zip(wanted, found, strict=True) if ranks]
 
 
-def check_summed_once(before: Sequence[Trainee], now: Sequence[Trainee]) -> None:
+def check_summed_once(before: Sequence[TrainedModel], now: Sequence[TrainedModel]) -> None:
     """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
     if any(part in before for part in now):
         raise UsageError(code="two-backwards")

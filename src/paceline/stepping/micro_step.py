@@ -16,7 +16,7 @@ MEAN = 1  # torch's number of reduction="mean"
 
 
 @dataclass
-class Body:
+class MicroStep:
     """One run of the loop's body."""
 
     batch: MicroBatch
@@ -67,17 +67,17 @@ class Body:
         return f"{len(self.weights)} backward and {len(self.stepped)} optimizer.step()"
 
 
-def check_alike(body: Body, first: Body | None, rates: list[float]) -> None:
+def check_alike(micro_step: MicroStep, first: MicroStep | None, rates: list[float]) -> None:
     """Refuse a body that has not done what the first one of its step did, or nothing, or has changed the `rates`.
 
     Raises:
         UsageError: says what each has done.
     """
-    if not body.weights:
+    if not micro_step.weights:
         raise UsageError(code="no-backward")
-    if first is not None and body.done != first.done:
-        raise UsageError(code="bodies-differ", first=first.words, other=body.words)
-    if rates != body.rates:
+    if first is not None and micro_step.done != first.done:
+        raise UsageError(code="bodies-differ", first=first.words, other=micro_step.words)
+    if rates != micro_step.rates:
         raise UsageError(code="learning-rate-in-step")
 
 
@@ -129,14 +129,14 @@ class Weighed:
         return on_host and float(self.factor) == 0
 
 
-def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, body: Body) -> Weighed:
+def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep) -> Weighed:
     """The loss with its weight, in float32 at least."""
     if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
-    loss, counted = added_in(loss), body.work.counted
-    if loss.numel() == 1 and (loss.ndim == 1 or len(body.work.indices) > 1):
+    loss, counted = added_in(loss), micro_step.work.counted
+    if loss.numel() == 1 and (loss.ndim == 1 or len(micro_step.work.indices) > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
         loss = loss.reshape(()) if loss.ndim else loss
         weight = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
@@ -144,8 +144,8 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         if reduction == "sum":
             if weight is not None:
                 raise UsageError(code="weight-of-sum")
-            return Weighed(loss, 1.0, body.samples, by_samples=True, one_for_each=True)
-        weighed = body.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
+            return Weighed(loss, 1.0, micro_step.samples, by_samples=True, one_for_each=True)
+        weighed = micro_step.samples if weight is None else weight.detach() if isinstance(weight, Tensor) else weight
         if isinstance(weighed, Tensor) and weighed.ndim:
             raise UsageError(code="weight-of-mean", shape=tuple(weighed.shape))
         # a stand-in's gradients are replaced by zeros, so its factor only has to be finite
@@ -157,10 +157,10 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
         return Weighed((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
         raise UsageError(code="weight-not-of-losses", shape=tuple(loss.shape))
-    if loss.ndim == 1 and body.batch.samples is None and len(loss) % len(body.work.indices):
-        raise UsageError(code="loss-shape", shape=tuple(loss.shape), samples=len(body.work.indices))
+    if loss.ndim == 1 and micro_step.batch.samples is None and len(loss) % len(micro_step.work.indices):
+        raise UsageError(code="loss-shape", shape=tuple(loss.shape), samples=len(micro_step.work.indices))
     in_row, counts = loss.ndim == 1, loss.numel() if counted else 0
-    one_for_each = in_row and len(loss) == len(body.work.indices)
+    one_for_each = in_row and len(loss) == len(micro_step.work.indices)
     return Weighed(loss.sum(), 1.0, counts, by_samples=in_row, one_for_each=one_for_each)
 
 
