@@ -45,7 +45,7 @@ def outside(inside: Callable[[], Any] | None) -> list[float]:
 @pytest.mark.parametrize("inside", INSIDE)
 def test_draws_outside_a_stream_are_untouched(inside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outside(INSIDE[inside]) == outside(None)
-    monkeypatch.setattr(seeding._NumpyStream, "_words", lambda _: b"other")  # of another layout
+    monkeypatch.setattr(seeding._NumpyStream, "_words", lambda *_: b"other")  # of another layout
     assert outside(INSIDE[inside]) == outside(None)
 
 

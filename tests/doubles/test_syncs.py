@@ -96,7 +96,7 @@ def test_a_step_waits_once(strategy: str, clip: float | None, tmp_path: Path) ->
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_fsdp_asks_for_the_number_of_micro_batches_as_well(clip: float | None, tmp_path: Path) -> None:
     (found,) = run_ranks(of_a_step, 1, tmp_path, "fsdp", clip, 2)
-    assert sorted(line.partition(":")[0] for line in found) == sorted(["stepping/lockstep.py", THE_READ])
+    assert sorted(line.partition(":")[0] for line in found) == sorted(["stepping/step.py", THE_READ])
     assert sum(found.values()) == 2, found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
-from paceline.collectives.control import are_finite, scaled
+from paceline.collectives.control import are_finite, now, scaled
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
@@ -250,11 +250,11 @@ def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(
     factor = torch.tensor(1 / 97, dtype=torch.float64)
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
     wanted = [gradient * factor for gradient in gradients]
-    assert scaled(gradients, factor, CPU).now()
+    assert now(scaled(gradients, factor, CPU))
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
     for bad in (math.inf, -math.inf, math.nan):
         gradients[1][7] = bad
-        assert not scaled(gradients, factor, CPU).now()
+        assert not now(scaled(gradients, factor, CPU))
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -263,6 +263,6 @@ def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite(
 ) -> None:
     """The sum of all weights may be below one."""
     monkeypatch.setattr(finite, "costs", lambda _: far)
-    assert not scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
-    assert scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU).now()
-    assert scaled([], torch.tensor(2.0), CPU).now()
+    assert not now(scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
+    assert now(scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
+    assert now(scaled([], torch.tensor(2.0), CPU))

@@ -6,7 +6,7 @@ always on one rank. In this rank's last backward of a step a bucket leaves as so
 same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -166,23 +166,13 @@ class Reducer:
     @torch.no_grad()
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
-        check_dense(((p, p.grad) for p in parameters), self._names)
-        self._check_shapes(index)
+        check_gradients(parameters, self._numels[index], self._names)
         if any(p.grad is not None for p in parameters):
             # outside of every `leaf` they are those of our first one
             leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
             self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
             for parameter in parameters:
                 parameter.grad = None
-
-    def _check_shapes(self, index: int) -> None:
-        for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
-            if parameter.grad is not None and parameter.grad.numel() != numel:
-                raise UsageError(
-                    f"{self._names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
-                    f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
-                    "over ranks. Change the shape before the strategy is applied"
-                )
 
     @torch.no_grad()
     def _send_next(self) -> None:
@@ -192,6 +182,20 @@ class Reducer:
         sums = self._sums[index].finish()
         self._sums[index] = self._forest.partial_sums(added_each)  # the transport's now: let them go
         self._transport.begin(index, sums)
+
+
+def check_gradients(
+    parameters: Sequence[nn.Parameter], numels: Sequence[int], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Raise UsageError for a gradient that is sparse, or of another number of elements than `numels` says."""
+    check_dense(((p, p.grad) for p in parameters), names)
+    for parameter, numel in zip(parameters, numels, strict=True):
+        if parameter.grad is not None and parameter.grad.numel() != numel:
+            raise UsageError(
+                f"{names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
+                f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
+                "over ranks. Change the shape before the strategy is applied"
+            )
 
 
 def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:

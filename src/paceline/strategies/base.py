@@ -180,7 +180,7 @@ class Strategy:
     def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
         """See `sync_gradients`."""
         if self.reducer is not None:
-            return self.reducer.finish(divisor)
+            return self.reducer.finish(divisor) or None
         return scale_gradients(self.parameters, 1 / divisor, self.world.device)
 
     def reset(self) -> None:

@@ -1,12 +1,15 @@
 """Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
 
+from operator import attrgetter
 from typing import Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
 from paceline.collectives.communicator import say
-from paceline.collectives.reducer import sum_by_rank
+from paceline.collectives.control import Pending
+from paceline.collectives.reducer import check_gradients, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
@@ -14,6 +17,8 @@ from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, hosts_of
 from paceline.worker.world import World
+
+_layout = attrgetter("layout")
 
 
 def bucketed(
@@ -42,7 +47,7 @@ def bucketed(
 
 
 class Bucketed(Strategy):
-    """See `bucketed`. One rank alone has nothing to sum."""
+    """See `bucketed`. One rank alone has nothing to sum, but raises the errors that several would raise."""
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
@@ -52,6 +57,16 @@ class Bucketed(Strategy):
         reducer = None if alone else sum_by_rank(model, forest_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._numels = [p.numel() for p in self.parameters]
+
+    def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
+        if self.reducer is None:
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            is_dense = {*map(_layout, grads)} <= {torch.strided}
+            if not is_dense or [*map(Tensor.numel, self.parameters)] != self._numels:
+                check_gradients(self.parameters, self._numels, self._names)
+        return super()._reduce(divisor)
 
     def _load(self, source: Source) -> None:
         super()._load(source)

@@ -123,10 +123,10 @@ class LocalSteps(BetweenHosts):
         self.host = self._hosts
         return None
 
-    def _reduce(self, divisor: float | Tensor) -> bool:
+    def _reduce(self, divisor: float | Tensor) -> bool | None:
         assert self.reducer is not None
         # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
-        return self.reducer.finish(divisor / self._hosts.count)
+        return self.reducer.finish(divisor / self._hosts.count) or None
 
     def all_finite(self) -> bool:
         """See Strategy."""
