@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from operator import add, attrgetter
+from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -90,9 +90,12 @@ def read_at_once(pending: Sequence[Pending[Any]]) -> list[list[float]]:
     return [[*islice(rest, len(numbers))] if costs(numbers.device) else numbers.tolist() for numbers in everything]
 
 
-def now(found: _T | Pending[_T]) -> _T:
+def now(found: "_T | Pending[_T]") -> _T:
     """What is known already, or read now."""
-    return found.now() if isinstance(found, Pending) else found
+    if isinstance(found, Pending):
+        pending: Pending[_T] = found  # pyright: ignore[reportUnknownVariableType]
+        return pending.now()
+    return found
 
 
 def costs(device: torch.device) -> bool:
@@ -440,7 +443,7 @@ def _tree_sum(of_each: Sequence[_N]) -> _N:
     """The sum of one number of each virtual rank, or of tensors."""
     if len(of_each) == 1:
         return of_each[0]
-    return tree_sum({(v, v + 1): number for v, number in enumerate(of_each)}, add, len(of_each))
+    return tree_sum({(v, v + 1): number for v, number in enumerate(of_each)}, lambda a, b: a + b, len(of_each))
 
 
 def sum_over_ranks(

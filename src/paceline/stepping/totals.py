@@ -185,7 +185,7 @@ class StepTotals:
 
         All ranks see that alike. It is not known if a collate function may have dropped samples.
         """
-        return self._counts_all and self.scale is not None and self.scale == self._samples
+        return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
 
     @property
     def samples(self) -> int:
@@ -292,8 +292,9 @@ class StepTotals:
             self._losses[virtual_rank] = weighed.added_to(before) if self._on_device else before + weighed.sum()
         if not self.in_round:
             weight = weighed.weight
-            is_read = not (isinstance(weight, Tensor) and self._on_device)
-            self._weights[virtual_rank] += float(weight) if is_read else weight.double()
+            self._weights[virtual_rank] += (
+                weight.double() if isinstance(weight, Tensor) and self._on_device else float(weight)
+            )
 
 
 def near(number: float) -> float:
