@@ -49,7 +49,8 @@ class Rank:
         self.state[SIZE // 2 :] = number + self.world.rank / 10
         votes = torch.tensor(self.saver.votes())
         torch.distributed.all_reduce(votes)
-        return Votes(*votes.tolist())
+        written, failed = votes.tolist()
+        return Votes(written=written, failed=failed)
 
     def begin(self, step: int) -> None:
         self.saver.begin(self.held(), step, CONTENT)
@@ -88,7 +89,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
 def protocol(rank: int, size: int, root: Path) -> Any:
     """Save step 1; go on, with votes, until it is published; save 20 and 21 without a step in between."""
     this = rank_of(world_of(rank, size), root)
-    assert this.saver.votes() == Votes()
+    assert this.saver.votes() == (0.0, 0.0)
     this.step(1)
     this.begin(1)
     number, on_its_way = 1, True
@@ -99,7 +100,7 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         this.saver.agreed(votes)
         on_its_way = this.saver._writing is not None
         assert on_its_way == (votes != Votes(written=float(size)))  # on all ranks at the same step
-    assert this.saver.votes() == Votes()
+    assert this.saver.votes() == (0.0, 0.0)
     for step in (20, 21):  # what is on its way is ended first
         this.step(step)
         this.begin(step)

@@ -7,6 +7,7 @@ How gradients lie in memory, so that ranks can add them up place by place, and o
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +71,23 @@ def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | No
     round trip. Zeros fill it up to the length `padded`. `grads` of None are None for each.
     """
     grads = [None] * len(parameters) if grads is None else grads
-    used = parameters[0].new_ones(len(parameters))
+    constant = partial(_constant, parameters[0].device, parameters[0].dtype)
+    used = constant(1, len(parameters))
     pieces: list[Tensor] = []
     for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if grad is None:
+            used = used.clone()
             used[index] = 0
         pieces.append((torch.zeros_like(parameter) if grad is None else grad).flatten())
-        pieces += [used.new_zeros(gap)] if (gap := _gap(parameter)) else []
+        pieces += [constant(0, gap)] if (gap := _gap(parameter)) else []
     padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))
-    return torch.cat([*pieces, used, used.new_zeros(padding)])
+    return torch.cat([*pieces, used, constant(0, padding)])
+
+
+@lru_cache(maxsize=256)
+def _constant(device: torch.device, dtype: torch.dtype, value: int, size: int) -> Tensor:
+    """(size,), which nobody changes: a step on a device makes it once only."""
+    return torch.full((size,), value, device=device, dtype=dtype)
 
 
 def packed_size(parameters: Sequence[nn.Parameter]) -> int:

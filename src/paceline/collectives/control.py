@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
@@ -109,6 +109,7 @@ def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
     return here.to(device, non_blocking=True)
 
 
+SMALL_ON_DEVICE = 1 << 24
 SMALL = 1 << 16
 """elements; more take longer to be read and written once more than each tensor's own operation takes"""
 
@@ -138,16 +139,21 @@ def number_on(device: torch.device, number: float, dtype: torch.dtype = torch.fl
 
 
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
-    """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or [1]: perhaps one does."""
+    """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or perhaps one does."""
     if not gradients:
         return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
     if not costs(device):
         return Pending(
             torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64), lambda bad: not bad[0]
         )
-    # one kernel for many of them, and it cannot overflow
-    perhaps = (~nn.utils.get_total_norm(gradients, math.inf).isfinite()).double().view(1)
-    return Pending(perhaps, lambda bad: not bad[0] or all(bool(gradient.isfinite().all()) for gradient in gradients))
+    perhaps = torch.zeros(1, device=device)
+    is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
+    if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL_ON_DEVICE:
+        one = number_on(device, 1.0)
+        torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, one)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    else:  # it only reads; times 0 it is 0, or NaN
+        perhaps = (nn.utils.get_total_norm(gradients, math.inf) * 0).view(1)
+    return Pending(perhaps, lambda bad: bad[0] == 0 or all(bool(gradient.isfinite().all()) for gradient in gradients))
 
 
 def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> bool | Pending[bool]:
@@ -383,8 +389,13 @@ class Summed:
     """The totals of a step over all ranks. If the host would have to wait for the device, they are not read yet."""
 
     totals: Totals | Pending[Totals]
-    weight: float | Tensor
-    """the second of the sums"""
+    weights: float | Tensor
+    """the second of the sums; if it is on the device only, (V,): of each virtual rank"""
+
+    @property
+    def weight(self) -> float | Tensor:
+        """The second of the sums."""
+        return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
 
 def start_totals(
@@ -407,7 +418,7 @@ def start_totals(
         here = [float(loss), float(weight)] if not costs(world.device) else None
         return lambda: _summed_here(loss, weight, [*votes]) if here is None else Summed(Totals(here, [*votes]), here[1])
     # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all numbers as they are.
-    numbers = [*losses, *weights, *votes]
+    numbers = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
     slots = sent([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
@@ -425,18 +436,21 @@ def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float
         return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
 
     numbers = unknown[0].view(1) if len(unknown) == 1 else torch.stack(unknown) if unknown else torch.zeros(0)
-    return Summed(Pending(numbers, made), weight)
+    return Summed(Pending(numbers, made), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
 def _summed_over_ranks(everything: Tensor, ranks: int) -> Summed:
     if not costs(everything.device):
         found: list[float] = everything.tolist()
         Guard.of_process().check_freed()
-        sums = [_tree_sum(found[:ranks]), _tree_sum(found[ranks : 2 * ranks])]
-        return Summed(Totals(sums, found[2 * ranks :]), sums[1])
-    sums = everything[:2] if ranks == 1 else _tree_sum(everything[: 2 * ranks].view(2, ranks).unbind(1))
-    numbers = everything if ranks == 1 else torch.cat([sums, everything[2 * ranks :]])
-    return Summed(Pending(numbers, lambda found: Totals(found[:2], found[2:])), sums[1])
+        totals = _totals(found, ranks)
+        return Summed(totals, totals.sums[1])
+    return Summed(Pending(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
+
+
+def _totals(found: list[float], ranks: int) -> Totals:
+    pairs, votes = found[: 2 * ranks], found[2 * ranks :]
+    return Totals([_tree_sum(pairs[::2]), _tree_sum(pairs[1::2])], votes)
 
 
 def _tree_sum(of_each: Sequence[_N]) -> _N:

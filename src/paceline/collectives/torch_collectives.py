@@ -96,6 +96,8 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
 def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
     """Start adding up `numbers`, (n,), over the ranks of a group, the same n on all; the returned function waits.
 
+    `numbers` may become the sum.
+
     Sent to all where that takes few bytes more than a ring: none between two.
     """
     size = dist.get_world_size(group)
@@ -103,7 +105,7 @@ def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None
     if numbers.device.type == "cpu" and more <= MOST_BYTES:
         gathered = start_gather(numbers, name, group)
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
-    total = labelled(numbers.clone(), name)
+    total = labelled(numbers, name)
     work = dist.all_reduce(total, group=group, async_op=True)
     return lambda: when_done(work, total)
 

@@ -68,7 +68,7 @@ def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
         return finite
 
     def over_ranks(bad: Tensor) -> Pending[bool]:
-        return Pending(sum_over_ranks(bad, "gradients that are not finite"), lambda ranks: not ranks[0])
+        return Pending(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
 
     def looked_at(fine: bool) -> bool:  # the same on all ranks
         return fine or over_ranks(sent([not finite.now()], device)).now()

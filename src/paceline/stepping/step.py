@@ -263,9 +263,7 @@ class Step:
             if self._is_nothing_under_ddp(weighed):
                 self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
             elif self._contributes(weighed):
-                factor = weighed.factor / scale
-                scaled = weighed.value if isinstance(factor, float) and factor == 1.0 else weighed.value * factor
-                self.parts[0].backward(scaled, retain_graph=retain_graph)
+                self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
         except BaseException as error:
             for part in reversed(begun):
                 part.replica.end_backward(error)
@@ -344,7 +342,7 @@ class Step:
             rest = self._sums.put_off(finish)
         else:
             summed = finish()
-            totals, rest = summed.totals, self._sums.rest(summed.weight)
+            totals, rest = summed.totals, self._sums.rest(summed)
             if isinstance(totals, Totals):
                 loss, rest = self._sums.take(totals), float(rest)  # gradients are not divided by a number that is 1
         reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached

@@ -173,11 +173,11 @@ class StepTotals:
         self.scale = scale = self.weight_of(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def rest(self, weight: float | Tensor) -> float | Tensor:
-        """What the summed gradients still have to be divided by, from the weight in the totals over ranks."""
-        if self.is_weight_known and isinstance(weight, Tensor):
+    def rest(self, summed: Summed) -> float | Tensor:
+        """What the summed gradients still have to be divided by, from the totals over ranks."""
+        if self.is_weight_known and isinstance(summed.weights, Tensor):
             return 1.0  # `_divide` compares
-        return self.weight_of(weight) / (1.0 if self.scale is None else self.scale)
+        return self.weight_of(summed.weight) / (1.0 if self.scale is None else self.scale)
 
     @property
     def is_weight_known(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
@@ -95,9 +96,15 @@ class TrainedModel:
     def open(self, wanted: bool, watched: bool) -> None:
         """Before a backward: what it gives is dropped, where it is not `wanted`; `watched`: `reached` will be asked."""
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Back-propagate a loss of the step, of all models."""
-        (loss if self.scale is None else loss * self.scale.value).backward(retain_graph=retain_graph or None)
+    def backward(self, loss: Tensor, *, factor: float | Tensor = 1.0, retain_graph: bool = False) -> None:
+        """Back-propagate a loss of the step, of all models, times a `factor`."""
+        if self.scale is not None:
+            factor = factor * self.scale.value
+        if isinstance(factor, Tensor):
+            gradient = factor.to(loss.dtype)
+        else:  # torch makes a one
+            gradient = None if factor == 1.0 else torch.full_like(loss, factor)
+        loss.backward(gradient, retain_graph=retain_graph or None)
 
     def hide_hooks(self, *, alone: bool) -> HiddenHooks:
         """Take the user's hooks off the parameters during a backward: they are for the global batch's gradient.
