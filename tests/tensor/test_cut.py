@@ -18,7 +18,7 @@ from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.strategies import STRATEGIES
-from paceline.strategies.parts import of_parts
+from paceline.strategies.parts import ModelParts
 from paceline.tensor.plan import cuts_of, find_plan
 from paceline.worker.world import on_mesh
 
@@ -228,8 +228,8 @@ def state_of_parts(rank: int, size: int) -> Any:
         model = GPT()
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
         cuts = cut_along_tensor(model, world).cuts
-        part = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
-        replica = of_parts(part, world, cuts)
+        replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
+        replica.join(ModelParts(model, world, cuts), world)
         held = replica.state()
         together = whole(held, world)
         weights = replica.weights()

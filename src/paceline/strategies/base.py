@@ -18,7 +18,6 @@ from paceline.collectives.communicator import say
 from paceline.collectives.control import Pending, scaled
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.norm import scale_to_norm, total_norm
-from paceline.collectives.reducer import Reducer
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -30,6 +29,7 @@ from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
 from paceline.worker.world import World
 
 if TYPE_CHECKING:
+    from paceline.collectives.reducer import Reducer
     from paceline.strategies.parts import ModelParts
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -76,7 +76,7 @@ class Strategy:
         *,
         virtual_ranks: int | None = None,
         module: nn.Module | None = None,
-        reducer: Reducer | None = None,
+        reducer: "Reducer | None" = None,
         shards_optimizer: bool = False,
     ) -> None:
         """Prepare what all strategies share.

@@ -1,4 +1,4 @@
-"""A replica of this rank's part of a model, made among the ranks that hold the same part, as one of the whole model.
+"""What makes of the strategy for a part of a model, made among the ranks that hold that part, one for the whole model.
 
 The strategy knows of no other parts: to it the part is the model, and the world those ranks. What is of all parts is
 added here: the norm of all gradients, the state in whole tensors' coordinates, the weights.
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
-from paceline.strategies.base import Strategy
 from paceline.worker.world import World
 
 
@@ -80,21 +79,6 @@ class ModelParts:
     def source(self, source: Source) -> Source:
         """A saved state of the whole model, as one of this part."""
         return ShardedSource(source, self._shards)
-
-
-def of_parts(part: Strategy, world: World, shards: Mapping[str, ShardedParameter]) -> Strategy:
-    """Let `part`, made among the ranks of `world.data`, be the strategy of the whole model.
-
-    Args:
-        part: from a strategy.
-        world: all ranks, laid out in a mesh; without one, `part` is all there is.
-        shards: by name the parameters of which this rank holds a shard only.
-    """
-    if world.mesh is None or not world.mesh.shares_model:
-        part.world = world
-    else:
-        part.join(ModelParts(part.model, world, shards), world)
-    return part
 
 
 def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:

@@ -21,7 +21,7 @@ from paceline.pipeline.schedule import Schedule, idle
 from paceline.pipeline.survey import surveyed
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.parts import of_parts
+from paceline.strategies.parts import ModelParts
 from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
@@ -67,7 +67,12 @@ class Sharing:
     ) -> Strategy:
         """Let `strategy` train this rank's part of the model (a collective)."""
         if self.division is None:
-            return of_parts(strategy(model, maker, world.data, virtual_ranks=virtual_ranks), world, self.cuts)
+            part = strategy(model, maker, world.data, virtual_ranks=virtual_ranks)
+            if world.mesh is None or not world.mesh.shares_model:
+                part.world = world
+            else:
+                part.join(ModelParts(model, world, self.cuts), world)
+            return part
         made = pipelined(
             strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
         )  # fmt: skip
