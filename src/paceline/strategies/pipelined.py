@@ -22,9 +22,9 @@ from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import gather_words, together
 from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
-from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
-from paceline.pipeline.line import Pipeline
-from paceline.pipeline.schedule import Schedule
+from paceline.parallel.cuts import Chain, CutPoint, Layers, best_cuts
+from paceline.parallel.line import Pipeline
+from paceline.parallel.schedule import Schedule
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.worker.world import World

@@ -17,8 +17,8 @@ from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
 from paceline.mesh import OF_MODEL
-from paceline.pipeline.schedule import Schedule, idle
-from paceline.pipeline.survey import surveyed
+from paceline.parallel.schedule import Schedule, idle
+from paceline.parallel.survey import surveyed
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
@@ -94,7 +94,7 @@ def share_model(
         samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
         return _cut(task, model, partial(_tried, model, loss), samples, plan, world, wish)
     if world.along("context").size > 1:
-        from paceline.tensor.context import share_along_context  # torch's DTensor takes others 0.5 s to import
+        from paceline.parallel.context import share_along_context  # torch's DTensor takes others 0.5 s to import
 
         return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
@@ -114,7 +114,7 @@ def _cut(
     Raises:
         UsageError: as `cut_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
     """
-    from paceline.tensor.cut import cut_along_tensor  # as share_along_context above
+    from paceline.parallel.cut import cut_along_tensor  # as share_along_context above
 
     cutting = cut_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
     if wish.strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these

@@ -13,8 +13,8 @@ from torch import nn
 
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.errors import UsageError, first_few, unknown
-from paceline.tensor.guess import CutLayer, guessed
-from paceline.tensor.layers import cut_of, is_linear, is_transposed, widths
+from paceline.parallel.guess import CutLayer, guessed
+from paceline.parallel.layers import cut_of, is_linear, is_transposed, widths
 from paceline.worker.world import World
 
 WAYS = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")

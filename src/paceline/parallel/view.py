@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from paceline.checkpoint.shards import ShardedParameter
-from paceline.tensor.attention import attention, dropout
-from paceline.tensor.exchange import EVERYWHERE, everywhere
+from paceline.parallel.attention import attention, dropout
+from paceline.parallel.exchange import EVERYWHERE, everywhere
 
 
 class Fused(Tensor):

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from paceline.datasets.mnist import check_mnist, find_idx, read_idx, read_mnist
+from paceline.data.mnist import check_mnist, find_idx, read_idx, read_mnist
 from paceline.errors import UsageError
 
 
@@ -115,7 +115,7 @@ def test_a_missing_folder(tmp_path):
 
 
 def test_damage_of_the_packaged_files_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr("paceline.datasets.mnist.PACKAGED", tmp_path)
+    monkeypatch.setattr("paceline.data.mnist.PACKAGED", tmp_path)
     with pytest.raises(UsageError, match="is missing"):
         check_mnist()
     for name in ("train-images", "train-labels", "t10k-images", "t10k-labels"):

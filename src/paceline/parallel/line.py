@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.contract.evidence import Phase
-from paceline.pipeline.cuts import CutPoint
-from paceline.pipeline.schedule import Action, Schedule, actions
-from paceline.pipeline.stages import ModelStage, Passing
+from paceline.parallel.cuts import CutPoint
+from paceline.parallel.schedule import Action, Schedule, actions
+from paceline.parallel.stages import ModelStage, Passing
 from paceline.worker.world import World
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.pipeline.cuts import Chain, CutPoint, Layers, Leaf
+from paceline.parallel.cuts import Chain, CutPoint, Layers, Leaf
 from paceline.seeding import remembered_streams
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")

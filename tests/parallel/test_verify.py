@@ -94,20 +94,20 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 
 def _not_summed() -> Any:
-    from paceline.tensor.transfers import Local
+    from paceline.parallel.transfers import Local
 
     return Local, "summed", lambda self, part, bias=None: part if bias is None else part + bias
 
 
 def _gradient_not_summed() -> Any:
-    from paceline.tensor.transfers import Local
-    from paceline.tensor.view import made_whole
+    from paceline.parallel.transfers import Local
+    from paceline.parallel.view import made_whole
 
     return Local, "taken", lambda self, inputs: made_whole(inputs)
 
 
 def _bias_on_each_rank() -> Any:
-    from paceline.tensor import layers
+    from paceline.parallel import layers
 
     def rowwise(module: Any, local: Any) -> None:
         def forward(self: Any, x: Any) -> Tensor:
@@ -120,14 +120,14 @@ def _bias_on_each_rank() -> Any:
 
 def _three_in_one() -> Any:
     """Queries, keys and values are cut as if they were one."""
-    from paceline.tensor import plan
+    from paceline.parallel import plan
 
     right = plan.cut_of
     return plan, "cut_of", lambda shape, dim, world, parts=(): right(shape, dim, world)
 
 
 def _own_dropout() -> Any:
-    from paceline.tensor import view
+    from paceline.parallel import view
 
     def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         local = F.dropout(input.to_local(), p, training)
@@ -137,14 +137,14 @@ def _own_dropout() -> Any:
 
 
 def _other_words() -> Any:
-    from paceline.tensor import layers
+    from paceline.parallel import layers
 
     right = layers.vocabulary
     return layers, "vocabulary", lambda module, local, first: right(module, local, first + 1)
 
 
 def _not_broadcast() -> Any:
-    from paceline.tensor import cut
+    from paceline.parallel import cut
 
     return cut, "broadcast_module", lambda model: None
 
@@ -208,20 +208,20 @@ REFUSED = {
 
 
 def _of_own_places() -> Any:
-    from paceline.tensor import context, exchange
+    from paceline.parallel import context, exchange
 
     return context, "SUMMANDS", exchange.EVERYWHERE
 
 
 def _places_for_heads_wrong() -> Any:
-    from paceline.tensor import exchange
+    from paceline.parallel import exchange
 
     return exchange.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent)
 
 
 def _back_by_own_places() -> Any:
     """Forward is right: heads for places; backward each keeps what it has."""
-    from paceline.tensor import exchange
+    from paceline.parallel import exchange
 
     return exchange._Exchange, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None))
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parallel.models import GPT, HUGGING_FACE, OWN, Encoder, loss, sentences
 from tests.run_ranks import run_ranks
-from tests.tensor.models import GPT, HUGGING_FACE, OWN, Encoder, loss, sentences
 from torch import Tensor, nn
 
 from paceline import World
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
+from paceline.parallel.plan import cuts_of, find_plan
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
-from paceline.tensor.plan import cuts_of, find_plan
 from paceline.worker.world import on_mesh
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def bytes_of_sums(model: torch.nn.Module, ranks: int, forward: Callable[[], obje
 
 
 def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     world, found = world_of(rank, size, f"tensor={size}"), dict[str, Any]()
     for name in names:
@@ -120,7 +120,7 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
 
 def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
     """What is raised where rank 1 alone cannot compute with the cut model, or gets another loss."""
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     asked: list[int] = []
 
@@ -219,7 +219,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
 
 def state_of_parts(rank: int, size: int) -> Any:
     """What all ranks together save of a model on a mesh, and its weights, beside the whole ones."""
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     found: list[Any] = []
     for mesh, strategy in (("data=2,tensor=2", "bucketed"), ("data=2,tensor=2", "fsdp"), ("shard=2,tensor=2", "fsdp")):

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_map
 
-from paceline.tensor.exchange import everywhere
-from paceline.tensor.view import made_whole
+from paceline.parallel.exchange import everywhere
+from paceline.parallel.view import made_whole
 
 
 class Scores(Tensor):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps
+from paceline.parallel.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps
 
 
 def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -14,10 +14,10 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
-from paceline.pipeline.schedule import SCHEDULES, actions, idle
-from paceline.pipeline.stages import ModelStage, _ShapesOnly
-from paceline.pipeline.survey import surveyed
+from paceline.parallel.cuts import Chain, CutPoint, Layers, best_cuts
+from paceline.parallel.schedule import SCHEDULES, actions, idle
+from paceline.parallel.stages import ModelStage, _ShapesOnly
+from paceline.parallel.survey import surveyed
 from paceline.seeding import put_stream_states, seed_streams, stream_states
 
 CPU = torch.device("cpu")

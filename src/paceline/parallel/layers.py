@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.compute.rules import subclassed
-from paceline.tensor.attention import attention, dropout
-from paceline.tensor.exchange import everywhere
-from paceline.tensor.transfers import Local
-from paceline.tensor.view import Fused, made_whole
+from paceline.parallel.attention import attention, dropout
+from paceline.parallel.exchange import everywhere
+from paceline.parallel.transfers import Local
+from paceline.parallel.view import Fused, made_whole
 from paceline.worker.world import World
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.parallel.models import GPT, HUGGING_FACE, LENGTH, OWN, WIDTH, WORDS, loss, sentences
+from tests.parallel.test_cut import one_step, world_of
 from tests.run_ranks import run_ranks
-from tests.tensor.models import GPT, HUGGING_FACE, LENGTH, OWN, WIDTH, WORDS, loss, sentences
-from tests.tensor.test_cut import one_step, world_of
 from torch import Tensor, nn
 
-from paceline.tensor.context import share_along_context
-from paceline.tensor.scores import Scores
+from paceline.parallel.context import share_along_context
+from paceline.parallel.scores import Scores
 
 pytestmark = pytest.mark.sample(2)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import UsageError, plural
-from paceline.tensor.layers import is_linear, widths
+from paceline.parallel.layers import is_linear, widths
 
 INTO_ATTENTION = re.compile(
     r"(^|[._])(q|k|v|query|key|value|qkv|c_attn|in_proj|query_key_value|[qkv]_?(proj|lin|linear)|to_(q|k|v|qkv)|w[qkv]|attn|Wqkv)$"

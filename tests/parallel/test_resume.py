@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parallel.models import GPT, loss, sentences, task
 from tests.run_ranks import run_ranks
-from tests.tensor.models import GPT, loss, sentences, task
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step

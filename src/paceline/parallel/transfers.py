@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere
-from paceline.tensor.view import made_whole
+from paceline.parallel.exchange import EVERYWHERE, SUMMANDS, everywhere
+from paceline.parallel.view import made_whole
 
 Told = Callable[[int], None]
 """(bytes that a forward, or its backward, hands to an all-reduce): told when a layer computes"""

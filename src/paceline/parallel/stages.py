@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from paceline.compute.rules import around_forward
 from paceline.errors import TrainingError
-from paceline.pipeline.cuts import CutPoint
+from paceline.parallel.cuts import CutPoint
 from paceline.seeding import put_stream_states, stream_states
 
 META = torch.device("meta")

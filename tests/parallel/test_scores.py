@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.parallel.models import GPT, sentences
+from tests.parallel.test_cut import world_of
 from tests.run_ranks import run_ranks
-from tests.tensor.models import GPT, sentences
-from tests.tensor.test_cut import world_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.tensor.scores import Scores
+from paceline.parallel.scores import Scores
 
 SUM = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=3)
 
@@ -101,7 +101,7 @@ def test_a_loss_of_shared_scores_is_that_of_one_process(tmp_path: Path, kind: st
 
 
 def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     model = GPT()
     cut_along_tensor(model, world_of(rank, size, f"tensor={size}"))
@@ -116,7 +116,7 @@ def test_a_model_cut_by_words_gives_scores_of_which_each_rank_has_its_share(tmp_
 
 def places_seen(rank: int, size: int, sequence: bool) -> list[list[int]]:
     """(places of the whole, of this rank) at the norm of each forward."""
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     model, found = GPT(), list[list[int]]()
     cut_along_tensor(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
@@ -151,7 +151,7 @@ def test_a_target_that_is_no_class_is_an_error_on_every_rank(tmp_path: Path) -> 
 
 def exchanged(rank: int, size: int) -> list[list[int]]:
     """(reduce-scatters, all-gathers) of a forward with shared sequences, and of its backward."""
-    from paceline.tensor.cut import cut_along_tensor
+    from paceline.parallel.cut import cut_along_tensor
 
     model, found = GPT(), list[list[int]]()
     cut_along_tensor(model, world_of(rank, size, "tensor=2"), sequence=True)
