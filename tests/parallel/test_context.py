@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.parallel.models import GPT, HUGGING_FACE, LENGTH, OWN, WIDTH, WORDS, loss, sentences
-from tests.parallel.test_cut import one_step, world_of
+from tests.parallel.test_tensor import one_step, world_of
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.parallel.context import share_along_context
-from paceline.parallel.scores import Scores
+from paceline.parallel.logits import ShardedLogits
 
 pytestmark = pytest.mark.sample(2)
 
@@ -154,7 +154,7 @@ def losses_of_shares(rank: int, size: int) -> dict[str, tuple[float, float, bool
         whole = torch.randn(2, 4, 6, dtype=torch.float64).requires_grad_()
         function(whole * 1).backward()
         part = whole.detach().chunk(size, 1)[rank].clone().requires_grad_()
-        scores = Scores.of(DTensor.from_local(part * 1, mesh, [Shard(1)]))
+        scores = ShardedLogits.of(DTensor.from_local(part * 1, mesh, [Shard(1)]))
         got = function(scores)
         got.backward()
         want, gradient = function(whole.detach() * 1), whole.grad

@@ -94,59 +94,58 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 
 def _not_summed() -> Any:
-    from paceline.parallel.transfers import Local
+    from paceline.parallel.dtensor import LayerCommunication
 
-    return Local, "summed", lambda self, part, bias=None: part if bias is None else part + bias
+    return LayerCommunication, "reduce_output", lambda self, part, bias=None: part if bias is None else part + bias
 
 
 def _gradient_not_summed() -> Any:
-    from paceline.parallel.transfers import Local
-    from paceline.parallel.view import made_whole
+    from paceline.parallel.dtensor import LayerCommunication, full_tensor
 
-    return Local, "taken", lambda self, inputs: made_whole(inputs)
+    return LayerCommunication, "gather_input", lambda self, inputs: full_tensor(inputs)
 
 
 def _bias_on_each_rank() -> Any:
     from paceline.parallel import layers
 
-    def rowwise(module: Any, local: Any) -> None:
+    def rowwise(module: Any, comm: Any) -> None:
         def forward(self: Any, x: Any) -> Tensor:
-            return local.summed(F.linear(local.share(x), self.weight, self.bias))
+            return comm.reduce_output(F.linear(comm.shard_input(x), self.weight, self.bias))
 
-        layers.subclassed(module, forward=layers.apart(forward))
+        layers.replace_forward(module, forward)
 
     return layers, "rowwise", rowwise
 
 
 def _three_in_one() -> Any:
     """Queries, keys and values are cut as if they were one."""
-    from paceline.parallel import plan
+    from paceline.parallel import tensor_plan
 
-    right = plan.cut_of
-    return plan, "cut_of", lambda shape, dim, world, parts=(): right(shape, dim, world)
+    right = tensor_plan.even_shard
+    return tensor_plan, "even_shard", lambda shape, dim, world, parts=(): right(shape, dim, world)
 
 
 def _own_dropout() -> Any:
-    from paceline.parallel import view
+    from paceline.parallel import dtensor_mode
 
     def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         local = F.dropout(input.to_local(), p, training)
         return DTensor.from_local(local, input.device_mesh, input.placements)
 
-    return view, "dropout", dropout
+    return dtensor_mode, "dropout", dropout
 
 
 def _other_words() -> Any:
     from paceline.parallel import layers
 
     right = layers.vocabulary
-    return layers, "vocabulary", lambda module, local, first: right(module, local, first + 1)
+    return layers, "vocabulary", lambda module, comm, first: right(module, comm, first + 1)
 
 
 def _not_broadcast() -> Any:
-    from paceline.parallel import cut
+    from paceline.parallel import tensor
 
-    return cut, "broadcast_module", lambda model: None
+    return tensor, "broadcast_module", lambda model: None
 
 
 def _norm_of_part() -> Any:
@@ -208,22 +207,22 @@ REFUSED = {
 
 
 def _of_own_places() -> Any:
-    from paceline.parallel import context, exchange
+    from paceline.parallel import context, dtensor
 
-    return context, "SUMMANDS", exchange.EVERYWHERE
+    return context, "PARTIAL", dtensor.REPLICATED
 
 
 def _places_for_heads_wrong() -> Any:
-    from paceline.parallel import exchange
+    from paceline.parallel import dtensor
 
-    return exchange.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent)
+    return dtensor.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent)
 
 
 def _back_by_own_places() -> Any:
     """Forward is right: heads for places; backward each keeps what it has."""
-    from paceline.parallel import exchange
+    from paceline.parallel import dtensor
 
-    return exchange._Exchange, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None))
+    return dtensor._AllToAll, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None))
 
 
 OF_CONTEXT: dict[str, tuple[Callable[[], Any], set[str]]] = {

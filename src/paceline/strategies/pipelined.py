@@ -22,9 +22,8 @@ from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import gather_words, together
 from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
-from paceline.parallel.cuts import Chain, CutPoint, Layers, best_cuts
-from paceline.parallel.line import Pipeline
-from paceline.parallel.schedule import Schedule
+from paceline.parallel.partition import Chain, Layers, best_cuts
+from paceline.parallel.pipeline import CutPoint, Pipeline, Schedule
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
 from paceline.worker.world import World
@@ -89,7 +88,7 @@ def pipelined(
         make_optimizer: makes the optimizer from the parameters; each is updated whole, where it is held.
         world: all ranks, laid out in a mesh.
         division: where the model is cut.
-        schedule: see `pipeline.schedule`.
+        schedule: see `parallel.pipeline.actions`.
         virtual_ranks: see Strategy.
 
     Raises:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.parallel.models import GPT, sentences
-from tests.parallel.test_cut import world_of
+from tests.parallel.test_tensor import world_of
 from tests.run_ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.parallel.scores import Scores
+from paceline.parallel.logits import ShardedLogits
 
 SUM = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=3)
 
@@ -79,7 +79,7 @@ def losses_on(rank: int, size: int, kind: str) -> dict[str, tuple[float, float, 
         want.sum().backward()
         mine = whole.chunk(size, -1)[rank].clone().requires_grad_()
         with Count() as seen:
-            got = loss(Scores.of(DTensor.from_local(mine, mesh, [Shard(2)])), targets)
+            got = loss(ShardedLogits.of(DTensor.from_local(mine, mesh, [Shard(2)])), targets)
         got.sum().backward()
         assert mine.grad is not None
         assert want_of.grad is not None
@@ -101,12 +101,12 @@ def test_a_loss_of_shared_scores_is_that_of_one_process(tmp_path: Path, kind: st
 
 
 def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     model = GPT()
-    cut_along_tensor(model, world_of(rank, size, f"tensor={size}"))
+    shard_along_tensor(model, world_of(rank, size, f"tensor={size}"))
     given = model(sentences("train")[:2][0])
-    return isinstance(given, Scores), [*given.share.to_local().shape], given.requires_grad, given.is_cpu
+    return isinstance(given, ShardedLogits), [*given.shard.to_local().shape], given.requires_grad, given.is_cpu
 
 
 @pytest.mark.ranks
@@ -116,10 +116,10 @@ def test_a_model_cut_by_words_gives_scores_of_which_each_rank_has_its_share(tmp_
 
 def places_seen(rank: int, size: int, sequence: bool) -> list[list[int]]:
     """(places of the whole, of this rank) at the norm of each forward."""
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     model, found = GPT(), list[list[int]]()
-    cut_along_tensor(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
+    shard_along_tensor(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
     model.norm.register_forward_pre_hook(
         lambda _, inputs: found.append([inputs[0].shape[1], getattr(inputs[0], "_local_tensor", inputs[0]).shape[1]])
     )
@@ -136,7 +136,7 @@ def test_between_two_layers_a_rank_has_all_places_or_its_part(tmp_path: Path, se
 def outside(rank: int, size: int) -> str:
     group: Any = dist.group.WORLD
     share = torch.randn(3, 16).requires_grad_()
-    scores = Scores.of(DTensor.from_local(share, DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
+    scores = ShardedLogits.of(DTensor.from_local(share, DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
     try:
         F.cross_entropy(scores, torch.tensor([0, -100, 32]))
     except RuntimeError as error:
@@ -151,10 +151,10 @@ def test_a_target_that_is_no_class_is_an_error_on_every_rank(tmp_path: Path) -> 
 
 def exchanged(rank: int, size: int) -> list[list[int]]:
     """(reduce-scatters, all-gathers) of a forward with shared sequences, and of its backward."""
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     model, found = GPT(), list[list[int]]()
-    cut_along_tensor(model, world_of(rank, size, "tensor=2"), sequence=True)
+    shard_along_tensor(model, world_of(rank, size, "tensor=2"), sequence=True)
     words, targets = sentences("train")[:2]
     outputs: list[Tensor] = []
 
@@ -177,7 +177,7 @@ def test_what_was_fetched_in_the_forward_is_fetched_again_in_the_backward_and_no
 
 def past_torch_function(rank: int, size: int) -> str:
     group: Any = dist.group.WORLD
-    scores = Scores.of(DTensor.from_local(torch.randn(3, 16), DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
+    scores = ShardedLogits.of(DTensor.from_local(torch.randn(3, 16), DeviceMesh.from_group(group, "cpu"), [Shard(1)]))
     try:
         with torch._C.DisableTorchFunction():
             scores.sum()

@@ -17,7 +17,7 @@ from paceline import World
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
-from paceline.parallel.plan import cuts_of, find_plan
+from paceline.parallel.tensor_plan import find_plan, shards_of
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
 from paceline.worker.world import on_mesh
@@ -66,7 +66,7 @@ def bytes_of_sums(model: torch.nn.Module, ranks: int, forward: Callable[[], obje
 
 
 def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     world, found = world_of(rank, size, f"tensor={size}"), dict[str, Any]()
     for name in names:
@@ -75,19 +75,19 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
         want = one_step(model)
         words = sentences("train")[:3][0]
         expected = bytes_of_sums(model, size, lambda: model(words))  # noqa: B023 - called here
-        cutting = cut_along_tensor(model, world)
+        sharding = shard_along_tensor(model, world)
         got = one_step(model)
-        before = sum(cutting.sent.values())
+        before = sum(sharding.sent.values())
         model.train()(words)
-        wholes = {n: cutting.cuts[n].part(g) if n in cutting.cuts else g for n, g in want[1].items()}
+        wholes = {n: sharding.shards[n].part(g) if n in sharding.shards else g for n, g in want[1].items()}
         found[name] = (
             float((got[0] - want[0]).abs().max()),
             max(float((got[1][n] - g).abs().max()) for n, g in wholes.items()),
             got[2] == want[2],
             float((got[3] - want[3]).abs().max()),
             sum(p.numel() for p in model.parameters()),
-            sorted({layer.way for layer in cutting.plan.values()}),
-            expected / (sum(cutting.sent.values()) - before),
+            sorted({layer.way for layer in sharding.plan.values()}),
+            expected / (sum(sharding.sent.values()) - before),
         )
     return found
 
@@ -120,7 +120,7 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
 
 def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
     """What is raised where rank 1 alone cannot compute with the cut model, or gets another loss."""
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     asked: list[int] = []
 
@@ -133,7 +133,7 @@ def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
         return 2.0
 
     try:
-        cut_along_tensor(GPT(), world_of(rank, size, "tensor=2"), None, probe)
+        shard_along_tensor(GPT(), world_of(rank, size, "tensor=2"), None, probe)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -192,7 +192,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     model = Encoder()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
     files: list[tuple[Path, Any]] = []
-    cuts = [cuts_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
+    cuts = [shards_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
         held = [piece for name, cut in own.items() for piece in cut.held(TensorShard(name, cut.part(wanted[name])))]
         places = layout(held)
@@ -219,7 +219,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
 
 def state_of_parts(rank: int, size: int) -> Any:
     """What all ranks together save of a model on a mesh, and its weights, beside the whole ones."""
-    from paceline.parallel.cut import cut_along_tensor
+    from paceline.parallel.tensor import shard_along_tensor
 
     found: list[Any] = []
     for mesh, strategy in (("data=2,tensor=2", "bucketed"), ("data=2,tensor=2", "fsdp"), ("shard=2,tensor=2", "fsdp")):
@@ -227,7 +227,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         torch.manual_seed(0)
         model = GPT()
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
-        cuts = cut_along_tensor(model, world).cuts
+        cuts = shard_along_tensor(model, world).shards
         part = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
         replica = of_parts(part, world, cuts)
         held = replica.state()

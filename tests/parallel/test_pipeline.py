@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from itertools import product
+from typing import get_args
 
 import numpy
 import pytest
@@ -14,10 +15,8 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.cuts import Chain, CutPoint, Layers, best_cuts
-from paceline.parallel.schedule import SCHEDULES, actions, idle
-from paceline.parallel.stages import ModelStage, _ShapesOnly
-from paceline.parallel.survey import surveyed
+from paceline.parallel.partition import Chain, Layers, best_cuts, survey
+from paceline.parallel.pipeline import CutPoint, ModelStage, Schedule, _ShapesOnly, actions, idle
 from paceline.seeding import put_stream_states, seed_streams, stream_states
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ def chain(*seconds: float, trained: int = 1) -> Chain:
 # ---- the schedule ------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 9))
+@given(st.sampled_from(get_args(Schedule)), st.integers(1, 5), st.integers(1, 9))
 def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, stages, count):
     for stage in range(stages):
         order = actions(schedule, stage, stages, count)
@@ -49,7 +48,7 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, stages,
         assert kept == (count if schedule == "gpipe" else min(count, stages - stage))
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 9))
+@given(st.sampled_from(get_args(Schedule)), st.integers(1, 5), st.integers(1, 9))
 def test_equal_stages_wait_for_the_share_that_gpipe_has_told(schedule, stages, count):
     waits = idle(schedule, [(1.0, 2.0)] * stages, count)
     assert waits == pytest.approx([(stages - 1) / (count + stages - 1)] * stages)
@@ -90,7 +89,7 @@ class Around(nn.Module):
 
 
 def watched(model: nn.Module, inputs: Tensor) -> Chain:
-    return surveyed(model, lambda: model(inputs), inputs, lambda outputs: outputs.square().sum())
+    return survey(model, lambda: model(inputs), inputs, lambda outputs: outputs.square().sum())
 
 
 def test_a_model_is_cut_only_where_all_that_is_used_later_goes_in():
