@@ -10,13 +10,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from paceline.data.draws import Draw, SampleDraws
+from paceline.data.plan import mixed
+from paceline.seeding import derive
 
 Rows = Tensor | NDArray[Any]
 """one row for each sample; a numpy array may be memory-mapped: only the rows of a batch are read from the file"""
-Gather = Callable[[Tensor, SampleDraws], Sequence[Tensor]]
+Draw = Callable[[int], Tensor]
+"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples"""
+Gather = Callable[[Tensor, "SampleDraws"], Sequence[Tensor]]
 """(indices (n,), the samples' random numbers) -> the batch"""
 D = TypeVar("D", bound=Dataset[Any])
+
+
+@dataclass(frozen=True)
+class SampleDraws:
+    """The random numbers of an epoch's samples, which depend on the sample alone.
+
+    A generator gives numbers in the order of the draws, so a sample's would depend on its neighbours. Here each is a
+    hash of (seed, epoch, sample, how many were drawn before), computed for the whole batch at once.
+    """
+
+    seed: int
+    epoch: int
+
+    def of(self, indices: Tensor, device: torch.device) -> Draw:
+        """Those of samples `indices` (n,), on `device`; the same bits on every device."""
+        key = np.uint64(derive(self.seed, "draws", self.epoch))
+        samples = mixed(indices.cpu().numpy().astype(np.uint64) ^ mixed(key.reshape(1)))[:, None]  # (n, 1)
+        drawn = 0
+
+        def draw(k: int) -> Tensor:
+            nonlocal drawn
+            numbers = mixed(samples + mixed(np.arange(drawn, drawn + k, dtype=np.uint64)))  # (n, k)
+            drawn += k
+            # 24 bits: what a float32 below 1 holds exactly
+            return torch.from_numpy((numbers >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)).to(device)
+
+        return draw
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker
 
-from paceline.data.ahead import moved
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, begin_worker, drained, started
+from paceline.data.loader import Loading, moved
 from paceline.data.plan import BatchPlan
+from paceline.data.workers import begin_worker, drained, started
 from paceline.errors import UsageError
 from paceline.seeding import derive, seed_streams
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
 from paceline.collectives.hosts import Hosts
 from paceline.contract.evidence import Phase
-from paceline.data.ahead import Prefetch
-from paceline.data.loader import MicroBatch
+from paceline.data.loader import MicroBatch, Prefetch
 from paceline.errors import UsageError
 from paceline.seeding import Streams
 from paceline.stepping import nonfinite
