@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.rules import matching, subclassed
+from paceline.compute.forward import matching, subclassed
 from paceline.errors import UsageError, first_few
 from paceline.torch_version import lacks_torch
 from paceline.worker.world import World
@@ -152,7 +152,7 @@ def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> No
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `rules.matching`.
+    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `forward.matching`.
 
     Raises:
         UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
@@ -218,7 +218,7 @@ def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """Its class; `rules.subclassed` makes a class of the same name for each module."""
+    """Its class; `forward.subclassed` makes a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.rules import Around, around_forward, subclassed
+from paceline.compute.forward import Around, around_forward, subclassed
 from paceline.nested import mapped
 
 ROUNDING = (

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.compute.rules import subclassed
+from paceline.compute.forward import subclassed
 from paceline.parallel.dtensor import Fused, LayerCommunication, full_tensor, replicated
 from paceline.parallel.dtensor_mode import attention, dropout
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from paceline.compute.rules import around_forward
+from paceline.compute.forward import around_forward
 from paceline.contract.evidence import Phase
 from paceline.errors import TrainingError
 from paceline.seeding import put_stream_states, stream_states

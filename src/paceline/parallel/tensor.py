@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import together
 from paceline.collectives.replicate import broadcast_module
-from paceline.compute.rules import around_forward
+from paceline.compute.forward import around_forward
 from paceline.errors import UsageError, first_few
 from paceline.parallel import layers
 from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tensor
