@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, peak_memory, room_needed, share
+from paceline.compute.resources import ACTIVATION_BYTES, Seat, complaints, keep_memory, own_seat, peak_memory, share
 
 BOTH, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
 
@@ -86,7 +86,6 @@ def test_this_processs_own_seat():
 # ---- the allocator -------------------------------------------------------------------------------------------------
 
 
-ENOUGH = room_needed(0)
 CHILD = """
 import json, resource, sys
 from paceline.compute.resources import keep_memory, peak_memory
@@ -116,7 +115,7 @@ def test_the_kernel_gives_each_page_once_and_not_in_every_step():
 @pytest.mark.parametrize(
     ("free", "env", "words"),
     [
-        (ENOUGH - 1, {}, "MiB are free for this rank"),
+        (ACTIVATION_BYTES - 1, {}, "MiB are free for this rank"),
         (None, {"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX is set"),
         (None, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES is set"),
         (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "another allocator"),
@@ -128,7 +127,7 @@ def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, env, words
 
 
 def test_more_state_needs_more_room():
-    assert room_needed(10 << 30) - room_needed(0) >= 10 << 30
+    assert "MiB are free" in keep_memory(free_bytes=ACTIVATION_BYTES + (10 << 30), state_bytes=10 << 30, env={})
 
 
 def test_the_peak_is_this_processs():

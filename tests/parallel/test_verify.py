@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline import World
+from paceline.parallel import context, dtensor, dtensor_mode, layers, tensor, tensor_plan
+from paceline.parallel.dtensor import LayerCommunication, full_tensor
 from paceline.proofs.verify.worker import verify
+from paceline.strategies import parts
 from paceline.verify.spec import Result, Spec
 
 pytestmark = pytest.mark.sample(3)
@@ -38,7 +41,7 @@ def verified(
     found: list[Result] = []
     for task in tasks:
         spec = Spec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh, sequence_parallel=sequence)
-        with patch.object(*BUGS[bug][0]()) if bug else patch("os.sep"):  # the latter changes nothing of ours
+        with patch.object(*BUGS[bug][:3]) if bug else patch("os.sep"):  # the latter changes nothing of ours
             found += verify(spec, world).results
     return found
 
@@ -92,111 +95,50 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
-
-def _not_summed() -> Any:
-    from paceline.parallel.dtensor import LayerCommunication
-
-    return LayerCommunication, "reduce_output", lambda self, part, bias=None: part if bias is None else part + bias
+RIGHT_SHARD, RIGHT_VOCABULARY, RIGHT_SUM = tensor_plan.even_shard, layers.vocabulary, parts.sum_over_ranks
 
 
-def _gradient_not_summed() -> Any:
-    from paceline.parallel.dtensor import LayerCommunication, full_tensor
+def _bias_on_each_rank(module: Any, comm: Any) -> None:
+    def forward(self: Any, x: Any) -> Tensor:
+        return comm.reduce_output(F.linear(comm.shard_input(x), self.weight, self.bias))
 
-    return LayerCommunication, "gather_input", lambda self, inputs: full_tensor(inputs)
-
-
-def _bias_on_each_rank() -> Any:
-    from paceline.parallel import layers
-
-    def rowwise(module: Any, comm: Any) -> None:
-        def forward(self: Any, x: Any) -> Tensor:
-            return comm.reduce_output(F.linear(comm.shard_input(x), self.weight, self.bias))
-
-        layers.replace_forward(module, forward)
-
-    return layers, "rowwise", rowwise
+    layers.replace_forward(module, forward)
 
 
-def _three_in_one() -> Any:
-    """Queries, keys and values are cut as if they were one."""
-    from paceline.parallel import tensor_plan
-
-    right = tensor_plan.even_shard
-    return tensor_plan, "even_shard", lambda shape, dim, world, parts=(): right(shape, dim, world)
+def _own_dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    local = F.dropout(input.to_local(), p, training)
+    return DTensor.from_local(local, input.device_mesh, input.placements)
 
 
-def _own_dropout() -> Any:
-    from paceline.parallel import dtensor_mode
-
-    def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        local = F.dropout(input.to_local(), p, training)
-        return DTensor.from_local(local, input.device_mesh, input.placements)
-
-    return dtensor_mode, "dropout", dropout
-
-
-def _other_words() -> Any:
-    from paceline.parallel import layers
-
-    right = layers.vocabulary
-    return layers, "vocabulary", lambda module, comm, first: right(module, comm, first + 1)
-
-
-def _not_broadcast() -> Any:
-    from paceline.parallel import tensor
-
-    return tensor, "broadcast_module", lambda model: None
-
-
-def _norm_of_part() -> Any:
-    from paceline.strategies import parts
-
-    return parts.dist, "all_reduce", _leave_norm_out(parts.dist.all_reduce)
-
-
-def _leave_norm_out(right: Callable[..., Any]) -> Callable[..., Any]:
-    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if vars(tensor).get("collective") != "norm of the gradients":
-            return right(tensor, *args, **kwargs)
-        return None
-
-    return all_reduce
-
-
-def _norm_twice() -> Any:
-    """Every rank counts what all of them hold."""
-    from paceline.strategies import parts
-
-    right = parts.dist.all_reduce
-
-    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = right(tensor, *args, **kwargs)
-        if vars(tensor).get("collective") == "norm of the gradients":
-            tensor *= 2
-        return result
-
-    return parts.dist, "all_reduce", all_reduce
-
-
-def _all_add_losses() -> Any:
-    """Every rank along tensor adds its losses to the totals."""
-    from paceline.worker import world
-
-    return world.World, "leads", True
-
-
-BUGS: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "a row-wise layer's sum is missing": (_not_summed, {"loss", "gradient"}),
-    "a column-wise layer's sum in backward is missing": (_gradient_not_summed, {"sync", "gradient"}),
-    "a bias counts on each rank": (_bias_on_each_rank, {"loss", "gradient"}),
-    "queries, keys and values are cut as one": (_three_in_one, {"loss", "gradient", "error"}),
-    "each rank draws its own dropout": (_own_dropout, {"loss", "random", "sync"}),
-    "a rank looks up its neighbour's words": (_other_words, {"loss", "gradient"}),
-    "the ranks' weights are drawn apart": (_not_broadcast, {"start"}),
-    "each rank clips by its own norm": (_norm_of_part, {"clipping"}),
-    "what all hold counts twice in the norm": (_norm_twice, {"clipping"}),
-    "losses are added up over ranks that share them": (_all_add_losses, {"loss", "samples", "mean"}),
-}
+Bug = tuple[Any, str, Any, set[str]]
+"""(whose, what, in its place, causes that a report may name)"""
+OWN_DROPOUT: Bug = (dtensor_mode, "dropout", _own_dropout, {"loss", "random", "sync"})
+ALL_ADD_LOSSES: Bug = (World, "leads", True, {"loss", "samples", "mean"})  # every rank along tensor, to the totals
+BUGS: dict[str, Bug] = {
+    "a row-wise layer's sum is missing": (
+        LayerCommunication, "reduce_output", lambda self, part, bias=None: part if bias is None else part + bias,
+        {"loss", "gradient"},
+    ),
+    "a column-wise layer's sum in backward is missing": (
+        LayerCommunication, "gather_input", lambda self, inputs: full_tensor(inputs), {"sync", "gradient"},
+    ),
+    "a bias counts on each rank": (layers, "rowwise", _bias_on_each_rank, {"loss", "gradient"}),
+    "queries, keys and values are cut as one": (
+        tensor_plan, "even_shard", lambda shape, dim, world, parts=(): RIGHT_SHARD(shape, dim, world),
+        {"loss", "gradient", "error"},
+    ),
+    "each rank draws its own dropout": OWN_DROPOUT,
+    "a rank looks up its neighbour's words": (
+        layers, "vocabulary", lambda module, comm, first: RIGHT_VOCABULARY(module, comm, first + 1),
+        {"loss", "gradient"},
+    ),
+    "the ranks' weights are drawn apart": (tensor, "broadcast_module", lambda model: None, {"start"}),
+    "each rank clips by its own norm": (parts, "sum_over_ranks", lambda total, name, group: total, {"clipping"}),
+    "what all hold counts twice in the norm": (
+        parts, "sum_over_ranks", lambda total, name, group: 2 * RIGHT_SUM(total, name, group), {"clipping"},
+    ),
+    "losses are added up over ranks that share them": ALL_ADD_LOSSES,
+}  # fmt: skip
 
 
 # what the comparison with the whole model's loss, before the first step, stops already
@@ -206,32 +148,18 @@ REFUSED = {
 }  # fmt: skip
 
 
-def _of_own_places() -> Any:
-    from paceline.parallel import context, dtensor
-
-    return context, "PARTIAL", dtensor.REPLICATED
-
-
-def _places_for_heads_wrong() -> Any:
-    from paceline.parallel import dtensor
-
-    return dtensor.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent)
-
-
-def _back_by_own_places() -> Any:
-    """Forward is right: heads for places; backward each keeps what it has."""
-    from paceline.parallel import dtensor
-
-    return dtensor._AllToAll, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None))
-
-
-OF_CONTEXT: dict[str, tuple[Callable[[], Any], set[str]]] = {
-    "a weight's gradient is of this rank's places": (_of_own_places, {"gradient", "sync"}),
-    "ranks do not exchange places for heads": (_places_for_heads_wrong, {"loss", "gradient"}),
-    "gradients are not exchanged back": (_back_by_own_places, {"gradient", "sync", "error"}),
-    "each rank draws its own dropout": (_own_dropout, {"loss", "random", "sync"}),
-    "losses are added up over ranks that share them": (_all_add_losses, {"loss", "samples", "mean"}),
-}
+OF_CONTEXT: dict[str, Bug] = {
+    "a weight's gradient is of this rank's places": (context, "PARTIAL", dtensor.REPLICATED, {"gradient", "sync"}),
+    "ranks do not exchange places for heads": (
+        dtensor.dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent), {"loss", "gradient"},
+    ),
+    "gradients are not exchanged back": (  # forward is right; backward each rank keeps what it has
+        dtensor._AllToAll, "backward", staticmethod(lambda ctx, g: (g.view(g.shape), None, None, None, None)),
+        {"gradient", "sync", "error"},
+    ),
+    "each rank draws its own dropout": OWN_DROPOUT,
+    "losses are added up over ranks that share them": ALL_ADD_LOSSES,
+}  # fmt: skip
 OF_TENSOR = [*BUGS]
 BUGS |= OF_CONTEXT
 
@@ -252,4 +180,4 @@ def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -
         assert bug in REFUSED and "in compare_losses" in str(refused)
         return
     assert result.finding is not None, f"{bug}: not found"
-    assert result.finding.cause in BUGS[bug][1], result.finding
+    assert result.finding.cause in BUGS[bug][3], result.finding

@@ -172,11 +172,9 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
 
 def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
     """Raise UsageError if a block, or the rest of the model, has parameters of several types: they travel as one."""
-    inner = {id(p): name for name in blocks for p in blocks[name].parameters()}
     types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
-        within = [block for block in blocks if name.startswith(f"{block}.")]
-        owner = max(within, key=len) if within and id(parameter) in inner else ""
+        owner = max((block for block in blocks if name.startswith(f"{block}.")), key=len, default="")
         if parameter.requires_grad:
             types[owner].setdefault(parameter.dtype, name)
     for owner, kinds in types.items():

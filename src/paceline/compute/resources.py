@@ -101,11 +101,6 @@ def _named(hosts: Sequence[str]) -> str:
     return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {plural(len(hosts) - 1, 'more host')}"
 
 
-def room_needed(state_bytes: int) -> int:
-    """Bytes that must be free for a rank whose weights, gradients and optimizer state take `state_bytes`."""
-    return ACTIVATION_BYTES + GAPS * state_bytes
-
-
 def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
     """Tune glibc's malloc for a training on the CPU, for this whole process and for good; return why not, or "".
 
@@ -122,7 +117,7 @@ def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
         return f"{own} is set"
     if re.search("malloc", env.get("LD_PRELOAD", "")):
         return "LD_PRELOAD names another allocator"
-    needed = room_needed(state_bytes)
+    needed = ACTIVATION_BYTES + GAPS * state_bytes
     if free_bytes is not None and free_bytes < needed:
         return f"{free_bytes >> 20:,} MiB are free for this rank, and it wants {needed >> 20:,} MiB of room"
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
