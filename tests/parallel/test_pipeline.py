@@ -15,8 +15,8 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.partition import Chain, Layers, best_cuts, survey
-from paceline.parallel.pipeline import CutPoint, ModelStage, Schedule, _ShapesOnly, actions, idle
+from paceline.parallel.partition import Chain, Layers, best_splits, survey
+from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle
 from paceline.seeding import put_stream_states, seed_streams, stream_states
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def compiler(monkeypatch, tmp_path) -> None:
 
 def chain(*seconds: float, trained: int = 1) -> Chain:
     layers = tuple(Layers(one / 3, one * 2 / 3, 4, 0, trained) for one in seconds)
-    return Chain(tuple(CutPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
+    return Chain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
 
 
 # ---- the schedule ------------------------------------------------------------------------------------------------
@@ -58,18 +58,18 @@ def test_equal_stages_wait_for_the_share_that_gpipe_has_told(schedule, stages, c
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be():
-    assert best_cuts(chain(1, 1, 1, 3), 2) == [2]
-    assert best_cuts(chain(3, 1, 1, 1, 3), 3) == [0, 3]
-    assert best_cuts(chain(1, 2, 3, 4), 2, ["m1"]) == [0]
+    assert best_splits(chain(1, 1, 1, 3), 2) == [2]
+    assert best_splits(chain(3, 1, 1, 1, 3), 3) == [0, 3]
+    assert best_splits(chain(1, 2, 3, 4), 2, ["m1"]) == [0]
 
 
 def test_what_cannot_be_cut_so_is_refused_in_words():
     with raises("too-many-stages", value=3, most=2, shown="m1"):
-        best_cuts(chain(1, 1), 3)
+        best_splits(chain(1, 1), 3)
     with raises("stage-cannot-begin", value="other", shown="m1"):
-        best_cuts(chain(1, 1), 2, ["other"])
+        best_splits(chain(1, 1), 2, ["other"])
     with raises("too-many-stages", most=1):  # nothing in it is trained
-        best_cuts(chain(1, 1, trained=0), 2)
+        best_splits(chain(1, 1, trained=0), 2)
 
 
 class Around(nn.Module):
@@ -95,7 +95,7 @@ def watched(model: nn.Module, inputs: Tensor) -> Chain:
 def test_a_model_is_cut_only_where_all_that_is_used_later_goes_in():
     tokens = torch.randint(8, (2, 4))
     found = watched(Around(), tokens)
-    assert [cut.module for cut in found.cuts] == ["third", "drop"]
+    assert [point.module for point in found.points] == ["third", "drop"]
     assert found.users["embedding.weight"] == (0, 2)  # before the first cut, and behind the last
     assert found.users["third.weight"] == (1,)
     assert found.users["unused.weight"] == (0,)
@@ -110,14 +110,14 @@ def in_stages(
 ) -> tuple[list[nn.Module], list[ModelStage], deque]:
     whole = make()
     found = watched(whole, inputs)
-    (cut,) = [one for one in found.cuts if one.module == at]
+    (point,) = [one for one in found.points if one.module == at]
     sent: deque[Tensor] = deque()
     models = [make() for _ in range(2)]
     for model in models:
         model.load_state_dict(whole.state_dict())
-    first = ModelStage(models[0], None, cut, CPU, take=lambda like: like, send=sent.append, draws=found.draws)
-    second = ModelStage(models[1], cut, None, CPU, take=lambda _: sent.popleft(), send=sent.append, draws=found.draws)
-    second.skip([models[1].get_submodule(name) for name in cut.before])
+    first = ModelStage(models[0], None, point, CPU, take=lambda like: like, send=sent.append, draws=found.draws)
+    second = ModelStage(models[1], point, None, CPU, take=lambda _: sent.popleft(), send=sent.append, draws=found.draws)
+    second.skip([models[1].get_submodule(name) for name in point.before])
     return models, [first, second], sent
 
 

@@ -1,1 +1,1 @@
-"""A model that ranks share: tensor and context parallelism, and pipelines of stages."""
+"""Tensor, context and pipeline parallelism: several ranks compute one model."""

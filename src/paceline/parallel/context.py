@@ -3,7 +3,7 @@
 The model's code sees whole tensors (see `dtensor_mode`). A rank takes its positions of a sequence at an embedding of
 words (B, T) or a linear layer of (B, T, C). Layers that look at each position by itself are computed with plain
 tensors, for these positions only. Attention needs all positions: ranks exchange positions for heads, and back (Ulysses,
-Jacobs et al. 2023). If the heads do not divide, each rank computes its rows, with the keys and values of all.
+Jacobs et al. 2023). If the heads do not divide, each rank computes its rows, with all keys and values.
 
 Weights are whole on every rank. Their gradients are summed along context in each backward.
 """

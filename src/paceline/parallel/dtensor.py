@@ -1,4 +1,4 @@
-"""DTensors in a model that ranks share: placements, whole tensors, and what a sharded layer receives and sends."""
+"""DTensors in a model on a mesh: placements, whole tensors, and the communication of a sharded layer."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def local_shard(tensor: DTensor, dim: int) -> Tensor:
     """This rank's shard along `dim`, as a plain contiguous tensor.
 
-    A change from one dimension to another is one all-to-all, forward and backward. The one of torch leaves gaps in
-    memory, which its own views do not accept.
+    A change from one dimension to another is one all-to-all, forward and backward. The all-to-all of torch leaves gaps
+    in memory, which its views do not accept.
     """
     placement, ranks = tensor.placements[0], tensor.device_mesh.size()
     if (
@@ -99,7 +99,7 @@ def full_tensor(value: Any) -> Any:
 
 @dataclass
 class InputCache:
-    """The last input of a sharded layer. Queries, keys and values share it, and the sum of its gradient."""
+    """The last input of a sharded layer. Queries, keys and values have one, and one sum of its gradient."""
 
     inputs: Any = None
     gathered: Tensor | None = None

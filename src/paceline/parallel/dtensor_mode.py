@@ -1,12 +1,12 @@
-"""The forward of a model that ranks share: what its own code sees between one sharded layer and the next.
+"""The forward of a model on a mesh: the tensors that its code sees between one sharded layer and the next.
 
 A column-wise layer computes a shard of its outputs, and returns a DTensor: to the model's code a tensor of the whole
 shape, to this rank its shard. So code that knows nothing of ranks (`view(B, T, heads, C // heads)`, a softmax, a mask)
-computes what one process would. If an operation needs more than the shard, torch gathers it: an unlucky plan is slow,
-never wrong.
+computes the same as on one process. If an operation needs more than the shard, torch gathers it: an unlucky plan is
+slow, never wrong.
 
-`DTensorMode` sees each function that the model's forward calls, and adds what DTensor lacks. Plain tensors beside
-DTensors are equal on all ranks. Random numbers are drawn for the whole tensor, as one process draws them, and each rank
+`DTensorMode` sees each function that the model's forward calls, and completes DTensor. Plain tensors among DTensors are
+equal on all ranks. Random numbers are drawn for the whole tensor, as one process draws them, and each rank
 takes its shard. Attention is computed by heads. A fused projection of queries, keys and values is taken apart without
 communication.
 """
@@ -122,7 +122,7 @@ class DTensorMode(TorchFunctionMode):
         # weak: fsdp replaces these tensors, and releases them
         self._shards = {id(p): (weakref.ref(p), shards[name]) for name, p in model.named_parameters() if name in shards}
         self.used_elsewhere: set[int] = set()
-        """parameters, by identity, that code outside their own layers has used"""
+        """parameters, by identity, that code outside their layers has used"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

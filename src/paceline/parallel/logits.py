@@ -1,8 +1,8 @@
-"""The output of a model that ranks share: logits, sharded along the vocabulary (`tensor`) or the sequence (`context`).
+"""The output of a model on a mesh: logits, sharded along the vocabulary (`tensor`) or the sequence (`context`).
 
 To the loss they are one tensor of the whole shape. `F.cross_entropy` takes the shards. Along the vocabulary it is
 torch's `loss_parallel`: ranks exchange three numbers for each position, not the logits of all words (Shoeybi et al.
-2019). Along the sequence each rank computes the losses of its own positions, and ranks exchange these losses. Any other
+2019). Along the sequence each rank computes the losses of its positions, and ranks exchange these losses. Any other
 function of the logits gets the whole tensor on each rank.
 """
 
@@ -41,7 +41,7 @@ class ShardedLogits(Tensor):
         shard: DTensor, gather: Callable[[], Tensor] | None = None,
         family: list["weakref.ref[ShardedLogits]"] | None = None, *, flat: bool = False,
     ) -> "ShardedLogits":  # fmt: skip
-        """The logits with this `shard`; `gather` returns the whole, `family` is what was made of the same output."""
+        """The logits with this `shard`; `gather` returns the whole, `family`: all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         made = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
         made.shard, made.whole, made.gather, made.flat = shard, None, gather or partial(_gathered, shard), flat
@@ -131,7 +131,7 @@ def _cross_entropy(
         target: as one process has it, (B, ...) or (B * T).
 
     Raises:
-        RuntimeError: a target is no class (on a GPU when it is found, as torch's own).
+        RuntimeError: a target is no class (on a GPU later, as torch's error).
     """
     mesh, placement = shard.device_mesh, shard.placements[0]
     dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
@@ -168,7 +168,7 @@ def _cross_entropy(
 
 
 class _LossParallel(torch.autograd.Function):
-    """torch's loss of shards. Its backward runs in the context, too, which a plain call in the forward would leave."""
+    """torch's loss of shards. Its backward also runs in the context, which a plain call would leave."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, target: Tensor, shape: Any, mesh: DeviceMesh, options: Any) -> Tensor:

@@ -1,8 +1,8 @@
-"""Where a model is best cut into the stages of a pipeline, found by watching one forward and backward of it.
+"""The best split of a model into the stages of a pipeline, found by watching one forward and backward of it.
 
-A stage is a part of the model's own forward, from one module's call to another's. A model can be cut before a call if
-all tensors that were computed before it, and are used after it, are its inputs: the stage before sends these, and the
-stage after needs nothing else. So a model needs no particular form: its forward may be any Python around its layers.
+A stage is a part of the model's forward, from one module's call to another's. A model can be split before a call if all
+tensors that were computed before it, and are used after it, are its inputs: the stage before sends these, and the stage
+after needs nothing else. So a model needs no particular form: its forward may be any Python around its layers.
 """
 
 import time
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError, first_few
-from paceline.parallel.pipeline import CutPoint, Leaf
+from paceline.parallel.pipeline import Leaf, SplitPoint
 from paceline.seeding import remembered_streams
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
@@ -32,7 +32,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers between two places to cut."""
+    """The layers between two split points."""
 
     forward_seconds: float = 0.0
     """of two samples"""
@@ -55,9 +55,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model as a chain: `layers[i]` is before `cuts[i]`, the last one after the last cut."""
+    """A model as a chain: `layers[i]` is before `points[i]`, the last one after the last point."""
 
-    cuts: tuple[CutPoint, ...]
+    points: tuple[SplitPoint, ...]
     layers: tuple[Layers, ...]
     users: dict[str, tuple[int, ...]]
     """by parameter and buffer, the numbers of the layers that use it"""
@@ -65,18 +65,19 @@ class Chain:
     """whether the forward draws random numbers"""
 
 
-# ---- the best cuts -----------------------------------------------------------------------------------------------
+# ---- the best split ----------------------------------------------------------------------------------------------
 
 
-def best_cuts(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
-    """The numbers of the cuts between `stages` stages: those of these `names`, else where the slowest stage is fastest.
+def best_splits(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
+    """The numbers of the points between `stages` stages: those of these `names`, else the best ones.
 
-    Of divisions with a slowest stage of about the same time, the one whose largest stage needs the least memory.
+    The best division has the fastest slowest stage. Among about equally fast ones it needs the least memory for the
+    largest stage.
 
     Raises:
-        UsageError: the model has too few places to cut, or none of that name.
+        UsageError: the model has too few split points, or none of that name.
     """
-    modules = [cut.module for cut in found.cuts]
+    modules = [point.module for point in found.points]
     shown = first_few(modules, MAX_SHOWN) or "no module"
     if unknown := [name for name in names if name not in modules]:
         raise UsageError(code="stage-cannot-begin", value=unknown[0], shown=shown)
@@ -177,7 +178,7 @@ class _DataFlow(TorchFunctionMode):
         return result
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether it depends on a parameter. One that was never seen was computed now, by the user's own operation."""
+        """Whether it depends on a parameter. One that was never seen was computed now, by an operation of the user."""
         if id(tensor) in self._plain or id(tensor) in self._parameters:
             return False
         self._all_alive.append(tensor)
@@ -195,15 +196,15 @@ class _DataFlow(TorchFunctionMode):
         """A forward hook."""
         self.calls[name][-1].stop = self.now
 
-    def cuts(self) -> list[tuple[str, _Call]]:
-        """The calls before which the model can be cut, in order."""
+    def points(self) -> list[tuple[str, _Call]]:
+        """The calls before which the model can be split, in order."""
         by_start: dict[int, tuple[str, _Call]] = {}
         for name, calls in self.calls.items():  # outer modules come first
-            if name and len(calls) == 1 and calls[0].start not in by_start and self._is_cut(calls[0]):
+            if name and len(calls) == 1 and calls[0].start not in by_start and self._can_split(calls[0]):
                 by_start[calls[0].start] = name, calls[0]
         return [by_start[start] for start in sorted(by_start)]
 
-    def _is_cut(self, call: _Call) -> bool:
+    def _can_split(self, call: _Call) -> bool:
         """Whether its inputs are all tensors that were computed before and are used after, and only it uses them."""
         inside = {id(tensor) for _, tensor in call.leaves}
         return bool(inside) and all(
@@ -211,18 +212,18 @@ class _DataFlow(TorchFunctionMode):
             for key, last in self.last_used.items()
         )
 
-    def cut_point(self, name: str, call: _Call) -> CutPoint:
-        """The cut before `call` of module `name`."""
+    def split_point(self, name: str, call: _Call) -> SplitPoint:
+        """The point before `call` of module `name`."""
         leaves = [Leaf(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
             inside = any(other.startswith(f"{outer}.") for outer in before)
             if calls and not inside and all(c.number < call.number and c.stop <= call.start for c in calls):
                 before.append(other)
-        return CutPoint(name, tuple(leaves), tuple(o for o in before if not f"{name}.".startswith(f"{o}.")))
+        return SplitPoint(name, tuple(leaves), tuple(o for o in before if not f"{name}.".startswith(f"{o}.")))
 
     def layers_of(self, name: str, starts: Sequence[int]) -> set[int]:
-        """The layers that use parameter `name`; if no use was seen, those in which its module is called."""
+        """The layers that use parameter `name`; without any use, those in which its module is called."""
         if used := self.uses[name]:
             return {sum(start < now for start in starts) for now in used}
         calls = self.calls.get(name.rpartition(".")[0], [])
@@ -231,7 +232,7 @@ class _DataFlow(TorchFunctionMode):
 
 
 def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
-    """Watch `loss(forward())`, and its backward, of the whole `model` on this rank: places to cut, times, memory.
+    """Watch `loss(forward())`, and its backward, of the whole `model` on this rank: split points, times, memory.
 
     Buffers and random streams do not change.
     """
@@ -241,34 +242,34 @@ def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Call
         flow = _DataFlow(model, inputs)
         with _hooked(model, flow.begin, flow.end), flow:
             loss(forward())
-        cuts = flow.cuts()
-        layers = _Clock(model, cuts).measure(forward, loss)
+        points = flow.points()
+        layers = _Clock(model, points).measure(forward, loss)
     finally:
         restore()
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         model.zero_grad(set_to_none=True)
-    starts = [call.start for _, call in cuts]
+    starts = [call.start for _, call in points]
     users = {name: tuple(sorted(flow.layers_of(name, starts))) for name in flow.uses}
     for name, parameter in model.named_parameters():
         size = parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1)
         for number in users[name]:
             layers[number] += Layers(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
-    return Chain(tuple(flow.cut_point(name, call) for name, call in cuts), tuple(layers), users, flow.draws)
+    return Chain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
 
 
 class _Clock:
-    """Times a forward and backward between places to cut, and counts what is kept for backward."""
+    """Times a forward and backward between split points, and counts the bytes that are kept for backward."""
 
-    def __init__(self, model: nn.Module, cuts: Sequence[tuple[str, _Call]]) -> None:
+    def __init__(self, model: nn.Module, points: Sequence[tuple[str, _Call]]) -> None:
         self._model = model
-        self._places = {name: (number, call.leaves[0][0]) for number, (name, call) in enumerate(cuts, 1)}
+        self._places = {name: (number, call.leaves[0][0]) for number, (name, call) in enumerate(points, 1)}
         self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-        self._count = len(cuts) + 1
+        self._count = len(points) + 1
 
     def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
-        """Of each stretch the shortest time of all passes."""
+        """The shortest time of all passes, for the layers between two points."""
         runs = [self._run(forward, loss) for _ in range(PASSES)]
         return [
             Layers(min(one.forward_seconds for one in of), min(one.backward_seconds for one in of), 0, of[0].kept_bytes)

@@ -1,12 +1,12 @@
-"""A pipeline: a stage of a model, the order of its micro-batches, and what it sends to its neighbours.
+"""A pipeline: a stage of a model, the order of its micro-batches, and its messages to other stages.
 
-A stage is a part of the model's own forward, from one module's call to another's, as `partition` has found them. Every
-stage runs the model's own Python from the top, with the parameters of other stages on the "meta" device, which computes
+A stage is a part of the model's forward, from one module's call to another's, as `partition` has found them. Every
+stage runs the model's Python from the top, with the parameters of other stages on the "meta" device, which computes
 shapes only. Before its begin nothing is computed: modules are skipped, and their outputs are shapes. At its begin the
-shapes become what the stage before has sent. At its end it sends the inputs of the next module, and leaves the forward.
-A value that passes the cut in another way is still a shape, and cannot be mistaken for a number.
+tensors of the stage before replace the shapes. At its end it sends the inputs of the next module, and leaves the
+forward. A value that passes the split point in a different way is still a shape, and cannot be mistaken for a number.
 
-The random streams travel, too: a stage draws what one process would draw at that place.
+A stage also sends the state of its random streams: the next stage draws the numbers that one process would draw there.
 """
 
 from collections import deque
@@ -38,17 +38,17 @@ Take = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that travels: which of the call's inputs, flattened, it is."""
+    """A tensor that one stage sends to the next: which of the call's inputs, flattened, it is."""
 
     position: int
     dtype: str
     trained: bool
-    """whether its gradient travels back"""
+    """whether its gradient is sent back"""
 
 
 @dataclass(frozen=True)
-class CutPoint:
-    """A place to cut: before the call of `module`."""
+class SplitPoint:
+    """A place between two stages: before the call of `module`."""
 
     module: str
     leaves: tuple[Leaf, ...]
@@ -61,7 +61,7 @@ def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> l
 
     "gpipe" (Huang et al. 2018): all forwards, then all backwards. A stage keeps the activations of all micro-batches.
     "1f1b" (Narayanan et al. 2019, "PipeDream"): a stage runs a backward as soon as it can, then the next forward. It
-    keeps the activations of at most as many micro-batches as there are stages from it on. Both are idle equally long.
+    keeps the activations of at most one micro-batch for each stage from it on. Both are idle for the same time.
 
     actions("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2; of stage 1 F0 B0 F1 B1 F2 B2.
     """
@@ -73,7 +73,7 @@ def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> l
 
 
 def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
-    """The share of a step's time in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
+    """The part of a step's time in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
 
     If all stages take equally long, (S - 1) / (M + S - 1) for S stages and M micro-batches. Messages take no time.
     """
@@ -102,11 +102,11 @@ class StageRun:
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
-        """what goes to the next stage, with graphs"""
+        """tensors for the next stage, with graphs"""
         self.result: Any = None
         """the output of the model, on the last stage"""
         self.taken: list[Tensor] = []
-        """the shapes of what the stage before has sent, and needs gradients of"""
+        """the shapes of the tensors from the stage before that need gradients"""
         self.gradients: list[Tensor | None] = []
         """these, after the backward"""
 
@@ -134,7 +134,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _ShapesOnly(TorchFunctionMode):
-    """Inside, an operation on a shape gives a shape, whatever its other inputs. A shape says that it is on `device`.
+    """Inside, an operation with a shape among its inputs returns a shape. A shape reports that it is on `device`.
 
     So a tensor that a model makes independently of its inputs, e.g. a mask, is a real one.
     """
@@ -164,15 +164,15 @@ def _as_shapes(value: Any) -> Any:
 
 
 class ModelStage:
-    """The part of `model`'s forward between the cuts `begin` and `end`; None is the model's own begin or end."""
+    """The part of `model`'s forward from `begin` to `end`; None is the begin or end of the model."""
 
     def __init__(
-        self, model: nn.Module, begin: CutPoint | None, end: CutPoint | None, device: torch.device, *,
+        self, model: nn.Module, begin: SplitPoint | None, end: SplitPoint | None, device: torch.device, *,
         take: Take, send: Callable[[Tensor], None], draws: bool,
     ) -> None:  # fmt: skip
-        """`take` and `send` are called for each tensor that travels, in one order on both sides.
+        """`take` and `send` are called for each tensor, in one order on both sides.
 
-        With `draws` the random streams travel, too. This includes eval mode, in which some models draw.
+        With `draws` they include the state of the random streams, also in eval mode, in which some models draw.
         """
         self.model, self._begin, self._end, self._device = model, begin, end, device
         self._take, self._send, self._draws = take, send, draws
@@ -180,9 +180,9 @@ class ModelStage:
         self._now = StageRun()
         self._anchor = torch.zeros((), requires_grad=True)
         self._inside = False
-        for cut, hook in ((begin, self._arrive), (end, self._depart)):
-            if cut is not None:
-                model.get_submodule(cut.module).register_forward_pre_hook(hook, with_kwargs=True)
+        for point, hook in ((begin, self._arrive), (end, self._depart)):
+            if point is not None:
+                model.get_submodule(point.module).register_forward_pre_hook(hook, with_kwargs=True)
 
     def skip(self, modules: Sequence[nn.Module]) -> None:
         """From now on these modules, which are called before the stage begins, return shapes and compute nothing."""
@@ -262,7 +262,7 @@ class ModelStage:
 
 @contextmanager
 def _in_shapes(module: nn.Module) -> Generator[None]:
-    """Inside, its remaining parameters and buffers are shapes, too: several stages may use a layer."""
+    """Inside, its remaining parameters and buffers are shapes as well: several stages may use a layer."""
     owners: list[Any] = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]  # pyright: ignore[reportPrivateUsage]
     kept = [dict(tensors) for tensors in owners]
     for tensors in owners:
@@ -274,22 +274,22 @@ def _in_shapes(module: nn.Module) -> Generator[None]:
             tensors.update(before)
 
 
-def _past(begin: CutPoint | None) -> TrainingError:
+def _past(begin: SplitPoint | None) -> TrainingError:
     return TrainingError(code="past-the-stage", module=begin.module if begin else "a cut")
 
 
 class Pipeline:
     """This rank's stage and its neighbours: it sends outputs down, and gradients of its inputs up.
 
-    Each direction has a process group of its own. On a GPU the messages between two ranks of one group wait for each
-    other in the order of their calls, and one on its way down would block one on its way up for ever.
+    Each direction has a separate process group. On a GPU the messages between two ranks of one group wait for each
+    other in the order of their calls. A message on its way down would block one on its way up without end.
     """
 
     def __init__(
-        self, world: World, model: nn.Module, cuts: Sequence[CutPoint], *, draws: bool, schedule: Schedule,
+        self, world: World, model: nn.Module, points: Sequence[SplitPoint], *, draws: bool, schedule: Schedule,
         names: dict[str, list[str]], called: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """The model is cut at `cuts`, one fewer than there are ranks along the pipeline (a collective of all ranks)."""
+        """The model is split at `points`, one fewer than ranks along the pipeline (a collective of all ranks)."""
         self.names = names
         """`checkpoint.export.state_names` of the whole model"""
         self.called = called
@@ -306,13 +306,13 @@ class Pipeline:
                 assert isinstance(up, dist.ProcessGroup)
                 self._down, self._up = down, up
         self.number, self.stages = along.rank, along.size
-        begin, end = [None, *cuts, None][along.rank : along.rank + 2]
+        begin, end = [None, *points, None][along.rank : along.rank + 2]
         self.stage = ModelStage(
             model, begin, end, world.device, take=self._from_above, send=self._send_down, draws=draws
         )
         self.sent_bytes = 0
         self.enter: Callable[[Phase], object] | None = None
-        """in a step: called with the phase that begins, so that a wait for other stages is seen as such"""
+        """in a step: called with the phase that begins, so that a wait for other stages has a phase"""
 
     @property
     def is_last(self) -> bool:

@@ -35,7 +35,7 @@ class TensorSharding:
     shards: Mapping[str, ShardedParameter]
     ranks: int
     used_elsewhere: list[str] = field(default_factory=list[str])
-    """sharded parameters that code outside their own layers has used in a forward so far"""
+    """sharded parameters that code outside their layers has used in a forward so far"""
     sent: dict[str, int] = field(default_factory=dict[str, int])
     """by layer: bytes that its forwards so far, and their backwards, have passed to all-reduces"""
 

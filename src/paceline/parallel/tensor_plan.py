@@ -45,10 +45,10 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
     Args:
         model: as one process has it.
         ranks: along tensor.
-        asked: by name or pattern of modules one of WAYS, which overrides what is found. The last match counts.
+        asked: by name or pattern of modules one of WAYS, which overrides the rules. The last match counts.
 
     Raises:
-        UsageError: the number of ranks does not divide the heads of an attention, or a width that was asked for; a
+        UsageError: the number of ranks does not divide the heads of an attention, or a width in `asked`; a
             pattern matches nothing; no layer can be sharded.
     """
     given = _asked(model, asked or {}, ranks)
@@ -77,7 +77,7 @@ def shards_of(model: nn.Module, plan: Mapping[str, ShardedLayer], world: World) 
 
 
 def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ShardedParameter:
-    """This rank's even share of dimension `dim`; with several `parts` along it, of each of these."""
+    """This rank's even part of dimension `dim`; with several `parts` along it, of each of these."""
     runs: list[tuple[int, int]] = []
     start = 0
     for part in parts or (shape[dim],):
@@ -104,7 +104,7 @@ def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[in
             yield "bias", 0, layer.parts
 
 
-# ---- what the task asks for --------------------------------------------------------------------------------------
+# ---- the request of the task --------------------------------------------------------------------------------------
 
 
 def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
@@ -152,7 +152,7 @@ def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str,
     }  # fmt: skip
 
 
-# ---- what is found -----------------------------------------------------------------------------------------------
+# ---- the rules ---------------------------------------------------------------------------------------------------
 
 
 def _attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dict[str, ShardedLayer]:
