@@ -66,7 +66,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _keep_results_private() -> None:
-    """Have torch keep what it compiles, and unpickles again, in a folder of the user's own; its default is in /tmp.
+    """Have torch keep what it compiles, and unpickles again, in a folder of the user; its default is in /tmp.
 
     Raises:
         UsageError: others could have written there.
@@ -83,7 +83,7 @@ def _keep_results_private() -> None:
 
 
 def lacks_compiler(device: torch.device) -> str:
-    """What torch.compile lacks here, and what to install, in words; empty if nothing."""
+    """Why torch.compile cannot compile here, and what to install; empty if it can."""
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
             return "torch compiles for GPUs with Triton, which is not installed: pip install triton"

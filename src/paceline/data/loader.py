@@ -5,8 +5,8 @@ workers. Either way the samples come in the plan's order, and a sample's random 
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
 On a GPU the next batches are loaded while the current ones are computed. A step calls `Prefetch.begin` when all of its
-work is launched: while the GPU is busy, the host loads as many batches as the step had, into page-locked memory, and
-begins their copies on a stream of its own. In an evaluation, which does not call it, one batch is begun before the one
+work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and begins
+their copies on a separate stream. In an evaluation, which does not call it, one batch is begun before the one
 in front of it is returned. On the CPU nothing is done ahead.
 """
 
@@ -53,7 +53,7 @@ class Prefetch:
         """begins one more, of the data in use"""
 
     def begin(self) -> None:
-        """Begin as many batches as were returned since the last time; an error is raised when its batch is due."""
+        """Begin one batch for each returned since the last time; an error is raised when its batch is due."""
         count, self.taken = self.taken, 0
         for _ in range(count):
             self.more()
@@ -73,7 +73,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are fetched: onto this device, by so many worker processes (0 = by the training process)."""
+    """How batches are fetched: onto this device, by this number of worker processes (0 = by the training process)."""
 
     device: torch.device
     num_workers: int = 0
@@ -82,9 +82,9 @@ class Loading:
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)
-    """in training: where a step says that the next one's batches can be begun"""
+    """in training: a step calls it when the batches of the next one can be begun"""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """settings of torch's DataLoader for these processes, where there are any: timeout, prefetch_factor, ..."""
+    """settings of torch's DataLoader for these processes, if there are any: timeout, prefetch_factor, ..."""
 
 
 def load_steps(
@@ -109,8 +109,8 @@ def load_work(
 ) -> Generator[list[tuple[Any, Work]]]:
     """For each step the batches of its work, as the dataset gives them.
 
-    `steps` may draw random numbers. So they are drawn here, and not where processes are given their next requests, in
-    whose midst random streams are put back.
+    `steps` may draw random numbers. So they are drawn here, and not while worker processes get their next requests,
+    when random streams are put back.
     """
     prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     drawn, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
@@ -188,7 +188,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
-    """`batches` on `device`, in order; begun when `ahead` says so, or by themselves."""
+    """`batches` on `device`, in order; a step begins them by `ahead`, if there is one."""
     if device.type != "cuda":
         for batch in batches:
             yield moved(batch, device)
@@ -215,10 +215,10 @@ def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Prefetch | N
 
 
 def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Prefetch | None = None) -> Generator[Any]:
-    """What `end` makes of each thing that `begin` gives, until that raises StopIteration.
+    """`end(begun)` for each thing that `begin` returns, until that raises StopIteration.
 
-    Things are begun when `ahead` says so, or when they are due; without it one is begun before another is handed out.
-    Any other error of `begin` is raised when that thing is requested, not with the one before it.
+    Things are begun by `ahead`, or when they are due; without it one is begun before the previous one is returned. Any
+    different error of `begin` is raised when that thing is requested, not with the one before it.
     """
     waiting, failed = deque[Begun](), list[Exception]()
 

@@ -73,7 +73,7 @@ class BatchPlan:
 
     @property
     def known_steps(self) -> int:
-        """Steps of an epoch; 0 where nobody knows, of a stream."""
+        """Steps of an epoch; 0 for a stream, whose length is unknown."""
         return 0 if self.parts_of_stream else self.steps_per_epoch
 
     @property
@@ -124,8 +124,8 @@ class BatchPlan:
 class Work:
     """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
 
-    A stand-in (`counted` is False) is one sample that a rank without a share still runs, so that every rank meets the
-    others in the collectives of the step; its gradient, loss and buffers count for nothing.
+    A padding batch (`counted` is False) is one sample that a rank without a share still runs, so that every rank joins
+    the collectives of the step; its gradient, loss and buffers count for nothing.
     """
 
     epoch: int
@@ -134,21 +134,21 @@ class Work:
     part: int
     indices: Tensor  # (n,) int64, n >= 1
     counted: bool = True
-    global_samples: int = 0  # in the global batch; 0 where nobody knows, of a stream
+    global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
 
     def random_seed(self, seed: int) -> int:
-        """The seed of this forward's random stream (dropout): the same on whichever rank."""
+        """The seed of this forward's random stream (dropout): the same on every rank."""
         return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
 
 
 def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
-    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a stand-in.
+    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a padding batch.
 
-    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many.
+    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank runs the same number.
     Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
     """
     whole = plan.global_indices(epoch, step)
-    stand_in, size = whole[:1], len(whole)
+    padding, size = whole[:1], len(whole)
     shares = [plan.microbatches(whole, v) for v in share]
     if merged:
         groups = [(share[0], part, torch.cat(of_all)) for part, of_all in enumerate(zip(*shares, strict=True))]
@@ -159,8 +159,8 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
         if len(indices):
             work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
         elif merged:
-            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False, global_samples=size))
-    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False, global_samples=size)]
+            work.append(Work(epoch, step, virtual_rank, part, padding, counted=False, global_samples=size))
+    return work or [Work(epoch, step, share[0], 0, padding, counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
@@ -220,11 +220,11 @@ def permuted(positions: Tensor, size: int, key: int) -> Tensor:
 def fingerprint(indices: Tensor) -> int:
     """The fingerprint, in [0, 2**64), of samples `indices`: int64 of any shape, none negative. 0 for no samples.
 
-    Where two multisets of samples differ, their fingerprints differ by the sum of c * hash(index), where the integer c
-    is how often the one has that sample more than the other. The hash is one to one and is 0 for no index below 2**62.
-    So one sample missing, doubled, or exchanged for another is *always* seen. For larger differences take the hash as
-    random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64). This
-    guards against accidents only: samples with a given fingerprint can be found on purpose.
+    If two multisets of samples differ, their fingerprints differ by the sum of c * hash(index). The integer c is how
+    often the one has that sample more than the other. The hash is one to one and is 0 for no index below 2**62. So one
+    sample missing, doubled, or exchanged for another *always* changes the fingerprint. For larger differences take the
+    hash as random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64).
+    This guards against accidents only: samples with a given fingerprint can be found on purpose.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; the
     multipliers are Stafford's variant 13).

@@ -1,9 +1,9 @@
 """The worker processes of a data loader: the random numbers of samples, their start and end, and the room they need.
 
-A dataset's random augmentation is seeded by what is loaded, never by who loads it, or in which order. Sample by sample,
-all random streams restart for each (epoch, sample). A dataset with torch's hook `__getitems__` returns a whole
-micro-batch, and the streams restart for each (epoch, micro-batch). This is the same at every world size, but not for
-another number of virtual ranks, global batch or accumulation.
+The random augmentation of a sample is seeded by the sample, not by the process that loads it, or by the order. Sample
+by sample, all random streams restart for each (epoch, sample). A dataset with torch's hook `__getitems__` returns a
+whole micro-batch, and the streams restart for each (epoch, micro-batch). This is the same at every world size, but not
+for a different number of virtual ranks, global batch or accumulation.
 
 Workers pass tensors through /dev/shm, each with a file descriptor, and work ahead of the training:
 
@@ -139,7 +139,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator of `loader`; if it still exists when this process ends, its workers are killed then.
 
     The traceback of an error keeps it, or a variable of the user's. At its end Python would send SIGTERM to the
-    workers, which ignore it (see `begin_worker`), and wait for them for ever.
+    workers, which ignore it (see `begin_worker`), and wait for them without end.
     """
     others = {*active_children()}
     try:
@@ -157,7 +157,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def begin_worker(trainer_pid: int, worker: int) -> None:
-    """Runs first in a worker: the worker ends with the trainer, however that ends."""
+    """Runs first in a worker: the worker ends with the trainer, also if that is killed."""
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # meant for the trainer, which needs us to end its step, and saves
         signal.signal(number, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def inherited_frozen_objects() -> bool:
 
 @contextmanager
 def without_garbage() -> Generator[None]:
-    """Inside, workers can be forked: they never collect what is garbage here.
+    """Inside, workers can be forked: they never collect garbage of this process.
 
     An event of CUDA may be such garbage, and if a forked process deletes one, CUDA aborts the process.
     """
@@ -230,7 +230,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
     """Inside, a killed worker becomes an error that names it, and the sample that it worked on.
 
-    torch raises in the middle of whatever the main thread does, from its handler of SIGCHLD.
+    torch raises from its handler of SIGCHLD, at any place of the main thread.
 
     Raises:
         TrainingError: with torch's own message at the end.
