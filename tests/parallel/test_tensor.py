@@ -96,9 +96,9 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
 def test_own_models_compute_what_one_process_does(tmp_path: Path) -> None:
     for name, found in run_ranks(differences, 2, tmp_path, [*OWN])[1].items():
         assert max(found[0], found[1], found[3]) < 1e-13, (name, found)
-        assert found[2], f"{name}: the rank draws other random numbers afterwards"
-        assert found[6] == 1, f"{name}: it counts other bytes than a step sends"
-        assert found[4] < 0.55 * sum(p.numel() for p in OWN[name]().parameters()), "next to nothing is cut"
+        assert found[2], (name, "random numbers afterwards")
+        assert found[6] == 1, (name, "bytes of a step")
+        assert found[4] < 0.55 * sum(p.numel() for p in OWN[name]().parameters()), name
         assert found[5] == {"encoder": ["colwise", "heads", "rowwise", "vocabulary"]}.get(
             name, ["colwise", "qkv", "rowwise", "vocabulary"]
         )
@@ -110,8 +110,8 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
     by_name = run_ranks(differences, 2, tmp_path, [*HUGGING_FACE])[1]
     for name, found in by_name.items():
         assert max(found[0], found[1], found[3]) < 1e-13, (name, found)
-        assert found[2], f"{name}: the rank draws other random numbers afterwards"
-        assert found[6] == 1, f"{name}: it counts other bytes than a step sends"
+        assert found[2], (name, "random numbers afterwards")
+        assert found[6] == 1, (name, "bytes of a step")
     assert by_name["gpt2"][5] == ["colwise", "qkv", "rowwise", "vocabulary"]
 
 
@@ -246,4 +246,4 @@ def test_ranks_of_a_mesh_hold_the_whole_model_once(tmp_path: Path) -> None:
     elements = sum(p.numel() for p in GPT().parameters())
     for found in zip(*by_rank, strict=True):
         assert all(same for same, _ in found)
-        assert sum(saved for _, saved in found) == elements, "a piece is saved twice, or by nobody"
+        assert sum(saved for _, saved in found) == elements

@@ -108,7 +108,8 @@ def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int
             y: Any = weights.to_local() @ v
         else:
             seen = None if mask is None else replicated(mask, comm.mesh)
-            y = attention(*(comm.from_shard(tensor, 1) for tensor in (q, k, v)), seen, p)
+            query_heads, key_heads, value_heads = (comm.from_shard(tensor, 1) for tensor in (q, k, v))
+            y = attention(query_heads, key_heads, value_heads, seen, p)
             y = y.to_local()
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
         y = comm.reduce_output(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight), self.out_proj.bias)

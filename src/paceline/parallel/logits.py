@@ -31,20 +31,20 @@ class ShardedLogits(Tensor):
 
     shard: DTensor
     whole: Tensor | None
-    gather: Callable[[], Tensor]
+    fetch: Callable[[], Tensor]
     family: list["weakref.ref[ShardedLogits]"]
     flat: bool
     """whether it is (B * T, ...) of a shard of (B, T, ...) along T, which a DTensor cannot be"""
 
     @staticmethod
     def of(
-        shard: DTensor, gather: Callable[[], Tensor] | None = None,
+        shard: DTensor, fetch: Callable[[], Tensor] | None = None,
         family: list["weakref.ref[ShardedLogits]"] | None = None, *, flat: bool = False,
     ) -> "ShardedLogits":  # fmt: skip
-        """The logits with this `shard`; `gather` returns the whole, `family`: all tensors of the same output."""
+        """The logits with this `shard`; `fetch` returns the whole, `family`: all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         made = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
-        made.shard, made.whole, made.gather, made.flat = shard, None, gather or partial(_gathered, shard), flat
+        made.shard, made.whole, made.fetch, made.flat = shard, None, fetch or partial(_gathered, shard), flat
         made.family = [] if family is None else family
         made.family.append(weakref.ref(made))
         return made
@@ -53,7 +53,7 @@ class ShardedLogits(Tensor):
         """The whole, plain and equal on every rank."""
         for reference in self.family:  # a tensor comes before its views
             if (member := reference()) is not None and member.whole is None:
-                member.whole = member.gather()
+                member.whole = member.fetch()
         assert self.whole is not None
         return self.whole
 
