@@ -208,7 +208,7 @@ def prefetched(folder: Path) -> str:
     if not GPUS:
         return pytest(folder, "tests/doubles", "-k", "stream or ahead") + f"; the race itself: {NEEDS}"
     code = (
-        "import torch; from paceline.data.ahead import on_its_way\n"
+        "import torch; from paceline.data.loader import on_its_way\n"
         "def slow():\n"
         "  for i in range(50):\n"
         "    torch.cuda._sleep(20_000_000)\n"

@@ -24,9 +24,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
-from paceline.models import CNN
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
+from paceline.tasks.models import CNN
 from paceline.worker.guard import Guard
 
 BLOCK, BLOCKS = 60, 16

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/existing_ddp.py --data FOLDER --epochs 1
     paceline launch --nproc 2 -- examples/existing_ddp.py --data FOLDER --epochs 1
 
-FOLDER holds MNIST's IDX files, gzipped (the package has them in src/paceline/datasets/mnist).
+FOLDER holds MNIST's IDX files, gzipped (the package has them in src/paceline/data/mnist).
 """
 
 import argparse

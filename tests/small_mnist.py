@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.datasets.mnist import read_mnist
+from paceline.data.mnist import read_mnist
 
 
 @pytest.fixture(scope="session")

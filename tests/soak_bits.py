@@ -37,7 +37,7 @@ from pathlib import Path
 from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
 
 from paceline.cli import ledger
-from paceline.datasets.mnist import Split, read_mnist
+from paceline.data.mnist import Split, read_mnist
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG
 from paceline.observe.summary import read_summary

@@ -198,7 +198,7 @@ def test_the_commands_of_the_workflow_run(tmp_path: Path) -> None:
     assert evaluated
     loop = textwrap.indent(trained, "    ")  # docs/ci.md says why without the evaluation
     (tmp_path / "train_loop.py").write_text(f"def main():\n{loop}")
-    (tmp_path / "data").symlink_to(ROOT / "src" / "paceline" / "datasets" / "mnist")
+    (tmp_path / "data").symlink_to(ROOT / "src" / "paceline" / "data" / "mnist")
     for words in commands:
         done = warm.run(["-m", *words], cwd=tmp_path, timeout=90)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.datasets.mnist import read_mnist
+from paceline.data.mnist import read_mnist
 
 fabric = Fabric()
 

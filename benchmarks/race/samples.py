@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
+from paceline.data.mnist import Split, read_mnist
 from paceline.data.plan import BatchPlan
-from paceline.datasets.mnist import Split, read_mnist
 from paceline.tasks.mnist import MEAN, STD
 from race.works import SEED, Work, texts
 

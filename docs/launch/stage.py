@@ -95,7 +95,7 @@ def start(folder: Path) -> Stage:
     project = folder / "project"
     shutil.copy(ROOT / "examples" / "existing_ddp.py", project)
     shutil.copytree(
-        ROOT / "src" / "paceline" / "datasets" / "mnist",
+        ROOT / "src" / "paceline" / "data" / "mnist",
         project / "mnist",
         ignore=shutil.ignore_patterns("__pycache__"),
     )

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.datasets.mnist import read_mnist
+from paceline.data.mnist import read_mnist
 
 s = paceline.session()
 

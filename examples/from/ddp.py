@@ -2,7 +2,7 @@
 
     paceline launch --nproc 2 -- examples/from/ddp.py --data FOLDER --epochs 1
 
-FOLDER holds MNIST's IDX files, gzipped (the package has them in src/paceline/datasets/mnist).
+FOLDER holds MNIST's IDX files, gzipped (the package has them in src/paceline/data/mnist).
 """
 
 import argparse

@@ -36,9 +36,9 @@ _PARTS = {
     "ArrayDataset": "data.arrays",
     "on_device": "data.arrays",
     "in_bf16": "compute.precision",
-    "recompute": "compute.recompute",
+    "recompute": "compute.forward",
     "compile_model": "compute.compiling",
-    "graph_model": "compute.graphs",
+    "graph_model": "compute.compiling",
     "keep_memory": "compute.resources",
     "Loading": "data.loader",
     "MicroBatch": "data.loader",
@@ -59,9 +59,9 @@ __all__ = [*_PARTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll
 
 if TYPE_CHECKING:
     from paceline.compute.compiling import compile_model as compile_model
-    from paceline.compute.graphs import graph_model as graph_model
+    from paceline.compute.compiling import graph_model as graph_model
+    from paceline.compute.forward import recompute as recompute
     from paceline.compute.precision import in_bf16 as in_bf16
-    from paceline.compute.recompute import recompute as recompute
     from paceline.compute.resources import keep_memory as keep_memory
     from paceline.data.arrays import ArrayDataset as ArrayDataset
     from paceline.data.arrays import on_device as on_device

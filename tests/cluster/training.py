@@ -17,7 +17,7 @@ from tests.cluster.ssh import SshHosts
 
 PACELINE = (sys.executable, "-m", "paceline")
 SCRIPT = Path(__file__).parents[2] / "examples" / "existing_ddp.py"
-MNIST = SCRIPT.parents[1] / "src" / "paceline" / "datasets" / "mnist"
+MNIST = SCRIPT.parents[1] / "src" / "paceline" / "data" / "mnist"
 EXACT = ("--strategy", "exact", "--virtual-ranks", 4, "--device", "cpu")
 HEAD, FOLLOWER = "n2", "n3"  # of all two-node runs here; n1 is where people type
 

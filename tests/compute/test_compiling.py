@@ -1,4 +1,4 @@
-"""torch.compile: a compiler that is not there is told at once, what torch cannot compile in our words."""
+"""torch.compile: a missing compiler is an error at once. CUDA graphs: replayed to the results of the model itself."""
 
 import os
 import subprocess
@@ -6,10 +6,14 @@ import sys
 
 import pytest
 import torch
+from tests.compute.models import Convolutions
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.compiling import compile_model, lacks_compiler
+from paceline.compute import compiling
+from paceline.compute.compiling import MAX_GRAPHS, compile_model, graph_model, lacks_compiler
+from paceline.errors import TrainingError
+from paceline.strategies.buffers import uncounted
 
 CPU = torch.device("cpu")
 
@@ -75,3 +79,53 @@ def test_a_compiled_model_computes_the_same_under_the_same_names_and_its_errors_
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=200)
     assert run.stdout == "told\n", run.stderr
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------------------------
+
+
+def test_they_are_refused_on_the_cpu():
+    with raises("cuda-graphs-on-cpu"):
+        graph_model(nn.Linear(2, 2), torch.device("cpu"))
+
+
+def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    monkeypatch.setattr(
+        compiling, "_recorded", lambda model, forward, args: (recorded.append(len(args[0])), forward)[1]
+    )
+    model = nn.Linear(2, 2)
+    graph_model(model, torch.device("cuda"))
+    with uncounted(model, [*model.parameters()]):
+        model(torch.ones(1, 2))
+    assert recorded == []
+    model(torch.ones(3, 2))
+    assert recorded == [3]
+
+
+@pytest.mark.gpu
+def test_gradients_accumulate_over_replays_as_over_calls():
+    torch.manual_seed(0)
+    plain, graphed = Convolutions().cuda(), Convolutions().cuda()
+    graphed.load_state_dict(plain.state_dict())
+    graph_model(graphed, torch.device("cuda"))
+    for _ in range(3):
+        for model in (plain, graphed):
+            model.zero_grad(set_to_none=True)
+        for _ in range(2):  # the second replay must not overwrite what the first gave
+            x = torch.randn(4, 1, 12, 12, device="cuda")
+            for model in (plain, graphed):
+                model(x).square().sum().backward()
+        for (name, a), b in zip(plain.named_parameters(), graphed.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4, msg=name)
+    for a, b in zip(plain.buffers(), graphed.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_shapes_that_keep_changing_are_refused():
+    model = nn.Linear(2, 2).cuda()
+    graph_model(model, torch.device("cuda"))
+    with raises("cuda-graphs-too-many", raised=TrainingError):
+        for size in range(1, MAX_GRAPHS + 2):
+            model(torch.ones(size, 2, device="cuda"))

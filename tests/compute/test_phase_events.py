@@ -42,7 +42,7 @@ class Event:
         return self.at <= self._device.host
 
     def elapsed_time(self, end_event: "Event") -> float:
-        assert self.query() and end_event.query(), "not passed yet: torch raises"
+        assert self.query() and end_event.query(), "torch raises"
         return (end_event.at - self.at) * 1e3
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.data.arrays import ArrayDataset, batch_gatherer, on_device
-from paceline.data.draws import SampleDraws
+from paceline.data.arrays import ArrayDataset, SampleDraws, batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share

@@ -1,14 +1,17 @@
-"""Laws of who sees what."""
+"""Laws of who sees what; of the permutation of very many samples; and of the number that says which were used."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.data.plan import BatchPlan, rank_work, ranks_share
+from paceline.data import plan as plan_module
+from paceline.data.plan import BatchPlan, add, fingerprint, permuted, rank_work, ranks_share, shuffled
 
 plans = st.builds(
     BatchPlan,
@@ -147,3 +150,124 @@ def test_positions_outside_are_errors():
         plan.global_indices(0, 2)
     with pytest.raises(IndexError):
         plan.indices(0, 0, 2)
+
+
+# ---- the order of very many samples --------------------------------------------------------------------------------
+
+
+BINS = 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
+def test_each_sample_stands_at_one_place(size: int, key: int) -> None:
+    assert permuted(torch.arange(size), size, key).sort().values.equal(torch.arange(size))
+
+
+def test_a_part_of_an_epoch_is_that_part_of_the_whole() -> None:
+    whole = permuted(torch.arange(1000), 1000, 7)
+    assert permuted(torch.tensor([3, 999, 500]), 1000, 7).equal(whole[[3, 999, 500]])
+
+
+def chi_square(first: torch.Tensor, second: torch.Tensor, size: int) -> float:
+    """Of a table of BINS x BINS pairs against independence, as standard deviations from its mean."""
+    pairs = (first * BINS // size) * BINS + second * BINS // size
+    counts = torch.bincount(pairs, minlength=BINS * BINS).double()
+    expected = len(first) / BINS**2
+    freedom = BINS**2 - 1
+    return (float(((counts - expected) ** 2 / expected).sum()) - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [2**26 - 5, 10**9])
+def test_places_neighbours_and_epochs_are_independent(size: int) -> None:
+    places = torch.arange(200_000) * (size // 200_000)  # from all over the epoch
+    images = [permuted(places, size, key) for key in (1, 2)]
+    assert abs(chi_square(places, images[0], size)) < 5
+    assert abs(chi_square(images[0], permuted(places + 1, size, 1), size)) < 5
+    assert abs(chi_square(images[0], images[1], size)) < 5
+    near = torch.arange(200_000)  # a run of places, as a batch is
+    found = permuted(near, size, 3)
+    assert abs(chi_square(found[:-1], found[1:], size)) < 5
+    assert len(found.unique()) == len(found)
+
+
+def test_few_samples_keep_the_order_that_they_always_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BatchPlan(num_samples=10, global_batch=4, seed=0)
+    assert [plan.global_indices(0, step).tolist() for step in range(3)] == [[7, 0, 4, 8], [9, 2, 5, 6], [1, 3]]
+    monkeypatch.setattr(plan_module, "LISTED", 5)
+    assert sorted(shuffled(torch.arange(10), 10, 0, 0).tolist()) == [*range(10)]
+
+
+LARGE = """
+import resource, time
+from paceline.data.plan import BatchPlan
+import numpy, torch
+from paceline.data.plan import mixed
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+began = time.perf_counter()
+plan = BatchPlan(num_samples=10**9, global_batch=4096, virtual_ranks=8)
+first = plan.indices(0, 0, 3)
+at = plan.global_indices(0, 7 * 10**8 // 4096)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.perf_counter() - began, len(first), len(at))
+"""
+
+
+def test_of_a_billion_samples_the_first_batch_needs_no_list() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=50)
+    kilobytes, _, first, at = done.stdout.split()
+    assert int(kilobytes) < 50_000 and (first, at) == ("512", "4096")
+
+
+# ---- fingerprints --------------------------------------------------------------------------------------------------
+
+
+samples = st.lists(st.integers(0, 2**62), max_size=40)
+
+
+def of(indices: list[int]) -> int:
+    return fingerprint(torch.tensor(indices, dtype=torch.int64))
+
+
+def mixed_by_python(index: int) -> int:
+    """The hash of one sample in Python's own integers."""
+    z = (index + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_the_numbers_in_run_folders_keep_their_meaning():
+    assert of([0]) == 0xE220A8397B1DCDAF  # splitmix64's first output from state 0
+    assert of([]) == 0
+
+
+@given(samples)
+def test_it_is_the_sum_of_the_hashes(indices):
+    assert of(indices) == sum(map(mixed_by_python, indices)) % 2**64
+
+
+@given(samples, st.randoms())
+def test_order_does_not_matter(indices, random):
+    assert of(random.sample(indices, len(indices))) == of(indices)
+
+
+@given(st.lists(samples, max_size=4))
+def test_parts_add_up(parts):
+    assert add(*map(of, parts)) == of([index for part in parts for index in part])
+
+
+@given(samples, st.data())
+def test_a_sample_missing_doubled_or_exchanged_is_always_seen(indices, data):
+    assume(indices)
+    at, other = data.draw(st.integers(0, len(indices) - 1)), data.draw(st.integers(0, 2**62))
+    rest = indices[:at] + indices[at + 1 :]
+    assert of(rest) != of(indices)
+    assert of([*indices, indices[at]]) != of(indices)
+    assert (of([*rest, other]) == of(indices)) == (other == indices[at])
+
+
+@pytest.mark.parametrize("indices", [torch.arange(10).reshape(2, 5), torch.arange(20)[::2]])
+def test_any_shape_and_stride_and_the_argument_stays(indices):
+    before = indices.clone()
+    assert fingerprint(indices) == of(indices.flatten().tolist())
+    assert torch.equal(indices, before)

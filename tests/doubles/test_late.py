@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline import Strategy, World
 from paceline.collectives.control import are_finite
-from paceline.data.ahead import Prefetch
+from paceline.data.loader import Prefetch
 from paceline.errors import PacelineError, StallError
 from paceline.stepping import totals
 from paceline.train.step import TaskSteps

@@ -9,7 +9,7 @@ import torch
 from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 
-from paceline.data.ahead import Prefetch, on_its_way
+from paceline.data.loader import Prefetch, on_its_way
 
 CUDA = torch.device("cuda")
 BATCHES = 5
@@ -49,7 +49,7 @@ def test_without_the_wait_a_batch_is_read_too_early(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_record_stream_memory_is_taken_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.ahead.tensors", lambda batch: ())
+    monkeypatch.setattr("paceline.data.loader.tensors", lambda batch: ())
     with Recorder() as recorder:
         consumed(recorder, None)
     assert {*recorder.races} == {"stream 1 takes memory back that stream 0 may read"}

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("from-*.md"))
-MNIST = ROOT / "src" / "paceline" / "datasets" / "mnist"
+MNIST = ROOT / "src" / "paceline" / "data" / "mnist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

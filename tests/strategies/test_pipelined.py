@@ -9,9 +9,7 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.pipeline.line import Pipeline
-from paceline.pipeline.schedule import actions
-from paceline.pipeline.stages import ModelStage
+from paceline.parallel.pipeline import ModelStage, Pipeline, actions
 from paceline.proofs.verify.worker import verify
 from paceline.strategies import pipelined
 from paceline.verify.spec import Result, Spec

@@ -13,8 +13,8 @@ from tests.errors import raises
 from tests.run_script import run_script
 from torch import Tensor, nn
 
+from paceline.compute.forward import around_forward
 from paceline.compute.precision import in_bf16, lacks_bf16
-from paceline.compute.rules import around_forward
 from paceline.data.loader import Loading, fetch
 from paceline.observe.summary import read_summary
 from paceline.tasks.task import call

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import norm
+import pipeline as pipelining
 import pytest
 import torch
 import tree
@@ -16,6 +17,7 @@ from reduce import OverlappingReducer, all_reduce_gradients
 from replicate import copy_from_rank
 from sampler import dealt
 from scatter import sum_of_share
+from tensor import SharedMLP
 from tests.collectives.odd_model import over_torch
 from tests.collectives.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
 from tests.collectives.test_tree import bits, cuts
@@ -24,7 +26,6 @@ from tests.worlds import worlds
 from torch import nn
 from zero import ShardedOptimizer
 
-import pipeline as pipelining
 from paceline.collectives import buckets
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.communicator import make_communicator
@@ -34,7 +35,6 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.collectives.tree import Forest, subtrees
 from paceline.data.plan import BatchPlan, ranks_share
-from tensor import SharedMLP
 
 SIZES = (2, 3)
 

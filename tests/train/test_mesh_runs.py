@@ -70,7 +70,7 @@ def test_a_mesh_goes_on_where_another_has_stopped_and_a_strategy_where_a_mesh_ha
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_all_pairs(tmp_path):
-    # from fsdp: tests/tensor/test_resume.py; here a run would have to forget its --fsdp-wrap
+    # from fsdp: tests/parallel/test_resume.py; here a run would have to forget its --fsdp-wrap
     crossed(tmp_path, [pair for pair in permutations(WAYS, 2) if pair[0] != "fsdp"])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline.datasets.mnist import read_mnist
+from paceline.data.mnist import read_mnist
 
 
 def split(name: str, count: int) -> TensorDataset:

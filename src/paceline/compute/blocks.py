@@ -1,8 +1,8 @@
-"""Cuts a model's weights over ranks, in blocks that are gathered one at a time.
+"""Shards a model's weights over ranks, in blocks that are gathered one at a time.
 
 By default the blocks are the repeated layers: the modules of the largest nn.ModuleList, nn.ModuleDict or nn.Sequential
 of layers of one class, at any depth. What is outside of them (embeddings, a head) is gathered for the whole forward, so
-it may be used anywhere. A model without repeated layers is cut at its children.
+it may be used anywhere. The blocks of a model without repeated layers are its children.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.rules import matching, subclassed
+from paceline.compute.forward import matching, subclassed
 from paceline.errors import UsageError, first_few
 from paceline.torch_version import lacks_torch
 from paceline.worker.world import World
@@ -29,20 +29,20 @@ if TYPE_CHECKING:  # imported where used: it would cost every other strategy a s
 MIXED = "mixed torch.Tensor and DTensor"
 MAX_NAMED = 8
 LEAST_SHARE = 0.1
-"""of a model's parameters in its repeated layers; a model with less in them is cut at its children"""
+"""of a model's parameters in its repeated layers; with less in them the blocks are its children"""
 
 
 def cut_into_blocks(
     model: nn.Module, rule: str | None, world: World, *, flag: str, rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, FSDPModule]:
-    """Cut the model's parameters over the ranks of `world`, with torch's fully_shard (a collective).
+    """Shard the model's parameters over the ranks of `world`, with torch's fully_shard (a collective).
 
-    Where these are laid out along `shard`, over those only: along `data` each cuts the same.
+    In a mesh with `shard`, over those ranks only: along `data` the shards are the same.
 
     Scalars and empty parameters stay whole. A block whose parameters are all `rounded` is gathered in bf16, and its
-    gradients, which backward then gives in bf16, are added up in float32. torch takes one type for a block, so what is
-    left beside rounded weights stays whole if it is a vector (batch norm's and its like: float32 is what their kernels
-    want), and else the block travels as it is.
+    gradients, which backward then gives in bf16, are added up in float32. torch takes one type for a block, so the
+    other parameters of a block with rounded weights stay whole if they are vectors (e.g. of batch norm, whose kernels
+    want float32). With any other parameter the block is sent as it is.
 
     Returns:
         Its blocks by name, inner ones first, the model itself ("") last.
@@ -86,7 +86,7 @@ def cut_into_blocks(
 
 
 def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
-    """Let a call of `model` raise UsageError if it uses a block's parameter while that is cut."""
+    """Let a call of `model` raise UsageError if it uses a block's parameter while that is sharded."""
     kind: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
 def _policies(
     blocks: Mapping[str, nn.Module], whole_ones: AbstractSet[nn.Parameter], rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, MixedPrecisionPolicy]:
-    """How each block travels. Inner ones come first, and their parameters no longer belong to the outer ones."""
+    """The types in which each block is sent. Inner ones come first: their parameters do not belong to outer ones."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     # inputs stay as they are: autocast rounds them where it should, and a leading batch norm needs them in float32
@@ -152,7 +152,7 @@ def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> No
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `rules.matching`.
+    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `forward.matching`.
 
     Raises:
         UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
@@ -171,12 +171,10 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
 
 
 def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Raise UsageError if a block, or the rest of the model, has parameters of several types: they travel as one."""
-    inner = {id(p): name for name in blocks for p in blocks[name].parameters()}
+    """Raise UsageError if a block, or the rest of the model, has parameters of several types: it is sent in one."""
     types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
-        within = [block for block in blocks if name.startswith(f"{block}.")]
-        owner = max(within, key=len) if within and id(parameter) in inner else ""
+        owner = max((block for block in blocks if name.startswith(f"{block}.")), key=len, default="")
         if parameter.requires_grad:
             types[owner].setdefault(parameter.dtype, name)
     for owner, kinds in types.items():
@@ -199,7 +197,7 @@ def _by_default(model: nn.Module) -> dict[str, nn.Module]:
 def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
     """The layers of each list inside `module`, by name; of lists within lists the outer one.
 
-    In a list at least half of the parameters are in layers whose class occurs again. Where one layer has more than half
+    In a list at least half of the parameters are in layers whose class occurs again. If one layer has more than half
     of them, lists inside the layers are preferred: stages of a network that grow in width consist of layers themselves.
     """
     prefix = f"{name}." if name else ""
@@ -218,7 +216,7 @@ def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """Its class; `rules.subclassed` makes a class of the same name for each module."""
+    """Its class; `forward.subclassed` makes a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 

@@ -1,4 +1,4 @@
-"""How long each phase takes on a device: by events on its stream, since the host only launches what is to be done.
+"""How long each phase takes on a device: by events on its stream, since the host only launches the work.
 
     host     |data|forward|backward|sync ....... |optimizer|        times of launches, and then of one long wait
     device        |--- forward ---|---- backward ----|sync|optimizer|
@@ -16,7 +16,7 @@ from paceline.contract.evidence import Phase
 
 
 class PhaseEvents:
-    """Of one rank. To be told of each phase as it begins; keeps what has passed for `take`."""
+    """The times of one rank. Call it when a phase begins; it keeps the times of past phases for `take`."""
 
     def __init__(self, event: Callable[[], Any], recording: Callable[[], bool]) -> None:
         """`event` makes a torch.Event with timing, or what acts as one; while `recording` a graph, none is marked."""

@@ -9,14 +9,13 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.rules import Around, around_forward, subclassed
+from paceline.compute.forward import Around, around_forward, subclassed
 from paceline.nested import mapped
 
 ROUNDING = (
@@ -29,7 +28,7 @@ GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
 
 
 def lacks_tf32(device: torch.device) -> str:
-    """Why `device` cannot compute in tf32, in words; empty if it can."""
+    """Why `device` cannot compute in tf32; empty if it can."""
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         return ""
     return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
@@ -43,7 +42,7 @@ def take_float32(precision: str, device: torch.device) -> None:
 
 
 def lacks_bf16(device: torch.device) -> str:
-    """Why `device` cannot compute in bf16, in words; empty if it can."""
+    """Why `device` cannot compute in bf16; empty if it can."""
     if device.type not in ("cpu", "cuda"):
         return ""
     if device.type == "cuda":
@@ -91,8 +90,8 @@ def _convolves(model: nn.Module) -> bool:
 def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     """The float32 weights that `in_bf16` has rounded before each use, so that they may as well be sent rounded.
 
-    Those of torch's own linear layers, convolutions and attention; what a class with another forward does with them is
-    not known. Empty for a model that does not compute in bf16.
+    Those of torch's own linear layers, convolutions and attention; a class with a different forward may do
+    anything with them. Empty for a model that does not compute in bf16.
     """
     known: dict[nn.Parameter, bool] = {}
     for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
@@ -103,17 +102,16 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
 
 
 def half_of(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
-    """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> what it gives."""
-    return partial(_forward, device.type, dtype, _convolves(model))
+    """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> its outputs."""
+    convolves = _convolves(model)
 
+    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if convolves:
+            args, kwargs = mapped((args, kwargs), _channels_last)
+        with torch.autocast(device.type, dtype):
+            return mapped(forward(*args, **kwargs), _float32)
 
-def _forward(
-    device_type: str, dtype: torch.dtype, convolves: bool, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if convolves:
-        args, kwargs = mapped((args, kwargs), _channels_last)
-    with torch.autocast(device_type, dtype):
-        return mapped(forward(*args, **kwargs), _float32)
+    return around
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

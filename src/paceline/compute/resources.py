@@ -23,7 +23,7 @@ GAPS = 2  # the heap may become so many times as large as what is in it (measure
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Where one rank may run."""
+    """The cores of one rank."""
 
     host: str
     cores: tuple[int, ...]
@@ -45,7 +45,7 @@ def share(seats: Sequence[Seat], rank: int) -> int:
     """The threads that `rank` should have: its part of the cores that it shares, at least 1.
 
     A wrong number is the largest loss that goes unnoticed (2 ranks x 2 threads on 2 cores: 0.62 of the speed).
-    Ranks have exchanged where they may run; from that follows who shares cores with whom, whatever has started them:
+    Ranks have exchanged their seats. From these follows which of them share cores, with any launcher:
 
         torchrun, our agent: all ranks of a host may run on all its cores      cores / ranks
         srun --cpus-per-task, mpirun --bind-to: each on cores of its own       these
@@ -57,12 +57,16 @@ def share(seats: Sequence[Seat], rank: int) -> int:
 
 def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = flag) -> list[str]:
     """One line for each kind of host that has more threads than cores, or (a GPU's may) leaves most of them idle."""
-    told: dict[str, list[str]] = {}
+    hosts_of: dict[str, list[str]] = {}
     for host in dict.fromkeys(seat.host for seat in seats):
-        words = _complaint([seat for seat in seats if seat.host == host], may_idle, write)
-        if words:
-            told.setdefault(words, []).append(host)
-    return [f"{_named(hosts)}: {words}" for words, hosts in told.items()]
+        complaint = _complaint([seat for seat in seats if seat.host == host], may_idle, write)
+        if complaint:
+            hosts_of.setdefault(complaint, []).append(host)
+    lines: list[str] = []
+    for complaint, hosts in hosts_of.items():
+        more = f" and {plural(len(hosts) - 1, 'more host')}" if len(hosts) > 1 else ""
+        lines.append(f"{hosts[0]}{more}: {complaint}")
+    return lines
 
 
 def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
@@ -97,32 +101,23 @@ def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
     return None
 
 
-def _named(hosts: Sequence[str]) -> str:
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {plural(len(hosts) - 1, 'more host')}"
-
-
-def room_needed(state_bytes: int) -> int:
-    """Bytes that must be free for a rank whose weights, gradients and optimizer state take `state_bytes`."""
-    return ACTIVATION_BYTES + GAPS * state_bytes
-
-
 def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
     """Tune glibc's malloc for a training on the CPU, for this whole process and for good; return why not, or "".
 
     glibc gives large blocks back to the kernel, which zeroes them again: page faults take 11 to 37 % of a CPU step
     (measured). Three settings keep freed memory in the process: no block has a mapping of its own, the heap never
-    shrinks, and it grows by 64 MiB. The price is memory, as a heap has gaps: so it is done only where there is room,
-    and never under an allocator or a setting of the user's own.
+    shrinks, and it grows by 64 MiB. The price is memory, as a heap has gaps: so it is done only if there is room, and
+    never with an allocator or a setting of the user.
 
     `free_bytes` is what this rank may still take (None: not known), `state_bytes` what its weights, gradients and
-    optimizer state will take; `env` may hold the user's own settings of the allocator.
+    optimizer state will take; `env` may hold the user's settings of the allocator.
     """
     own = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
     if own is not None:
         return f"{own} is set"
     if re.search("malloc", env.get("LD_PRELOAD", "")):
         return "LD_PRELOAD names another allocator"
-    needed = room_needed(state_bytes)
+    needed = ACTIVATION_BYTES + GAPS * state_bytes
     if free_bytes is not None and free_bytes < needed:
         return f"{free_bytes >> 20:,} MiB are free for this rank, and it wants {needed >> 20:,} MiB of room"
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -134,7 +129,7 @@ def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
 
 
 def peak_memory() -> int:
-    """The largest resident memory of this process so far, in bytes; 0 where the kernel does not say."""
+    """The largest resident memory of this process so far, in bytes; 0 if the kernel does not report it."""
     with suppress(OSError, AttributeError):  # not ru_maxrss: a process inherits its parent's
         status = Path("/proc/self/status").read_text()
         return int(re.search(r"^VmHWM:\s*([0-9]+) kB", status, re.MULTILINE)[1]) << 10  # pyright: ignore[reportOptionalSubscript]

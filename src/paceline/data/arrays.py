@@ -10,22 +10,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from paceline.data.draws import Draw, SampleDraws
+from paceline.data.plan import mixed
+from paceline.seeding import derive
 
 Rows = Tensor | NDArray[Any]
 """one row for each sample; a numpy array may be memory-mapped: only the rows of a batch are read from the file"""
-Gather = Callable[[Tensor, SampleDraws], Sequence[Tensor]]
+Draw = Callable[[int], Tensor]
+"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples"""
+Gather = Callable[[Tensor, "SampleDraws"], Sequence[Tensor]]
 """(indices (n,), the samples' random numbers) -> the batch"""
 D = TypeVar("D", bound=Dataset[Any])
+
+
+@dataclass(frozen=True)
+class SampleDraws:
+    """The random numbers of an epoch's samples, which depend on the sample alone.
+
+    A generator gives numbers in the order of the draws, so a sample's would depend on its neighbours. Here each is a
+    hash of (seed, epoch, sample, how many were drawn before), computed for the whole batch at once.
+    """
+
+    seed: int
+    epoch: int
+
+    def of(self, indices: Tensor, device: torch.device) -> Draw:
+        """Those of samples `indices` (n,), on `device`; the same bits on every device."""
+        key = np.uint64(derive(self.seed, "draws", self.epoch))
+        samples = mixed(indices.cpu().numpy().astype(np.uint64) ^ mixed(key.reshape(1)))[:, None]  # (n, 1)
+        drawn = 0
+
+        def draw(k: int) -> Tensor:
+            nonlocal drawn
+            numbers = mixed(samples + mixed(np.arange(drawn, drawn + k, dtype=np.uint64)))  # (n, k)
+            drawn += k
+            # 24 bits: what a float32 below 1 holds exactly
+            return torch.from_numpy((numbers >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)).to(device)
+
+        return draw
 
 
 @dataclass(frozen=True)
 class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is (inputs[i], targets[i]), after `transform` and `augment`, which work on whole batches of inputs.
 
-    `transform` must treat every sample alike and without chance (normalising, say): a sample must not depend on its
-    batch. `augment` comes after it, and also gets `draw`: draw(k) is (n, k) float32 in [0, 1), and row j depends on
-    nothing but the run's seed, the epoch and sample j. A random flip, the same on whichever rank or in whichever batch:
+    `transform` must treat all samples equally and draw no random numbers, e.g. normalise: a sample must not depend on
+    its batch. `augment` comes after it, and also gets `draw`: draw(k) is (n, k) float32 in [0, 1), and row j depends on
+    nothing but the run's seed, the epoch and sample j. A random flip, the same on every rank and in every batch:
 
         def augment(images, draw):                                    # images (n, C, H, W)
             flip = draw(1).view(-1, 1, 1, 1) < 0.5
@@ -44,8 +74,14 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         if len(self.inputs) != len(self.targets):
             raise ValueError(f"{len(self.inputs)} inputs but {len(self.targets)} targets")
         for rows in (self.inputs, self.targets):
-            if not isinstance(rows, Tensor):
-                _check_type(rows)
+            try:
+                if not isinstance(rows, Tensor):
+                    torch.from_numpy(np.empty(0, rows.dtype))
+            except (TypeError, ValueError):  # no such type; the other byte order
+                raise ValueError(
+                    f"torch has no numbers of numpy's type {rows.dtype}. Convert them once: "
+                    "array.astype('float32'), or for labels 'int64'"
+                ) from None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -76,7 +112,7 @@ def _rows(rows: Rows, indices: Tensor) -> Tensor:
 
 
 def batch_gatherer(dataset: object) -> Gather | None:
-    """How to gather a whole batch of `dataset` at once; None if it can only be asked sample by sample."""
+    """How to gather a whole batch of `dataset` at once; None if it only has single samples."""
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
     if type(dataset) is TensorDataset:  # not a subclass, which may have a __getitem__ of its own
@@ -107,9 +143,9 @@ def on_device(
 ) -> D:
     """`dataset` with its rows on `device`, if they are held and fit there; else itself.
 
-    A GPU then gathers its batches by itself, without copies. For the CPU nothing changes, nor where a `collate` of the
-    user's own makes batches, out of samples on the CPU. The data may take `free_bytes`, by default a quarter of what is
-    free on the GPU beside `reserved` bytes.
+    A GPU then gathers its batches without copies. For the CPU nothing changes, nor if a `collate` function makes
+    batches out of samples on the CPU. The data may take `free_bytes`, by default a quarter of the GPU's free memory
+    after `reserved` bytes.
     """
     held = held_rows(dataset)
     if device.type == "cpu" or held is None or collate is not None:
@@ -124,16 +160,6 @@ def on_device(
     there = replace(dataset, inputs=moved[0], targets=moved[1])
     try:
         there.gather(torch.zeros(1, dtype=torch.int64))
-    except Exception:  # a transform that works on numpy arrays only, say
+    except Exception:  # e.g. a transform that works on numpy arrays only
         return dataset
     return cast("D", there)
-
-
-def _check_type(rows: NDArray[Any]) -> None:
-    try:
-        torch.from_numpy(np.empty(0, rows.dtype))
-    except (TypeError, ValueError):  # no such type; the other byte order
-        raise ValueError(
-            f"torch has no numbers of numpy's type {rows.dtype}. Convert them once: "
-            "array.astype('float32'), or for labels 'int64'"
-        ) from None

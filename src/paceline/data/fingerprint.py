@@ -1,4 +1,4 @@
-"""Fingerprints of datasets, compared over ranks before the first step: of the whole, or of length and a few samples."""
+"""Fingerprints of datasets, which ranks compare before the first step: of all data, or of a few samples."""
 
 import hashlib
 import re
@@ -23,7 +23,7 @@ CHANGING = "changes from draw to draw"
 
 
 def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
-    """What two equal datasets have in common, by name.
+    """Numbers that are equal for equal datasets, by name.
 
     Random augmentation from torch's, Python's or numpy's global streams is seeded by the sample, so it is alike. A
     sample that still differs each time cannot be compared, which is no reason to refuse it.
@@ -42,7 +42,7 @@ def probes(length: int) -> list[int]:
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
-    """Of a few samples."""
+    """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # a collate function of the user's own may fail on one sample, or leave it out
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
@@ -51,7 +51,7 @@ def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
 
 
 def hash_of(samples: Iterable[Any]) -> str:
-    """Of what lies in these samples, but not of objects whose content nobody knows."""
+    """The hash of these samples, without the addresses of objects of unknown content."""
     sha = hashlib.sha256()
     for sample in samples:
         _hash(sha, sample)

@@ -2,46 +2,61 @@
 
 Data held as tensors or arrays is gathered directly; any other map-style dataset goes through torch's DataLoader, with
 workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
-sample) only, never on the worker that loads it (see `seeded` for datasets that give whole batches).
+sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
+
+On a GPU the next batches are loaded while the current ones are computed. A step calls `Prefetch.begin` when all of its
+work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and begins
+their copies on a separate stream. In an evaluation, which does not call it, one batch is begun before the one
+in front of it is returned. On the CPU nothing is done ahead.
 """
 
-import gc
 import os
-import re
-import signal
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache, partial
-from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
-from signal import strsignal
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.contract.box import Box
-from paceline.contract.boxes import read_loaders
-from paceline.contract.orders import STOP_SIGNALS
-from paceline.data.ahead import Prefetch, on_its_way
-from paceline.data.arrays import batch_gatherer
-from paceline.data.draws import SampleDraws
+from paceline.data.arrays import SampleDraws, batch_gatherer
 from paceline.data.plan import BatchPlan, Work, rank_work
-from paceline.data.seeded import SLOTS_OF_A_LOADER, SeededBatches, SeededSamples, asks_for_batches, collated
-from paceline.errors import TrainingError, UsageError
-from paceline.host.procfs import die_with_parent
-from paceline.seeding import preserved_streams
+from paceline.data.workers import (
+    SLOTS_OF_A_LOADER,
+    SeededBatches,
+    SeededSamples,
+    asks_for_batches,
+    begin_worker,
+    collated,
+    drained,
+    started,
+)  # fmt: skip
+from paceline.errors import UsageError
+from paceline.nested import mapped, tensors
 
-EXIT_SECONDS = 1.0  # a loader process closes its connections before the kernel reports that it ended
-GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's words for a process that was killed
-
+Begun = TypeVar("Begun")
 Request = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
+
+
+class Prefetch:
+    """A step calls it to begin the batches of the next step."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        """batches that were returned since the last `begin`"""
+        self.more: Callable[[], object] = lambda: None
+        """begins one more, of the data in use"""
+
+    def begin(self) -> None:
+        """Begin one batch for each returned since the last time; an error is raised when its batch is due."""
+        count, self.taken = self.taken, 0
+        for _ in range(count):
+            self.more()
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are fetched: onto this device, by so many worker processes (0 = by the training process)."""
+    """How batches are fetched: onto this device, by this number of worker processes (0 = by the training process)."""
 
     device: torch.device
     num_workers: int = 0
@@ -67,9 +82,9 @@ class Loading:
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)
-    """in training: where a step says that the next one's batches can be begun"""
+    """in training: a step calls it when the batches of the next one can be begun"""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """settings of torch's DataLoader for these processes, where there are any: timeout, prefetch_factor, ..."""
+    """settings of torch's DataLoader for these processes, if there are any: timeout, prefetch_factor, ..."""
 
 
 def load_steps(
@@ -94,8 +109,8 @@ def load_work(
 ) -> Generator[list[tuple[Any, Work]]]:
     """For each step the batches of its work, as the dataset gives them.
 
-    `steps` may draw random numbers. So they are drawn here, and not where processes are given their next requests, in
-    whose midst random streams are put back.
+    `steps` may draw random numbers. So they are drawn here, and not while worker processes get their next requests,
+    when random streams are put back.
     """
     prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     drawn, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
@@ -162,127 +177,6 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
         yield from batches
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator of `loader`; if it is still there when this process ends, its worker processes are killed then.
-
-    An error's traceback keeps it, or a variable of the user's. Python's end would send SIGTERM to the workers, which
-    ignore it (see `begin_worker`), and wait for them for ever.
-    """
-    others = {*active_children()}
-    try:
-        with without_garbage():
-            iterator = iter(loader)
-    except BaseException:  # some may have been started
-        _kill({*active_children()} - others)
-        raise
-    workers: Sequence[Any] = getattr(iterator, "_workers", ())
-    for worker in workers:  # torch does this to one that is still busy some seconds after a loop was left
-        worker.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
-    if workers:
-        Finalize(iterator, _kill, (workers, id(iterator)), exitpriority=0)
-    return iterator
-
-
-def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
-    with suppress(ValueError):  # torch knows none of that iterator any more
-        torch._C._remove_worker_pids(of_iterator)  # pyright: ignore[reportPrivateUsage] - or it raises an error
-    for worker in workers:
-        worker.kill()
-
-
-@cache
-def inherited_frozen_objects() -> bool:
-    """Whether a fork gave this process frozen objects (worker/preload.py). Counting 600,000 objects takes 70 ms."""
-    return gc.get_freeze_count() > 0
-
-
-@contextmanager
-def without_garbage() -> Generator[None]:
-    """Inside, loader processes can be forked: what is garbage here is never collected there.
-
-    An event of CUDA is such garbage now and then, and where a forked process deletes one, CUDA aborts the process.
-    """
-    users = inherited_frozen_objects() or gc.get_freeze_count()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if not users:
-            gc.unfreeze()
-
-
-def drained(iterator: Iterator[Any], box: Box | None) -> Generator[Any]:
-    """What a loader's iterator gives; `box` is told while it is waited for. What it draws changes no random stream."""
-    try:
-        while True:
-            with preserved_streams():  # without workers, samples are drawn, and seeded, in this very process
-                if box is not None:
-                    box.put("loading", 1)
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-                except RuntimeError as error:
-                    raise _with_signal(error, iterator) from error
-                finally:
-                    if box is not None:
-                        box.put("loading", 0)
-            yield batch
-    finally:
-        del iterator  # ends the worker processes now, not when the garbage collector gets to it
-
-
-def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
-    """`error`; where torch has only seen that a killed process is gone, its words for one that was killed instead.
-
-    Which of the two it raises is a race between its handler of SIGCHLD and its look at the processes.
-    """
-    found = GONE.search(str(error))
-    workers: Sequence[Any] = getattr(iterator, "_workers", ())
-    code = next((w.exitcode for w in workers if found and w.pid == int(found[1])), None)
-    if code is None or code >= 0 or "killed by signal" in str(error):
-        return error
-    return RuntimeError(f"DataLoader worker (pid {found[1] if found else 0}) is killed by signal: {strsignal(-code)}.")
-
-
-@contextmanager
-def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
-    """Inside, a killed loader process becomes an error that names it, and what it worked on.
-
-    torch raises in the middle of whatever the main thread does, from its handler of SIGCHLD.
-
-    Raises:
-        TrainingError: with torch's own words at the end.
-    """
-    try:
-        try:
-            yield
-        except ConnectionError:  # a loader process may be the one that died
-            deadline = time.monotonic() + EXIT_SECONDS
-            while time.monotonic() < deadline:
-                torch._C._error_if_any_worker_fails()  # pyright: ignore[reportPrivateUsage]
-                time.sleep(0.01)
-            raise
-    except RuntimeError as error:
-        found = GONE.search(str(error))
-        if found is None:
-            raise
-        lost = next((one for one in read_loaders(box.descriptor) if one.pid == int(found[1])), None)
-        doing = "while it loaded" if lost and lost.busy else "after it had loaded"
-        item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}" if lost else ""
-        number = f" {lost.number % SLOTS_OF_A_LOADER}" if lost else ""
-        raise TrainingError(
-            code="loader-process-lost", rank=rank, number=number, pid=int(found[1]), item=item, reason=found[0].strip()
-        ) from error
-
-
-def begin_worker(trainer_pid: int, worker: int) -> None:
-    """Runs first in a loader worker: the worker ends with the trainer, however that ends."""
-    die_with_parent(trainer_pid)
-    for number in STOP_SIGNALS:  # meant for the trainer, which needs us to end its step, and saves
-        signal.signal(number, signal.SIG_IGN)
-
-
 def as_pair(batch: Any) -> tuple[Any, Any]:
     """A batch as (inputs, targets); UsageError if it is none."""
     if isinstance(batch, Mapping):  # the model and the loss each take from it what they need
@@ -291,3 +185,78 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
         kind = type(batch).__name__ + (f" of length {len(batch)}" if isinstance(batch, Sequence) else "")
         raise UsageError(code="not-pairs", kind=kind)
     return batch[0], batch[1]
+
+
+def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
+    """`batches` on `device`, in order; a step begins them by `ahead`, if there is one."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield moved(batch, device)
+        return
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be there before they are gathered
+
+    def begin() -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(side):
+            batch = moved(next(batches), device)
+            arrived = torch.cuda.Event()
+            arrived.record(side)
+        return batch, arrived
+
+    def end(begun: tuple[Any, torch.cuda.Event]) -> Any:
+        batch, arrived = begun
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
+            tensor.record_stream(current)
+        return batch
+
+    yield from one_ahead(begin, end, ahead)
+
+
+def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Prefetch | None = None) -> Generator[Any]:
+    """`end(begun)` for each thing that `begin` returns, until that raises StopIteration.
+
+    Things are begun by `ahead`, or when they are due; without it one is begun before the previous one is returned. Any
+    different error of `begin` is raised when that thing is requested, not with the one before it.
+    """
+    waiting, failed = deque[Begun](), list[Exception]()
+
+    def more() -> None:
+        if not failed:
+            try:
+                waiting.append(begin())
+            except Exception as error:
+                failed.append(error)
+
+    if ahead is not None:
+        ahead.more = more
+    try:
+        while True:
+            if not waiting:
+                more()
+            if not waiting:
+                break
+            begun = waiting.popleft()
+            if ahead is None:
+                more()
+            else:
+                ahead.taken += 1
+            yield end(begun)
+    finally:
+        if ahead is not None and ahead.more is more:
+            ahead.more, ahead.taken = (lambda: None), 0
+    for error in failed:
+        if not isinstance(error, StopIteration):
+            raise error
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """`batch` with all its tensors on `device`; to a GPU from page-locked memory, or the host would wait for it."""
+
+    def there(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return mapped(batch, there)

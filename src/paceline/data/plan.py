@@ -8,6 +8,9 @@ is dealt to the virtual ranks like cards. With 10 samples, a global batch of 6 a
 
 The k-th global batch never depends on the number of (virtual) ranks, every sample occurs once an epoch, and shares are
 uneven (by one) rather than padded: the step weights by samples, so nothing needs to be repeated or left out.
+
+Which samples were used is one 64-bit number, a fingerprint: the sum modulo 2**64 of a hash of each index. So the
+fingerprints of a step's ranks, or of an epoch's steps, add up to the one of all their samples.
 """
 
 from collections.abc import Sequence
@@ -17,9 +20,9 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.consumed import mixed
 from paceline.errors import UsageError, plural
 from paceline.seeding import derive
 
@@ -27,6 +30,10 @@ Tail = Literal["keep", "drop", "pad"]
 """What becomes of an epoch's last, incomplete global batch: trained as it is, left out, or filled up with repeats."""
 LISTED = 1 << 24  # samples up to which an epoch's order is a list: 128 MB, and half a second to make it
 ROUNDS = 6
+MODULUS = 2**64
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIXING = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]
+_LAST_SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class BatchPlan:
 
     @property
     def known_steps(self) -> int:
-        """Steps of an epoch; 0 where nobody knows, of a stream."""
+        """Steps of an epoch; 0 for a stream, whose length is unknown."""
         return 0 if self.parts_of_stream else self.steps_per_epoch
 
     @property
@@ -86,7 +93,7 @@ class BatchPlan:
         start = step * self.global_batch
         stop = start + self.global_batch
         if self.shuffle and stop <= self.num_samples:
-            return stretch(start, stop, self.num_samples, self.seed, epoch)
+            return shuffled(slice(start, stop), self.num_samples, self.seed, epoch)
         places = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
         return shuffled(places, self.num_samples, self.seed, epoch) if self.shuffle else places
 
@@ -117,8 +124,8 @@ class BatchPlan:
 class Work:
     """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
 
-    A stand-in (`counted` is False) is one sample that a rank without a share still runs, so that every rank meets the
-    others in the collectives of the step; its gradient, loss and buffers count for nothing.
+    A padding batch (`counted` is False) is one sample that a rank without a share still runs, so that every rank joins
+    the collectives of the step; its gradient, loss and buffers count for nothing.
     """
 
     epoch: int
@@ -127,21 +134,21 @@ class Work:
     part: int
     indices: Tensor  # (n,) int64, n >= 1
     counted: bool = True
-    global_samples: int = 0  # in the global batch; 0 where nobody knows, of a stream
+    global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
 
     def random_seed(self, seed: int) -> int:
-        """The seed of this forward's random stream (dropout): the same on whichever rank."""
+        """The seed of this forward's random stream (dropout): the same on every rank."""
         return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
 
 
 def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
-    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a stand-in.
+    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a padding batch.
 
-    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that every rank runs equally many.
+    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank runs the same number.
     Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
     """
     whole = plan.global_indices(epoch, step)
-    stand_in, size = whole[:1], len(whole)
+    padding, size = whole[:1], len(whole)
     shares = [plan.microbatches(whole, v) for v in share]
     if merged:
         groups = [(share[0], part, torch.cat(of_all)) for part, of_all in enumerate(zip(*shares, strict=True))]
@@ -152,8 +159,8 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
         if len(indices):
             work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
         elif merged:
-            work.append(Work(epoch, step, virtual_rank, part, stand_in, counted=False, global_samples=size))
-    return work or [Work(epoch, step, share[0], 0, stand_in, counted=False, global_samples=size)]
+            work.append(Work(epoch, step, virtual_rank, part, padding, counted=False, global_samples=size))
+    return work or [Work(epoch, step, share[0], 0, padding, counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
@@ -169,18 +176,16 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
-def shuffled(positions: Tensor, num_samples: int, seed: int, epoch: int) -> Tensor:
-    """(n,) int64: which sample stands at each of `positions` (n,) in the shuffled epoch."""
+def shuffled(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:
+    """(n,) int64: which sample is at each of `positions`, (n,) or a slice, in the shuffled epoch.
+
+    For a slice of a list there is no copy.
+    """
     if num_samples <= LISTED:
         return _listed(num_samples, seed, epoch)[positions]
+    if isinstance(positions, slice):
+        positions = torch.arange(positions.start, positions.stop)
     return permuted(positions, num_samples, derive(seed, "order", epoch))
-
-
-def stretch(start: int, stop: int, num_samples: int, seed: int, epoch: int) -> Tensor:
-    """(stop - start,) int64: as `shuffled` of these places, which all exist; of a list without a copy."""
-    if num_samples <= LISTED:
-        return _listed(num_samples, seed, epoch)[start:stop]
-    return permuted(torch.arange(start, stop), num_samples, derive(seed, "order", epoch))
 
 
 @lru_cache(maxsize=2)  # the epoch in training, and the next one, which loader workers already fetch
@@ -192,9 +197,9 @@ def _listed(num_samples: int, seed: int, epoch: int) -> Tensor:
 def permuted(positions: Tensor, size: int, key: int) -> Tensor:
     """(n,) int64: the images of `positions` (n,), in [0, size), under the permutation of [0, size) that `key` names.
 
-    A Feistel network permutes [0, 4**k) by halves of k bits, whatever its round function is; here that is the hash of
-    `data.consumed` with a key for each round. An image outside [0, size), at most three of four, is permuted again
-    until it is inside (cycle walking), which is a permutation of [0, size).
+    A Feistel network permutes [0, 4**k) by halves of k bits, whatever its round function is. Here that is `mixed`, with
+    a key for each round. An image outside [0, size), at most three of four, is permuted again until it is inside (cycle
+    walking), which is a permutation of [0, size).
 
     Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3 and 5.
     """
@@ -210,3 +215,33 @@ def permuted(positions: Tensor, size: int, key: int) -> Tensor:
         images[outside] = (left << half) | right
         outside = outside[images[outside] >= np.uint64(size)]
     return torch.from_numpy(images.astype(np.int64))
+
+
+def fingerprint(indices: Tensor) -> int:
+    """The fingerprint, in [0, 2**64), of samples `indices`: int64 of any shape, none negative. 0 for no samples.
+
+    If two multisets of samples differ, their fingerprints differ by the sum of c * hash(index). The integer c is how
+    often the one has that sample more than the other. The hash is one to one and is 0 for no index below 2**62. So one
+    sample missing, doubled, or exchanged for another *always* changes the fingerprint. For larger differences take the
+    hash as random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64).
+    This guards against accidents only: samples with a given fingerprint can be found on purpose.
+
+    Source: the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; the
+    multipliers are Stafford's variant 13).
+    """
+    return int(mixed(indices.detach().cpu().numpy().reshape(-1).astype(np.uint64)).sum(dtype=np.uint64))
+
+
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The hash of each of `numbers`, as a new array."""
+    z = numbers + _STEP  # else sample 0 would have hash 0, and would never be missed
+    for shift, factor in _MIXING:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> _LAST_SHIFT
+    return z
+
+
+def add(*prints: int) -> int:
+    """The fingerprint of several sets of samples together, from theirs."""
+    return sum(prints) % MODULUS

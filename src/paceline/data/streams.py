@@ -1,16 +1,16 @@
 """Data without end: the samples of a stream, numbered from 0 in each epoch, are dealt to virtual ranks batch by batch.
 
 Whole, a stream is one sequence: global batch b is its next samples, dealt as any batch is. Every rank reads all of it
-and keeps its own. In parts, virtual rank v has a stream of its own, the v-th of V, and a rank reads only those of its
-virtual ranks; the n-th sample of part v has number n * V + v. Either way who computes shows nowhere, and the position
-after so many batches is known without a word between ranks.
+and keeps its samples. In parts, virtual rank v has the v-th of V streams, and a rank reads only those of its virtual
+ranks. The n-th sample of part v has number n * V + v. In both cases the number of ranks changes nothing, and each rank
+knows the position after a number of batches without communication.
 """
 
 import copy
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker
 
-from paceline.data.ahead import moved
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, begin_worker, drained, started
+from paceline.data.loader import Loading, moved
 from paceline.data.plan import BatchPlan
+from paceline.data.workers import begin_worker, drained, started
 from paceline.errors import UsageError
 from paceline.seeding import derive, seed_streams
 
@@ -37,7 +37,7 @@ class StreamPlan(BatchPlan):
 
     own_order = True
     parts_of_stream: int = 1
-    """1: it is one sequence; else as many as there are virtual ranks"""
+    """1: it is one sequence; else the number of virtual ranks"""
 
     @property
     def size_words(self) -> str:
@@ -48,7 +48,7 @@ class StreamPlan(BatchPlan):
 
 
 def is_stream(data: object) -> bool:
-    """Whether it is read from its begin, sample after sample."""
+    """Whether it can only be read sample after sample."""
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
@@ -61,7 +61,7 @@ def part_of(stream: Any, number: int, parts: int) -> Any:
     """Part `number` of `parts` of a stream.
 
     Raises:
-        UsageError: if it cannot be split in so many.
+        UsageError: if it cannot be split into that number of parts.
     """
     kind, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
@@ -80,7 +80,7 @@ class Part:
         self._blank = self.state()
 
     def state(self) -> Any:
-        """Where it stands, by its own word; None where it has none."""
+        """Its position, from its `state_dict`; None if it has none."""
         return copy.deepcopy(self._stream.state_dict()) if self._saves else None
 
     def begin(self, epoch: int, start: int, state: Any) -> None:
@@ -115,15 +115,15 @@ class Part:
             except StopIteration:
                 return
             except Exception as error:
-                way = " Give WebDataset(nodesplitter=None): each rank reads all." * ("nodesplitter" in str(error))
-                error.add_note(f"The stream has raised this for sample {number} of epoch {self._epoch + 1}.{way}")
+                advice = " Give WebDataset(nodesplitter=None): each rank reads all." * ("nodesplitter" in str(error))
+                error.add_note(f"The stream has raised this for sample {number} of epoch {self._epoch + 1}.{advice}")
                 raise
             self.taken += 1
             yield number, sample
 
 
 class Share(NamedTuple):
-    """One micro-batch of a virtual rank; a stand-in, for a rank that has none, is not counted."""
+    """One micro-batch of a virtual rank; a padding batch, for a rank that has none, is not counted."""
 
     virtual_rank: int
     part: int
@@ -138,13 +138,13 @@ class Share(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What a rank has of one global batch."""
+    """The micro-batches of a rank in one global batch."""
 
     shares: list[Share]
     seen: int
     """samples up to the end of this batch, in all that it reads"""
     before: dict[int, Any]
-    """the state of each part before this batch, where it has one"""
+    """the state of each part before this batch, if it has one"""
     probe: str
     """a hash of some samples of the first part that it reads"""
 
@@ -154,69 +154,64 @@ class Stretch(NamedTuple):
         return sum(len(share.numbers) for share in self.shares if share.counted)
 
 
+@dataclass(eq=False)
 class Reader(IterableDataset[Stretch]):
-    """Reads a rank's chunks, one for each global batch from `start` on, for ever: without samples after the end."""
+    """Reads a rank's chunks, one for each global batch from `start` on, without end: with no samples after the end."""
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        plan: StreamPlan,
-        share: range,
-        epoch: int,
-        *,
-        start: int = 0,
-        states: Mapping[int, Any] | None = None,
-        least: int = 0,
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        """`least`: an epoch's last batch of fewer samples belongs to the one before it."""
-        self._parts, self._plan, self._share, self._epoch = parts, plan, share, epoch
-        self._start, self._states, self._least = start, states or {}, least
-        self._collate = collate or default_collate
+    parts: Sequence[Part]
+    plan: StreamPlan
+    share: range
+    epoch: int
+    start: int = 0
+    states: Mapping[int, Any] = field(default_factory=dict[int, Any])
+    """by part, its state before batch `start`"""
+    least: int = 0
+    """a last batch of fewer samples belongs to the batch before it"""
+    collate: Callable[[list[Any]], Any] | None = None
 
     def __iter__(self) -> Iterator[Stretch]:
-        """See the class."""
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage] - a stream splits nothing by itself here
-        plan, spare = self._plan, None
-        for part in self._parts:
-            part.begin(self._epoch, self._start * self._quota(part), self._states.get(part.number))
+        plan, spare = self.plan, None
+        for part in self.parts:
+            part.begin(self.epoch, self.start * self._quota(part), self.states.get(part.number))
         waiting: list[tuple[int, Any]] = []  # read and not yet in a batch
         for _ in count():
-            before = {part.number: part.state() for part in self._parts}
-            found = [part.take(self._quota(part) + self._least - len(waiting)) for part in self._parts]
-            if self._least:
-                waiting += found[0]
-                last = len(waiting) < plan.global_batch + self._least
-                found = [waiting if last else waiting[: plan.global_batch]]
+            before = {part.number: part.state() for part in self.parts}
+            samples = [part.take(self._quota(part) + self.least - len(waiting)) for part in self.parts]
+            if self.least:
+                waiting += samples[0]
+                last = len(waiting) < plan.global_batch + self.least
+                samples = [waiting if last else waiting[: plan.global_batch]]
                 waiting = [] if last else waiting[plan.global_batch :]
-            spare = next((one[0] for one in found if one), spare)
-            seen = sum(part.taken for part in self._parts) - len(waiting)
-            probed = found[0][:: max(1, len(found[0]) // PROBES)]
-            shares = [*self._shared_out(found)]
+            spare = next((of_part[0] for of_part in samples if of_part), spare)
+            seen = sum(part.taken for part in self.parts) - len(waiting)
+            probed = samples[0][:: max(1, len(samples[0]) // PROBES)]
+            shares = [*self._dealt(samples)]
             if not shares and spare is not None:
-                shares = [self._collated(self._share[0], 0, [spare], counted=False)]
+                shares = [self._collated(self.share[0], 0, [spare], counted=False)]
             yield Stretch(shares, seen, before, hash_of(sample for _, sample in probed))
 
     def _quota(self, part: Part) -> int:
         """How many samples of a part are in one global batch."""
-        plan = self._plan
+        plan = self.plan
         if plan.parts_of_stream == 1:
             return plan.global_batch
         return len(range(part.number, plan.global_batch, plan.virtual_ranks))
 
-    def _shared_out(self, found: Sequence[list[tuple[int, Any]]]) -> Iterator[Share]:
-        plan = self._plan
-        for at, virtual_rank in enumerate(self._share):
-            mine = found[at] if plan.parts_of_stream > 1 else found[0][virtual_rank :: plan.virtual_ranks]
+    def _dealt(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[Share]:
+        plan = self.plan
+        for at, virtual_rank in enumerate(self.share):
+            mine = samples[at] if plan.parts_of_stream > 1 else samples[0][virtual_rank :: plan.virtual_ranks]
             rest, micro = iter(mine), min(plan.accumulation, len(mine))
             for k in range(micro):
-                one = [*islice(rest, len(range(k, len(mine), micro)))]  # nearly equal, as torch cuts a tensor
-                yield self._collated(virtual_rank, k, one)
+                size = len(range(k, len(mine), micro))  # nearly equal, as torch splits a tensor
+                yield self._collated(virtual_rank, k, [*islice(rest, size)])
 
-    def _collated(self, virtual_rank: int, part: int, one: list[tuple[int, Any]], *, counted: bool = True) -> Share:
-        numbers = [number for number, _ in one]
-        seed_streams(derive(self._plan.seed, "samples", self._epoch, *numbers))  # which other ranks' samples have moved
-        return Share(virtual_rank, part, numbers, counted, self._collate([sample for _, sample in one]))
+    def _collated(self, virtual_rank: int, part: int, samples: list[tuple[int, Any]], *, counted: bool = True) -> Share:
+        numbers = [number for number, _ in samples]
+        seed_streams(derive(self.plan.seed, "samples", self.epoch, *numbers))  # which other ranks' samples have moved
+        batch = (self.collate or default_collate)([sample for _, sample in samples])
+        return Share(virtual_rank, part, numbers, counted, batch)
 
 
 def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:

@@ -57,7 +57,7 @@ class Step(Event, frozen=True, tag="step"):
     grad_norm: float | None = None
     share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
     consumed: Count = 0  # samples this rank used; stand-ins are not counted
-    fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
+    fingerprint: str = ""  # hex of data.plan.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1

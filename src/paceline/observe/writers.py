@@ -190,7 +190,7 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _sum(a: str, b: str) -> str:
-    """As data.consumed.add, which needs torch; empty where one is no fingerprint: then nothing is proven by it."""
+    """As data.plan.add, which needs torch; empty where one is no fingerprint: then nothing is proven by it."""
     try:
         return f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"
     except ValueError:

@@ -24,8 +24,8 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
-from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
+from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER, options_of_others
 from paceline.observe.summary import Summary

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import gather_words, told_once
-from paceline.data.loader import inherited_frozen_objects
+from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages

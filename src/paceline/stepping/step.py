@@ -34,8 +34,7 @@ from paceline.collectives.control import (
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.torch_collectives import labelled
 from paceline.contract.evidence import Phase
-from paceline.data.ahead import Prefetch
-from paceline.data.loader import MicroBatch
+from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.seeding import SeededStream

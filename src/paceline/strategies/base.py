@@ -21,7 +21,7 @@ from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
-from paceline.pipeline.line import Pipeline
+from paceline.parallel.pipeline import Pipeline
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean

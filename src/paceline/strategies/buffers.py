@@ -40,7 +40,7 @@ from paceline.collectives.control import gather_words, told_once
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, labelled
 from paceline.collectives.tree import Forest, added
-from paceline.compute.graphs import not_recorded
+from paceline.compute.forward import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
 from paceline.worker.world import World

@@ -21,9 +21,8 @@ from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import Pending, gather_words, together
 from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
-from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
-from paceline.pipeline.line import Pipeline
-from paceline.pipeline.schedule import Schedule
+from paceline.parallel.partition import Chain, Layers, best_splits
+from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.parts import ModelParts
 from paceline.worker.world import World
@@ -36,9 +35,9 @@ class Division(msgspec.Struct, frozen=True):
     ends: list[int]
 
     @property
-    def cuts(self) -> list[CutPoint]:
+    def cuts(self) -> list[SplitPoint]:
         """Those between the stages."""
-        return [self.found.cuts[end] for end in self.ends]
+        return [self.found.points[end] for end in self.ends]
 
     @property
     def stages(self) -> list[Layers]:
@@ -54,16 +53,16 @@ class Division(msgspec.Struct, frozen=True):
 
 
 def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> Division:
-    """Where rank 0 cuts its model (a collective); `names` as in `best_cuts`.
+    """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
 
     Raises:
-        UsageError: on one rank, as `best_cuts`, or a forward or backward has failed; ToldElsewhere on the others.
+        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ToldElsewhere on the others.
     """
     mine = None
     with together(world):
         if world.rank == 0:
             found = make()
-            mine = msgspec.to_builtins(Division(found, best_cuts(found, stages, names)))
+            mine = msgspec.to_builtins(Division(found, best_splits(found, stages, names)))
     return msgspec.convert(gather_words(mine, world)[0], Division)
 
 
@@ -88,7 +87,7 @@ def pipelined(
         make_optimizer: makes the optimizer from the parameters; each is updated whole, where it is held.
         world: all ranks, laid out in a mesh.
         division: where the model is cut.
-        schedule: see `pipeline.schedule`.
+        schedule: see `parallel.pipeline.actions`.
         virtual_ranks: see MakeStrategy.
 
     Raises:

@@ -13,7 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.datasets.mnist import check_mnist
+from paceline.data.mnist import check_mnist
 from paceline.errors import UsageError, unknown
 from paceline.tasks import finding
 from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, source_of, tasks_in

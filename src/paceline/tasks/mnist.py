@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.arrays import ArrayDataset
-from paceline.datasets.mnist import Split, read_labels, read_mnist
-from paceline.models import CNN, ResNet18
+from paceline.data.mnist import Split, read_labels, read_mnist
+from paceline.tasks.models import CNN, ResNet18
 from paceline.tasks.task import Task
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0..1

@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.collectives.control import gather_words, together
-from paceline.compute.compiling import compile_model
-from paceline.compute.graphs import graph_model
+from paceline.compute.compiling import compile_model, graph_model
+from paceline.compute.forward import recompute
 from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
-from paceline.compute.recompute import recompute
 from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, share
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError, Write, flag

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.collectives.control import gather_words
 from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
-from paceline.data.seeded import asks_for_batches
+from paceline.data.workers import asks_for_batches
 from paceline.host.cgroup import usable_cores
 from paceline.observe.summary import Summary
 from paceline.train.prepare import Parts

@@ -18,8 +18,8 @@ from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.room import Room, check_room
 from paceline.data.streams import is_stream
+from paceline.data.workers import Room, check_room
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
 from paceline.seeding import derive, preserved_streams, random_stream

@@ -15,8 +15,7 @@ from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import gather_words
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
-from paceline.data.consumed import add, fingerprint
-from paceline.data.plan import BatchPlan
+from paceline.data.plan import BatchPlan, add, fingerprint
 from paceline.host.machine_log import MachineLog
 from paceline.observe import events
 from paceline.observe.events import Anatomy, Event, Traced

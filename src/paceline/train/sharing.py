@@ -17,8 +17,8 @@ from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
 from paceline.mesh import OF_MODEL
-from paceline.pipeline.schedule import Schedule, idle
-from paceline.pipeline.survey import surveyed
+from paceline.parallel.partition import survey
+from paceline.parallel.pipeline import Schedule, idle
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.parts import ModelParts
@@ -104,13 +104,13 @@ def share_model(
         samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
         return _cut(task, model, partial(_tried, model, loss), samples, plan, world, wish)
     if world.along("context").size > 1:
-        from paceline.tensor.context import share_along_context  # torch's DTensor takes others 0.5 s to import
+        from paceline.parallel.context import share_along_context  # torch's DTensor takes others 0.5 s to import
 
         return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
         broadcast_module(model)  # whole: stages of models that were drawn apart would make up none
-        division = divided(lambda: surveyed(model, *loss()), stages, names, world)
+        division = divided(lambda: survey(model, *loss()), stages, names, world)
         check, lines = partial(_compare, _tried(model, loss), loss), division_lines(division, way, plan, world)
         return Sharing(division=division, schedule=way, lines=lines, check=check)
     return ALONE
@@ -122,16 +122,16 @@ def _cut(
     """Cut `model` in place along tensor, seeing by the `loss` of the first `samples` that it computes what it did.
 
     Raises:
-        UsageError: as `cut_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
+        UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
     """
-    from paceline.tensor.cut import cut_along_tensor  # as share_along_context above
+    from paceline.parallel.tensor import shard_along_tensor  # as share_along_context above
 
-    cutting = cut_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
-    if wish.strategy == "fsdp" and cutting.used_elsewhere:  # it puts other tensors in the place of these
-        words = f"{cutting.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
+    sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
+    if wish.strategy == "fsdp" and sharding.used_elsewhere:  # it puts other tensors in the place of these
+        words = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
         raise told_once(UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=words, advice=advice), world)
-    lines = cutting.table(model, samples, plan.global_batch // world.data.size)
+    lines = sharding.table(model, samples, plan.global_batch // world.data.size)
     along = world.along("tensor")
     if along.local_size < along.size:
         ranks = plural(world.local_size, "rank")
@@ -139,7 +139,7 @@ def _cut(
             "WARNING: ranks along tensor are on several hosts, and all these bytes travel between hosts in each step. "
             f"Let tensor divide the {ranks} of a host, and use data or pipeline between hosts"
         )
-    return Sharing(cutting.cuts, lines=lines)
+    return Sharing(sharding.shards, lines=lines)
 
 
 def _of_first(

@@ -7,8 +7,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from paceline.contract.evidence import Phase
-from paceline.data.ahead import Prefetch
-from paceline.data.loader import MicroBatch
+from paceline.data.loader import MicroBatch, Prefetch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
 from paceline.stepping.micro_step import added_in

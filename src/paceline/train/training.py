@@ -9,7 +9,7 @@ from typing import Any
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
 from paceline.contract.evidence import Phase
-from paceline.data.loader import naming_lost_processes
+from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, plural
 from paceline.ladder import EXACT
 from paceline.observe.progress import Display

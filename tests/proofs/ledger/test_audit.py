@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.cli.ledger import main
 from paceline.config import DataConfig, TrainConfig, dump
-from paceline.data.consumed import fingerprint
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan, fingerprint, ranks_share
 from paceline.errors import UsageError
 from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step, Vouched
 from paceline.observe.writers import EventWriter, fold

@@ -25,7 +25,7 @@ from paceline.contract.box import RECORDS, Box
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
-from paceline.pipeline.line import Pipeline
+from paceline.parallel.pipeline import Pipeline
 from paceline.strategies import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.records import size_of

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.data.consumed import add, fingerprint
-from paceline.data.plan import BatchPlan, Tail
+from paceline.data.plan import BatchPlan, Tail, add, fingerprint
 from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError
 from paceline.proofs.ledger.starts import RunStart, counting, left_out, read_starts

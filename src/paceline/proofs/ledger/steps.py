@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.data.consumed import add, fingerprint
-from paceline.data.plan import BatchPlan
+from paceline.data.plan import BatchPlan, add, fingerprint
 from paceline.observe.events import Step
 from paceline.proofs.ledger.starts import Log, RunStart, covered
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import new_group, together
-from paceline.compute.recompute import recompute
+from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, ranks_share

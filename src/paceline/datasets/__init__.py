@@ -1,1 +1,0 @@
-"""Files of data sets, read without torch: IDX and MNIST."""

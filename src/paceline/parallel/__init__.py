@@ -1,0 +1,1 @@
+"""Tensor, context and pipeline parallelism: several ranks compute one model."""

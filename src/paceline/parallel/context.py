@@ -1,0 +1,204 @@
+"""Context parallelism: each rank computes its part of every sequence, from the first layer to the logits of the last.
+
+The model's code sees whole tensors (see `dtensor_mode`). A rank takes its positions of a sequence at an embedding of
+words (B, T) or a linear layer of (B, T, C). Layers that look at each position by itself are computed with plain
+tensors, for these positions only. Attention needs all positions: ranks exchange positions for heads, and back (Ulysses,
+Jacobs et al. 2023). If the heads do not divide, each rank computes its rows, with all keys and values.
+
+Weights are whole on every rank. Their gradients are summed along context in each backward.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
+
+from paceline.collectives.control import together
+from paceline.collectives.replicate import broadcast_module
+from paceline.errors import UsageError, plural
+from paceline.parallel.dtensor import (
+    PARTIAL,
+    REPLICATED,
+    full_tensor,
+    local_shard,
+    replicated,
+    with_contiguous_gradient,
+)
+from paceline.parallel.dtensor_mode import DTensorMode, attention
+from paceline.parallel.layers import is_transposed, mask_of_heads, projections, replace_forward
+from paceline.parallel.tensor import compare_losses, run_in_mode
+from paceline.worker.world import World
+
+
+def share_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
+    """Let the ranks along `context` share every sequence of `model`, in place (a collective of all ranks).
+
+    Args:
+        model: whole, on every rank, and it stays so.
+        world: with a dimension of that name.
+        probe: a loss of the model on a few samples, the same on all ranks: called before and after.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        UsageError: the model has no sequence to share; or it does not give the loss of the whole model. On one rank,
+            ToldElsewhere on the others.
+    """
+    along = world.along("context")
+    assert along.group is not None
+    broadcast_module(model)
+    with together(world):
+        expected = probe()
+    mode = ContextMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            _share_attention(module, mode)
+        elif is_transposed(module):
+            _share_conv1d(module, mode)
+    run_in_mode(model, mode)
+    compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
+    with together(world):
+        if not mode.calls:
+            raise UsageError(code="context-no-sequence", mesh=world.mesh, size=along.size)
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e6
+    return [
+        f"sequences are shared over {along.size} ranks along context: each computes its places in "
+        f"{plural(mode.calls, 'layer')}, its {'heads or rows' if mode.by_rows else 'heads'} in attention; after each "
+        f"backward {gradients:.3g} MB of gradients are added up"
+    ]
+
+
+class ContextMode(DTensorMode):
+    """Active in a forward of the model."""
+
+    calls = 0
+    """how many layers have computed a part of the positions so far"""
+    by_rows = False
+    """whether an attention was computed by rows"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_A_POSITION:
+            outputs = self.by_position(func, *args, **kwargs)
+            if outputs is not None:
+                return outputs
+        if func is F.scaled_dot_product_attention and isinstance(args[0], DTensor):
+            self.by_rows = self.by_rows or bool(args[0].shape[-3] % self._mesh.size())
+        if func not in _OF_NEIGHBOURS:
+            try:
+                return super().__torch_function__(func, types, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError):  # torch cannot share it: each rank computes the whole
+                pass
+        return func(*tree_map(self._as_on_one, args), **tree_map(self._as_on_one, kwargs))
+
+    def by_position(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
+        """The result of a function of the last dimension for this rank's positions; None if there are none."""
+        if func is F.embedding:
+            shard, dim = self._own_words(x, *args, **kwargs)
+        elif func is F.layer_norm and len(args[0] if args else kwargs["normalized_shape"]) > 1:
+            return None
+        else:
+            shard, dim = self._own_positions(func, x)
+        if shard is None:
+            return None
+        self.calls += 1
+        args, kwargs = tree_map(self._for_a_part, args), tree_map(self._for_a_part, kwargs)
+        return DTensor.from_local(func(shard, *args, **kwargs), self._mesh, [Shard(dim)])
+
+    def _own_words(
+        self, words: Any, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> tuple[Tensor | None, int]:  # fmt: skip
+        words, needs_all = full_tensor(words), max_norm is not None or scale_grad_by_freq or sparse
+        if needs_all or words.ndim != 2 or words.shape[1] % self._mesh.size():
+            return None, 0
+        return words.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()], 1
+
+    def _own_positions(self, func: Any, x: Any) -> tuple[Tensor | None, int]:
+        ranks = self._mesh.size()
+        if isinstance(x, DTensor):
+            placement = x.placements[0]
+            if isinstance(placement, Shard) and not placement.is_shard(x.ndim - 1):
+                return with_contiguous_gradient(x.to_local()), placement.dim
+        elif not (func is F.linear and isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point()):
+            return None, 0
+        dim = next((dim for dim in (1, 0) if x.ndim > 2 and x.shape[dim] % ranks == 0 and x.shape[dim] > 0), None)
+        if dim is None:
+            return None, 0
+        return local_shard(x if isinstance(x, DTensor) else replicated(x, self._mesh), dim), dim
+
+    def _for_a_part(self, value: Any) -> Any:
+        """A weight, for a part of the work: its gradient is summed over ranks."""
+        if not isinstance(value, Tensor):
+            return value
+        whole = self._as_dtensor(self._check_mesh(value))
+        return whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
+
+    def _check_mesh(self, value: Any) -> Any:
+        """The value, if it is no DTensor of fsdp."""
+        if isinstance(value, DTensor) and value.device_mesh != self._mesh:
+            raise UsageError(code="context-weight-elsewhere", shape=tuple(value.shape))
+        return value
+
+    def _as_on_one(self, value: Any) -> Any:
+        """Whole and plain, with the memory layout of one process."""
+        whole = full_tensor(self._check_mesh(value))
+        return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
+
+
+def _share_conv1d(module: nn.Module, mode: ContextMode) -> None:
+    """Let a linear layer of Hugging Face's, which is none of torch's, compute positions."""
+    plain = type(module).forward
+
+    def forward(self: Any, x: Any) -> Any:
+        outputs = mode.by_position(F.linear, x, self.weight.T, self.bias)
+        return plain(self, full_tensor(x)) if outputs is None else outputs
+
+    replace_forward(module, forward)
+
+
+def _share_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
+    """Let nn.MultiheadAttention compute positions and heads; every rank computes attention weights as a whole."""
+    plain: Any = type(module).forward
+
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        inputs = (query, key, value)
+        projected: list[Any] = []
+        if not (need_weights or self.add_zero_attn or self.bias_k is not None or self.in_proj_weight is None):
+            parts = zip(inputs, *projections(self), strict=True)
+            projected = [mode.by_position(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
+        if not projected or any(y is None for y in projected):
+            whole = [full_tensor(x) for x in (*inputs, key_padding_mask)]
+            return plain(self, *whole, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
+        batch_first = [y if self.batch_first else y.transpose(0, 1) for y in projected]
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in batch_first)
+        mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        seen = None if mask is None else replicated(mask, q.device_mesh)
+        y: Any = attention(q, k, v, seen, self.dropout if self.training else 0.0)
+        mode.by_rows = mode.by_rows or bool(self.num_heads % q.device_mesh.size())
+        # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
+        y = local_shard(y.permute(2, 0, 1, 3), 0).flatten(2)
+        y = DTensor.from_local(y, q.device_mesh, [Shard(0)])
+        y = mode.by_position(F.linear, y, self.out_proj.weight, self.out_proj.bias)
+        return y.transpose(0, 1) if self.batch_first else y, None
+
+    replace_forward(module, forward)
+
+
+_OF_NEIGHBOURS = {  # torch cannot share these, or not correctly
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+}  # fmt: skip
+_OF_A_POSITION = {F.embedding, F.linear, F.layer_norm, F.rms_norm}

@@ -1,0 +1,156 @@
+"""The forward of a sharded layer: column-wise, row-wise, by heads, by the words of a vocabulary.
+
+Megatron's pairs (Shoeybi et al. 2019): a column-wise layer takes the whole input and computes a shard of its outputs. A
+row-wise one takes such a shard and computes its part of the whole output, which is summed over ranks. Inside a layer
+are plain tensors and torch's kernels. DTensor communicates, forward and backward.
+"""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.compute.forward import subclassed
+from paceline.parallel.dtensor import Fused, LayerCommunication, full_tensor, replicated
+from paceline.parallel.dtensor_mode import attention, dropout
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer: torch's, or Hugging Face's Conv1D, whose weight is transposed."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether its weight is (inputs, outputs)."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _weight(module: Any) -> Tensor:
+    """(outputs, inputs)."""
+    return module.weight.T if is_transposed(module) else module.weight
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer as one process has it."""
+    outputs, inputs = _weight(module).shape
+    return inputs, outputs
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give `module` this forward, which `DTensorMode` does not see."""
+
+    def hidden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            return forward(self, *args, **kwargs)
+
+    subclassed(module, forward=hidden)
+
+
+def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:
+    """Let a linear layer compute its shard of the outputs; of a fused layer its shard of each of `parts`."""
+
+    def forward(self: Any, x: Any) -> Any:
+        y = comm.linear(x, _weight(self), self.bias)
+        if len(parts) < 2:
+            return comm.from_shard(y)
+        return Fused.of([comm.from_shard(part) for part in y.split([width // ranks for width in parts], -1)])
+
+    replace_forward(module, forward)
+
+
+def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
+    """Let a linear layer compute its part of the output, and sum it over ranks; the bias is added once."""
+
+    def forward(self: Any, x: Any) -> Tensor:
+        return comm.reduce_output(F.linear(comm.shard_input(x), _weight(self)), self.bias)
+
+    replace_forward(module, forward)
+
+
+def vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
+    """Let an embedding look up the words from `first` on, which this rank holds, and sum over ranks."""
+
+    def forward(self: Any, words: Tensor) -> Tensor:
+        count = len(self.weight)
+        own = full_tensor(words) - first
+        is_own = (own >= 0) & (own < count)
+        padding: int | None = self.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + count else None
+        vectors = F.embedding(own.clamp(0, count - 1), self.weight, padding)
+        return comm.reduce_output(vectors * is_own.unsqueeze(-1).to(vectors.dtype))
+
+    replace_forward(module, forward)
+
+
+def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int) -> None:
+    """Let nn.MultiheadAttention compute this rank's heads."""
+
+    def forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q, k, v = _projected(self, comm, query, key, value)
+        mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * sqrt(1 / q.shape[-1])) @ k.transpose(-2, -1)
+            if mask is not None:
+                scores = scores + (comm.shard_input(mask, 1) if ranks > 1 and mask.shape[1] > 1 else mask)
+            weights = dropout(comm.from_shard(scores.softmax(-1), 1), p)
+            assert isinstance(weights, DTensor)
+            y: Any = weights.to_local() @ v
+        else:
+            seen = None if mask is None else replicated(mask, comm.mesh)
+            query_heads, key_heads, value_heads = (comm.from_shard(tensor, 1) for tensor in (q, k, v))
+            y = attention(query_heads, key_heads, value_heads, seen, p)
+            y = y.to_local()
+        # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
+        y = comm.reduce_output(F.linear(y.permute(2, 0, 1, 3).flatten(2), self.out_proj.weight), self.out_proj.bias)
+        if weights is not None:
+            weights = full_tensor(weights.mean(1) if average_attn_weights else weights)
+        if query.ndim == 2:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return y.transpose(0, 1) if self.batch_first else y, weights
+
+    replace_forward(module, forward)
+
+
+def _projected(module: Any, comm: LayerCommunication, *inputs: Tensor) -> list[Tensor]:
+    """(B, this rank's heads, L, width) each."""
+    projected: list[Tensor] = []
+    for x, weight, bias in zip(inputs, *projections(module), strict=True):
+        y = comm.linear(x, weight, bias)
+        y = y.unsqueeze(0) if y.ndim == 2 else y if module.batch_first else y.transpose(0, 1)
+        projected.append(y.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+    return projected
+
+
+def projections(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
+    """The weights and biases of queries, keys and values of an nn.MultiheadAttention; a bias may be None."""
+    bias = module.in_proj_bias
+    return module.in_proj_weight.chunk(3), [None] * 3 if bias is None else bias.chunk(3)
+
+
+def mask_of_heads(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+    """What is added to the scores (B or 1, heads or 1, L, S) of all heads, from masks of nn.MultiheadAttention."""
+
+    def as_summand(mask: Tensor) -> Tensor:
+        mask = full_tensor(mask)
+        if mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+    if mask is not None:
+        mask = as_summand(mask)
+        mask = mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (-1, heads))
+    if padding is None:
+        return mask
+    columns = as_summand(padding if padding.ndim == 2 else padding[None])[:, None, None, :]
+    return columns if mask is None else mask + columns

@@ -1,0 +1,322 @@
+"""The best split of a model into the stages of a pipeline, found by watching one forward and backward of it.
+
+A stage is a part of the model's forward, from one module's call to another's. A model can be split before a call if all
+tensors that were computed before it, and are used after it, are its inputs: the stage before sends these, and the stage
+after needs nothing else. So a model needs no particular form: its forward may be any Python around its layers.
+"""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from paceline.errors import UsageError, first_few
+from paceline.parallel.pipeline import Leaf, SplitPoint
+from paceline.seeding import remembered_streams
+
+ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
+STATE_COPIES = 4  # of a parameter: itself, its gradient, two moments of Adam
+PASSES = 4  # the shortest time counts
+SLACK = 1.05  # of the slowest stage's time, given for memory
+MAX_SHOWN = 12
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers between two split points."""
+
+    forward_seconds: float = 0.0
+    """of two samples"""
+    backward_seconds: float = 0.0
+    state_bytes: int = 0
+    """of weights, gradients and the state of an optimizer with two moments"""
+    kept_bytes: int = 0
+    """activations that the forward of two samples keeps for backward"""
+    trained: int = 0
+    """how many numbers are trained"""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    def __add__(self, other: "Layers") -> "Layers":
+        return Layers(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as a chain: `layers[i]` is before `points[i]`, the last one after the last point."""
+
+    points: tuple[SplitPoint, ...]
+    layers: tuple[Layers, ...]
+    users: dict[str, tuple[int, ...]]
+    """by parameter and buffer, the numbers of the layers that use it"""
+    draws: bool
+    """whether the forward draws random numbers"""
+
+
+# ---- the best split ----------------------------------------------------------------------------------------------
+
+
+def best_splits(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
+    """The numbers of the points between `stages` stages: those of these `names`, else the best ones.
+
+    The best division has the fastest slowest stage. Among about equally fast ones it needs the least memory for the
+    largest stage.
+
+    Raises:
+        UsageError: the model has too few split points, or none of that name.
+    """
+    modules = [point.module for point in found.points]
+    shown = first_few(modules, MAX_SHOWN) or "no module"
+    if unknown := [name for name in names if name not in modules]:
+        raise UsageError(code="stage-cannot-begin", value=unknown[0], shown=shown)
+    seconds = [layers.seconds for layers in found.layers]
+    if names:
+        bounds = [0, *sorted(modules.index(name) + 1 for name in names), len(found.layers)]
+    else:
+        fastest, _ = _divided(found, stages, seconds, INFINITE)
+        sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in found.layers]
+        _, bounds = _divided(found, stages, sizes, fastest * SLACK)
+    if not bounds:
+        most = next((n for n in range(stages - 1, 0, -1) if _divided(found, n, seconds, INFINITE)[1]), 1)
+        raise UsageError(code="too-many-stages", value=stages, most=most, shown=shown)
+    for begin, end in pairwise(bounds):
+        if not sum(layers.trained for layers in found.layers[begin:end]):
+            raise UsageError(code="stage-trains-nothing", begin=modules[begin - 1] if begin else "the input")
+    return [bound - 1 for bound in bounds[1:-1]]
+
+
+def _divided(found: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
+    """The smallest possible cost of the largest stage, and the bounds of the stages; none if there is no division.
+
+    Each stage trains something, and takes at most `limit` seconds.
+    """
+    count = len(costs)
+    best: list[tuple[float, list[int]]] = [(0.0, [0]), *[(INFINITE, list[int]())] * count]
+    for stage in range(stages):
+        following: list[tuple[float, list[int]]] = [(INFINITE, list[int]())] * (count + 1)
+        for start in range(stage, count):
+            before, bounds = best[start]
+            if before == INFINITE:
+                continue
+            cost, seconds, trained = 0.0, 0.0, 0
+            for stop in range(start + 1, count + 1):
+                layers = found.layers[stop - 1]
+                cost, seconds, trained = cost + costs[stop - 1], seconds + layers.seconds, trained + layers.trained
+                if seconds > limit:
+                    break
+                if trained and max(before, cost) < following[stop][0]:
+                    following[stop] = max(before, cost), [*bounds, stop]
+        best = following
+    return best[count]
+
+
+# ---- the survey --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    number: int
+    start: int
+    leaves: list[tuple[int, Tensor]]
+    stop: int = 0
+
+
+class _DataFlow(TorchFunctionMode):
+    """Records when each tensor was computed and when it was last used, in numbers of operations."""
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()
+        self.now, self.called, self.draws = 0, 0, False
+        state = [*model.named_parameters(), *model.named_buffers()]
+        self.uses: dict[str, set[int]] = {name: set() for name, _ in state}
+        self.calls: dict[str, list[_Call]] = {name: [] for name, _ in model.named_modules()}
+        self.made: dict[int, int] = {}
+        self.last_used: dict[int, int] = {}
+        self._state = {id(tensor): name for name, tensor in state}
+        self._parameters = {id(p) for p in model.parameters()}
+        self._all_alive: list[Any] = [inputs]  # else another tensor could get the same address
+        self._plain = {id(t) for t in (*tree_leaves(inputs), *model.buffers())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = torch.get_rng_state()
+        result = func(*args, **(kwargs or {}))
+        drawn = not torch.equal(before, torch.get_rng_state())
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if not outputs and getattr(func, "__name__", "") not in ASKS_VALUES:
+            return result  # e.g. a shape
+        self.now, self.draws = self.now + 1, self.draws or drawn
+        computed = drawn
+        for tensor in inputs:
+            if (name := self._state.get(id(tensor))) is not None:
+                self.uses[name].add(self.now)
+            if self.depends(tensor):
+                self.last_used[id(tensor)] = self.now
+                computed = True
+            computed = computed or id(tensor) in self._parameters
+        for tensor in outputs:
+            self._all_alive.append(tensor)
+            if id(tensor) in self._state:
+                continue
+            if computed:
+                self._plain.discard(id(tensor))
+                self.made.setdefault(id(tensor), self.now)
+            elif id(tensor) not in self.made:
+                self._plain.add(id(tensor))
+        return result
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether it depends on a parameter. One that was never seen was computed now, by an operation of the user."""
+        if id(tensor) in self._plain or id(tensor) in self._parameters:
+            return False
+        self._all_alive.append(tensor)
+        self.made.setdefault(id(tensor), self.now)
+        return True
+
+    def begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook."""
+        leaves = enumerate(tree_leaves((args, kwargs)))
+        dependent = [(i, t) for i, t in leaves if isinstance(t, Tensor) and self.depends(t)]
+        self.called += 1
+        self.calls[name].append(_Call(self.called, self.now, dependent))
+
+    def end(self, name: str, *_: object) -> None:
+        """A forward hook."""
+        self.calls[name][-1].stop = self.now
+
+    def points(self) -> list[tuple[str, _Call]]:
+        """The calls before which the model can be split, in order."""
+        by_start: dict[int, tuple[str, _Call]] = {}
+        for name, calls in self.calls.items():  # outer modules come first
+            if name and len(calls) == 1 and calls[0].start not in by_start and self._can_split(calls[0]):
+                by_start[calls[0].start] = name, calls[0]
+        return [by_start[start] for start in sorted(by_start)]
+
+    def _can_split(self, call: _Call) -> bool:
+        """Whether its inputs are all tensors that were computed before and are used after, and only it uses them."""
+        inside = {id(tensor) for _, tensor in call.leaves}
+        return bool(inside) and all(
+            self.made[key] > call.start or last <= (call.stop if key in inside else call.start)
+            for key, last in self.last_used.items()
+        )
+
+    def split_point(self, name: str, call: _Call) -> SplitPoint:
+        """The point before `call` of module `name`."""
+        leaves = [Leaf(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
+        before: list[str] = []
+        for other, calls in self.calls.items():  # outer modules come first
+            inside = any(other.startswith(f"{outer}.") for outer in before)
+            if calls and not inside and all(c.number < call.number and c.stop <= call.start for c in calls):
+                before.append(other)
+        return SplitPoint(name, tuple(leaves), tuple(o for o in before if not f"{name}.".startswith(f"{o}.")))
+
+    def layers_of(self, name: str, starts: Sequence[int]) -> set[int]:
+        """The layers that use parameter `name`; without any use, those in which its module is called."""
+        if used := self.uses[name]:
+            return {sum(start < now for start in starts) for now in used}
+        calls = self.calls.get(name.rpartition(".")[0], [])
+        first = {sum(start <= call.start for start in starts) for call in calls}
+        return first | {sum(start < call.stop for start in starts) for call in calls} or {0}
+
+
+def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
+    """Watch `loss(forward())`, and its backward, of the whole `model` on this rank: split points, times, memory.
+
+    Buffers and random streams do not change.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    restore = remembered_streams()
+    try:
+        flow = _DataFlow(model, inputs)
+        with _hooked(model, flow.begin, flow.end), flow:
+            loss(forward())
+        points = flow.points()
+        layers = _Clock(model, points).measure(forward, loss)
+    finally:
+        restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        model.zero_grad(set_to_none=True)
+    starts = [call.start for _, call in points]
+    users = {name: tuple(sorted(flow.layers_of(name, starts))) for name in flow.uses}
+    for name, parameter in model.named_parameters():
+        size = parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1)
+        for number in users[name]:
+            layers[number] += Layers(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
+    return Chain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
+
+
+class _Clock:
+    """Times a forward and backward between split points, and counts the bytes that are kept for backward."""
+
+    def __init__(self, model: nn.Module, points: Sequence[tuple[str, _Call]]) -> None:
+        self._model = model
+        self._places = {name: (number, call.leaves[0][0]) for number, (name, call) in enumerate(points, 1)}
+        self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._count = len(points) + 1
+
+    def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
+        """The shortest time of all passes, for the layers between two points."""
+        runs = [self._run(forward, loss) for _ in range(PASSES)]
+        return [
+            Layers(min(one.forward_seconds for one in of), min(one.backward_seconds for one in of), 0, of[0].kept_bytes)
+            for of in zip(*runs, strict=True)
+        ]
+
+    def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
+        self._at, self._kept, self._passed_at = 0, [0] * self._count, [0.0] * self._count
+        self._begun = [time.perf_counter()] * self._count
+        with _hooked(self._model, self._begin), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t):
+            total = loss(forward())
+            turn = time.perf_counter()
+            total.backward()
+        self._model.zero_grad(set_to_none=True)
+        there = [b - a for a, b in zip(self._begun, [*self._begun[1:], turn], strict=True)]
+        self._passed_at[0], last, back = time.perf_counter(), turn, [0.0] * self._count
+        for number in reversed(range(self._count)):  # if no gradient has passed, the time is the next one's
+            if self._passed_at[number]:
+                back[number], last = self._passed_at[number] - last, self._passed_at[number]
+        return [Layers(a, b, 0, kept) for a, b, kept in zip(there, back, self._kept, strict=True)]
+
+    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if name in self._places:
+            self._at, position = self._places[name]
+            self._begun[self._at] = time.perf_counter()
+            if (leaf := tree_leaves((args, kwargs))[position]).requires_grad:
+                leaf.register_hook(partial(self._passed, self._at))
+
+    def _passed(self, number: int, _: Tensor) -> None:
+        self._passed_at[number] = time.perf_counter()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in self._own:
+            self._kept[self._at] += tensor.nbytes
+        return tensor
+
+
+@contextmanager
+def _hooked(model: nn.Module, begin: Callable[..., None], end: Callable[..., None] | None = None) -> Generator[None]:
+    """Inside, `begin` and `end` are called with each module's name around its forward."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+        if end is not None:
+            handles.append(module.register_forward_hook(partial(end, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

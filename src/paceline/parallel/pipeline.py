@@ -1,0 +1,367 @@
+"""A pipeline: a stage of a model, the order of its micro-batches, and its messages to other stages.
+
+A stage is a part of the model's forward, from one module's call to another's, as `partition` has found them. Every
+stage runs the model's Python from the top, with the parameters of other stages on the "meta" device, which computes
+shapes only. Before its begin nothing is computed: modules are skipped, and their outputs are shapes. At its begin the
+tensors of the stage before replace the shapes. At its end it sends the inputs of the next module, and leaves the
+forward. A value that passes the split point in a different way is still a shape, and cannot be mistaken for a number.
+
+A stage also sends the state of its random streams: the next stage draws the numbers that one process would draw there.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from paceline.compute.forward import around_forward
+from paceline.contract.evidence import Phase
+from paceline.errors import TrainingError
+from paceline.seeding import put_stream_states, stream_states
+from paceline.worker.world import World
+
+META = torch.device("meta")
+Schedule = Literal["1f1b", "gpipe"]
+Action = tuple[bool, int]
+"""(forward or backward, number of the micro-batch)"""
+Take = Callable[[Tensor], Tensor]
+"""(a tensor of the shape and type) -> the tensor that the stage before has sent"""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that one stage sends to the next: which of the call's inputs, flattened, it is."""
+
+    position: int
+    dtype: str
+    trained: bool
+    """whether its gradient is sent back"""
+
+
+@dataclass(frozen=True)
+class SplitPoint:
+    """A place between two stages: before the call of `module`."""
+
+    module: str
+    leaves: tuple[Leaf, ...]
+    before: tuple[str, ...]
+    """the modules that are called before it only, without those inside them"""
+
+
+def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
+    """What this stage does in a step, in order.
+
+    "gpipe" (Huang et al. 2018): all forwards, then all backwards. A stage keeps the activations of all micro-batches.
+    "1f1b" (Narayanan et al. 2019, "PipeDream"): a stage runs a backward as soon as it can, then the next forward. It
+    keeps the activations of at most one micro-batch for each stage from it on. Both are idle for the same time.
+
+    actions("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2; of stage 1 F0 B0 F1 B1 F2 B2.
+    """
+    ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    order = [(True, number) for number in range(ahead)]
+    for number in range(ahead, microbatches):
+        order += [(False, number - ahead), (True, number)]
+    return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
+
+
+def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
+    """The part of a step's time in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
+
+    If all stages take equally long, (S - 1) / (M + S - 1) for S stages and M micro-batches. Messages take no time.
+    """
+    stages = len(seconds)
+    remaining = [deque(actions(schedule, stage, stages, microbatches)) for stage in range(stages)]
+    ended: dict[tuple[int, bool, int], float] = {}
+    now, busy = [0.0] * stages, [0.0] * stages
+    while any(remaining):
+        for stage in range(stages):
+            while remaining[stage]:
+                forward, number = remaining[stage][0]
+                neighbour = stage + (-1 if forward else 1)
+                needed = neighbour, forward, number  # the first and the last stage need no other
+                if 0 <= neighbour < stages and needed not in ended:
+                    break
+                took = seconds[stage][0 if forward else 1]
+                now[stage] = max(now[stage], ended.get(needed, 0.0)) + took
+                busy[stage] += took
+                ended[stage, forward, number] = now[stage]
+                remaining[stage].popleft()
+    return [1 - one / max(now) for one in busy]
+
+
+class StageRun:
+    """One micro-batch in this stage, between its forward and its backward."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        """tensors for the next stage, with graphs"""
+        self.result: Any = None
+        """the output of the model, on the last stage"""
+        self.taken: list[Tensor] = []
+        """the shapes of the tensors from the stage before that need gradients"""
+        self.gradients: list[Tensor | None] = []
+        """these, after the backward"""
+
+    def forget(self) -> None:
+        """Release all tensors."""
+        self.__init__()
+
+
+class _EndOfStage(BaseException):
+    """Leaves a forward at the stage's end. No `except Exception` of a model catches it."""
+
+
+class _Receive(torch.autograd.Function):
+    """The tensor that `take` returns, made inside, so that a model may write into it; keeps its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, take: Callable[[], Tensor], keep: Callable[[Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        return take()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.keep(gradients[0])
+        return None, None, None
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """Inside, an operation with a shape among its inputs returns a shape. A shape reports that it is on `device`.
+
+    So a tensor that a model makes independently of its inputs, e.g. a mask, is a real one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(_is_shape(leaf) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._device
+        if func is torch.Tensor.__float__:  # of batch norm's count of batches: no shape depends on it
+            return 1.0
+        args, kwargs = tree_map_only(torch.device, lambda _: META, _as_shapes((args, kwargs)))
+        return func(*args, **kwargs)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _as_shapes(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(META), value)
+
+
+class ModelStage:
+    """The part of `model`'s forward from `begin` to `end`; None is the begin or end of the model."""
+
+    def __init__(
+        self, model: nn.Module, begin: SplitPoint | None, end: SplitPoint | None, device: torch.device, *,
+        take: Take, send: Callable[[Tensor], None], draws: bool,
+    ) -> None:  # fmt: skip
+        """`take` and `send` are called for each tensor, in one order on both sides.
+
+        With `draws` they include the state of the random streams, also in eval mode, in which some models draw.
+        """
+        self.model, self._begin, self._end, self._device = model, begin, end, device
+        self._take, self._send, self._draws = take, send, draws
+        self._skipping = ExitStack()
+        self._now = StageRun()
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._inside = False
+        for point, hook in ((begin, self._arrive), (end, self._depart)):
+            if point is not None:
+                model.get_submodule(point.module).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def skip(self, modules: Sequence[nn.Module]) -> None:
+        """From now on these modules, which are called before the stage begins, return shapes and compute nothing."""
+        for module in modules:
+            around_forward(module, partial(self._skipped, {}, module))
+
+    def forward(self, compute: Callable[[], Any]) -> StageRun:
+        """Run `compute()`, which calls the model: receives, computes and sends. The last stage has the result.
+
+        Raises:
+            TrainingError: the forward has not passed the stage's begin and end.
+        """
+        self._now, self._inside = StageRun(), self._begin is None
+        with ExitStack() as self._skipping:
+            if self._begin is not None:
+                self._skipping.enter_context(_ShapesOnly(self._device))
+            try:
+                self._now.result = compute()
+            except _EndOfStage:
+                return self._now
+        missed = self._end if self._inside else self._begin
+        if missed is not None:
+            raise TrainingError(code="stage-module-not-called", module=missed.module)
+        if any(map(_is_shape, tree_leaves(self._now.result))):
+            raise _past(self._begin)
+        return self._now
+
+    def _arrive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        assert self._begin is not None
+        self._skipping.close()
+        self._inside, run = True, self._now
+        leaves, form = tree_flatten((args, kwargs))
+        for leaf in self._begin.leaves:
+            wanted = torch.empty(leaves[leaf.position].shape, dtype=getattr(torch, leaf.dtype), device=META)
+            take = partial(self._take, wanted)
+            if leaf.trained and torch.is_grad_enabled():
+                run.taken.append(wanted)
+                run.gradients.append(None)
+                keep = partial(run.gradients.__setitem__, len(run.gradients) - 1)
+                leaves[leaf.position] = _Receive.apply(self._anchor, take, keep)
+            else:
+                leaves[leaf.position] = take()
+        if self._draws:
+            put_stream_states(self._take(torch.empty_like(stream_states(self._device), device=META)), self._device)
+        if any(map(_is_shape, leaves)):
+            raise _past(self._begin)
+        return tree_unflatten(leaves, form)
+
+    def _depart(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert self._end is not None
+        if not self._inside:
+            raise TrainingError(code="stage-module-too-early", module=module)
+        leaves = tree_leaves((args, kwargs))
+        for leaf in self._end.leaves:
+            tensor = leaves[leaf.position]
+            if tensor.is_meta:
+                raise _past(self._begin)
+            self._send(tensor.detach().contiguous())
+            if leaf.trained and torch.is_grad_enabled():
+                self._now.sent.append(tensor)
+        if self._draws:
+            self._send(stream_states(self._device))
+        raise _EndOfStage
+
+    def _skipped(
+        self, known: dict[Any, Any], module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self._inside:
+            return call(*args, **kwargs)
+        leaves, form = tree_flatten((args, kwargs))
+        key = (str(form), *(tuple(t.shape) if isinstance(t, Tensor) else str(t) for t in leaves))
+        if key not in known:
+            with torch.no_grad(), _in_shapes(module):
+                known[key] = _as_shapes(call(*_as_shapes(args), **_as_shapes(kwargs)))
+        return tree_map_only(Tensor, torch.empty_like, known[key])
+
+
+@contextmanager
+def _in_shapes(module: nn.Module) -> Generator[None]:
+    """Inside, its remaining parameters and buffers are shapes as well: several stages may use a layer."""
+    owners: list[Any] = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]  # pyright: ignore[reportPrivateUsage]
+    kept = [dict(tensors) for tensors in owners]
+    for tensors in owners:
+        tensors.update(_as_shapes(dict(tensors)))
+    try:
+        yield
+    finally:
+        for tensors, before in zip(owners, kept, strict=True):
+            tensors.update(before)
+
+
+def _past(begin: SplitPoint | None) -> TrainingError:
+    return TrainingError(code="past-the-stage", module=begin.module if begin else "a cut")
+
+
+class Pipeline:
+    """This rank's stage and its neighbours: it sends outputs down, and gradients of its inputs up.
+
+    Each direction has a separate process group. On a GPU the messages between two ranks of one group wait for each
+    other in the order of their calls. A message on its way down would block one on its way up without end.
+    """
+
+    def __init__(
+        self, world: World, model: nn.Module, points: Sequence[SplitPoint], *, draws: bool, schedule: Schedule,
+        names: dict[str, list[str]], called: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """The model is split at `points`, one fewer than ranks along the pipeline (a collective of all ranks)."""
+        self.names = names
+        """`checkpoint.export.state_names` of the whole model"""
+        self.called = called
+        """by its name in the whole model's state_dict, what a tensor is saved as: one that is tied has several"""
+        along = world.along("pipeline")
+        assert world.mesh is not None
+        self._device = world.device
+        self._schedule: Schedule = schedule
+        self._pending = deque[tuple[Any, Tensor]]()
+        for members in sorted({world.mesh.peers(rank, ("pipeline",)) for rank in range(world.size)}):
+            down, up = (dist.new_group(members, group_desc=f"pipeline of the mesh, {way}") for way in ("down", "up"))
+            if world.rank in members:
+                assert isinstance(down, dist.ProcessGroup)
+                assert isinstance(up, dist.ProcessGroup)
+                self._down, self._up = down, up
+        self.number, self.stages = along.rank, along.size
+        begin, end = [None, *points, None][along.rank : along.rank + 2]
+        self.stage = ModelStage(
+            model, begin, end, world.device, take=self._from_above, send=self._send_down, draws=draws
+        )
+        self.sent_bytes = 0
+        self.enter: Callable[[Phase], object] | None = None
+        """in a step: called with the phase that begins, so that a wait for other stages has a phase"""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the model's result, and so the loss."""
+        return self.number == self.stages - 1
+
+    def actions(self, microbatches: int) -> list[Action]:
+        """What this stage does in a step, in order."""
+        return actions(self._schedule, self.number, self.stages, microbatches)
+
+    def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
+        """Back-propagate a run: on the last stage its loss, by `propagate`; on the others what the next one sends."""
+        if propagate is not None:
+            propagate()
+        elif run.sent:
+            torch.autograd.backward(run.sent, [self._from_below(sent) for sent in run.sent])
+        for like, gradient in zip(run.taken, run.gradients, strict=True):
+            self._send(torch.zeros_like(like, device=self._device) if gradient is None else gradient, -1, self._up)
+        run.forget()
+
+    def settle(self) -> None:
+        """Wait until all messages have arrived."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+    def _send_down(self, tensor: Tensor) -> None:
+        # an evaluation has no backward that limits the messages; in a step, stages could wait for each other here
+        while self.enter is None and len(self._pending) > 4 * self.stages:
+            self._pending.popleft()[0].wait()
+        self._send(tensor, 1, self._down)
+
+    def _from_above(self, like: Tensor) -> Tensor:
+        return self._receive(like, -1, self._down, Phase.FORWARD)
+
+    def _from_below(self, like: Tensor) -> Tensor:
+        return self._receive(like, 1, self._up, Phase.BACKWARD)
+
+    def _send(self, tensor: Tensor, step: int, group: dist.ProcessGroup) -> None:
+        sent = tensor.to(self._device).contiguous()
+        if sent.numel() and (work := dist.isend(sent, group=group, group_dst=self.number + step)) is not None:
+            self._pending.append((work, sent))
+            self.sent_bytes += sent.nbytes
+
+    def _receive(self, like: Tensor, step: int, group: dist.ProcessGroup, then: Phase) -> Tensor:
+        received = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        if received.numel():
+            if self.enter is not None:
+                self.enter(Phase.SYNC)
+            dist.recv(received, group=group, group_src=self.number + step)
+            if self.enter is not None:
+                self.enter(then)
+        return received

@@ -1,0 +1,283 @@
+"""Which layers of a model are sharded along `tensor`, and how: found by their shapes, their order and their names.
+
+An unlucky plan is slow, never wrong (see `dtensor_mode`), so the rules may guess. If the outputs of a linear layer are
+the inputs of the next, the first is sharded by columns and the second by rows. Queries, keys and values, and the layer
+after them, are sharded by heads. Embeddings, and the layer that computes a score for each word, are sharded by words.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.shards import ShardedParameter
+from paceline.errors import UsageError, first_few, plural, unknown
+from paceline.parallel.layers import is_linear, is_transposed, widths
+from paceline.worker.world import World
+
+WAYS = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
+INTO_ATTENTION = re.compile(
+    r"(^|[._])(q|k|v|query|key|value|qkv|c_attn|in_proj|query_key_value|[qkv]_?(proj|lin|linear)|to_(q|k|v|qkv)|w[qkv]|attn|Wqkv)$"
+)
+HEADS = ("num_heads", "n_head", "n_heads", "heads", "nhead", "num_attention_heads", "n_local_heads")
+KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "n_kv_head")
+
+NamedModule = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class ShardedLayer:
+    """How a layer is sharded."""
+
+    way: str
+    """of WAYS"""
+    parts: tuple[int, ...] = ()
+    """the widths of the outputs of a fused layer, side by side"""
+
+
+def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, ShardedLayer]:
+    """The layers that are sharded over `ranks`, by name.
+
+    Args:
+        model: as one process has it.
+        ranks: along tensor.
+        asked: by name or pattern of modules one of WAYS, which overrides the rules. The last match counts.
+
+    Raises:
+        UsageError: the number of ranks does not divide the heads of an attention, or a width in `asked`; a
+            pattern matches nothing; no layer can be sharded.
+    """
+    given = _asked(model, asked or {}, ranks)
+    whole = tuple(f"{name}." for name, layer in given.items() if layer is None)  # with all inside
+    free = [(name, m) for name, m in model.named_modules() if name not in given and not name.startswith(whole)]
+    plan = _attention(model, free, ranks)
+    plan |= _pairs(free, plan, ranks)
+    plan |= _vocabulary(free, plan, ranks)
+    plan = _consistent(model, plan | {name: layer for name, layer in given.items() if layer is not None})
+    if not plan:
+        shown = first_few([f"{name} ({type(m).__name__})" for name, m in model.named_modules() if name], 8)
+        raise UsageError(code="no-layer-to-shard", ranks=ranks, layers=shown or "no layers")
+    return plan
+
+
+def shards_of(model: nn.Module, plan: Mapping[str, ShardedLayer], world: World) -> dict[str, ShardedParameter]:
+    """By name, what this rank of `world` (along tensor) holds of each sharded parameter."""
+    shards: dict[str, ShardedParameter] = {}
+    first = {id(p): name for name, p in model.named_parameters()}
+    for name, layer in plan.items():
+        module: Any = model.get_submodule(name)
+        for leaf, dim, parts in _dims(module, layer):
+            parameter = module.get_parameter(leaf)
+            shards[first[id(parameter)]] = even_shard(parameter.shape, dim, world, parts)
+    return shards
+
+
+def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ShardedParameter:
+    """This rank's even part of dimension `dim`; with several `parts` along it, of each of these."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for part in parts or (shape[dim],):
+        share = part // world.size
+        runs.append((start + world.rank * share, start + (world.rank + 1) * share))
+        start += part
+    return ShardedParameter(shape, dim, tuple(runs))
+
+
+def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[int, ...]]]:
+    """(parameter, dimension, parts along it)."""
+    if layer.way == "heads":
+        third = (module.embed_dim,) * 3
+        yield from [("in_proj_weight", 0, third), ("out_proj.weight", 1, ())]
+        if module.in_proj_bias is not None:
+            yield "in_proj_bias", 0, third
+    elif layer.way == "vocabulary":
+        yield "weight", 0, ()
+    elif layer.way == "rowwise":
+        yield "weight", 0 if is_transposed(module) else 1, ()
+    else:
+        yield "weight", 1 if is_transposed(module) else 0, layer.parts
+        if module.bias is not None:
+            yield "bias", 0, layer.parts
+
+
+# ---- the request of the task --------------------------------------------------------------------------------------
+
+
+def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
+    """By name, how the task asks for a layer to be sharded; None: whole."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    layers: dict[str, ShardedLayer | None] = {}
+    for pattern, way in asked.items():
+        if way not in WAYS:
+            raise unknown(f"way to cut {pattern}", way, WAYS)
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            raise UsageError(code="parallelize-no-module", pattern=pattern, modules=first_few([*modules], 20))
+        layers |= {name: None if way == "whole" else _asked_layer(name, modules[name], way, ranks) for name in names}
+    return layers
+
+
+def _asked_layer(name: str, module: Any, way: str, ranks: int) -> ShardedLayer:
+    fits = {"heads": type(module) is nn.MultiheadAttention, "vocabulary": type(module) is nn.Embedding}
+    if not fits.get(way, is_linear(module)):
+        raise UsageError(code="parallelize-way", name=name, kind=type(module).__name__, way=way)
+    layer = ShardedLayer(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
+    for leaf, dim, parts in _dims(module, layer):
+        shape = module.get_parameter(leaf).shape
+        if any(width % ranks for width in parts or (shape[dim],)):
+            raise UsageError(
+                code="parallelize-does-not-divide", name=name, leaf=leaf, shape=tuple(shape), ranks=ranks, dim=dim
+            )
+    return layer
+
+
+def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str, ShardedLayer]:
+    """Without layers that share a parameter with one that is whole, or sharded differently: it stays whole in all."""
+    known = {
+        f"{name}.{leaf}": (dim, parts)
+        for name, layer in plan.items()
+        for leaf, dim, parts in _dims(model.get_submodule(name), layer)
+    }
+    owners: dict[int, list[str]] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(full)
+    odd = {full for names in owners.values() if len({known.get(name) for name in names}) > 1 for full in names}
+    return {
+        name: layer for name, layer in plan.items()
+        if not any(f"{name}.{leaf}" in odd for leaf, _, _ in _dims(model.get_submodule(name), layer))
+    }  # fmt: skip
+
+
+# ---- the rules ---------------------------------------------------------------------------------------------------
+
+
+def _attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -> dict[str, ShardedLayer]:
+    plan: dict[str, ShardedLayer] = {}
+    for name, module in free:
+        if type(module) is nn.MultiheadAttention and _is_plain(module):
+            _check_heads(name, module, module.num_heads, ranks)
+            plan[name] = ShardedLayer("heads")
+    linears = [(name, module) for name, module in free if is_linear(module)]
+    at = 0
+    while at < len(linears):
+        group: list[NamedModule] = []
+        while at < len(linears) and INTO_ATTENTION.search(linears[at][0]):
+            if group and not _near(group[-1][0], linears[at][0]):
+                break
+            group.append(linears[at])
+            at += 1
+        if not group:
+            at += 1
+            continue
+        last = linears[at] if at < len(linears) and _near(group[-1][0], linears[at][0]) else None
+        projections = None if last is None else _projections(group, last)
+        if last is None or projections is None or any(name.startswith(f"{own}.") for own in plan for name, _ in group):
+            continue
+        owner_name = group[0][0].rpartition(".")[0]
+        owner = model.get_submodule(owner_name)
+        for attributes in (HEADS, KEY_HEADS):
+            if (number := _number(owner, attributes)) is not None:
+                _check_heads(owner_name, owner, number, ranks)
+        divides = all(width % ranks == 0 for layer in projections.values() for width in layer.parts)
+        if divides and _fits(group, last, ranks):
+            plan |= projections | {last[0]: ShardedLayer("rowwise")}
+            at += 1
+    return plan
+
+
+def _projections(group: Sequence[NamedModule], last: NamedModule) -> dict[str, ShardedLayer] | None:
+    """How queries, keys and values are sharded; None if the next layer does not take their outputs."""
+    width = widths(last[1])[0]
+    if len(group) == 1:
+        outputs = widths(group[0][1])[1]
+        if outputs <= width or (outputs - width) % 2:
+            return None
+        other = (outputs - width) // 2
+        return {group[0][0]: ShardedLayer("qkv", (width, other, other))}
+    if max(widths(module)[1] for _, module in group) != width:
+        return None
+    return {name: ShardedLayer("colwise") for name, _ in group}
+
+
+def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
+    plan: dict[str, ShardedLayer] = {}
+    inside = tuple(f"{name}." for name, layer in taken.items() if layer.way == "heads")
+    linears = [(n, m) for n, m in free if is_linear(m) and n not in taken and not n.startswith(inside)]
+    at = 0
+    while at + 1 < len(linears):
+        group, (inputs, outputs) = [linears[at]], widths(linears[at][1])
+        while (  # a gate beside what it gates
+            inputs != outputs
+            and at + len(group) + 1 < len(linears)
+            and widths(linears[at + len(group)][1]) == (inputs, outputs)
+            and _near(group[0][0], linears[at + len(group)][0])
+        ):
+            group.append(linears[at + len(group)])
+        last = linears[at + len(group)]
+        inner = widths(last[1])[0]
+        fits = _near(group[0][0], last[0]) and _fits(group, last, ranks)
+        if fits and outputs == inner:
+            plan |= {name: ShardedLayer("colwise") for name, _ in group} | {last[0]: ShardedLayer("rowwise")}
+            at += len(group) + 1
+        elif fits and outputs == 2 * inner and len(group) == 1:  # a gate and what it gates in one
+            plan |= {group[0][0]: ShardedLayer("qkv", (inner, inner)), last[0]: ShardedLayer("rowwise")}
+            at += 2
+        else:
+            at += 1
+    return plan
+
+
+def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
+    """Embeddings, and layers that compute a score for each word of one of them."""
+    plan: dict[str, ShardedLayer] = {}
+    words: set[int] = set()
+    for name, module in free:
+        if type(module) is nn.Embedding:
+            usual = module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
+            large = module.num_embeddings >= module.embedding_dim  # else a table of a few rows, e.g. of positions
+            if usual and large and module.num_embeddings % ranks == 0:
+                plan[name] = ShardedLayer("vocabulary")
+                words.add(module.num_embeddings)
+        elif is_linear(module) and name not in taken and widths(module)[1] in words:
+            plan[name] = ShardedLayer("colwise")
+    return plan
+
+
+def _is_plain(module: nn.MultiheadAttention) -> bool:
+    """Whether queries, keys and values have one width, and nothing is added to them."""
+    same_width: Any = module.in_proj_weight
+    return same_width is not None and module.bias_k is None and not module.add_zero_attn
+
+
+def _check_heads(name: str, module: nn.Module, number: int, ranks: int) -> None:
+    if number % ranks:
+        fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+        raise UsageError(
+            code="heads-do-not-divide", ranks=ranks, name=name, kind=type(module).__name__,
+            heads=plural(number, "head"), fitting=fitting,
+        )  # fmt: skip
+
+
+def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _near(a: str, b: str) -> bool:
+    """Whether two layers are in one module, or in two modules of one, which is not the model."""
+    first, second = a.split(".")[:-1], b.split(".")[:-1]
+    return first == second or (
+        len(first) > 1 and first[:-1] == second[: len(first) - 1] and len(second) in (len(first), len(first) - 1)
+    )
+
+
+def _fits(group: Sequence[NamedModule], last: NamedModule, ranks: int) -> bool:
+    return all(size % ranks == 0 for size in [*(widths(module)[1] for _, module in group), widths(last[1])[0]])

@@ -1,0 +1,134 @@
+"""A run goes on with every other strategy, and mesh, where one has stopped: with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parallel.models import GPT, loss, sentences, task
+from tests.run_ranks import run_ranks
+from torch import Tensor, optim
+
+from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.data.plan import ranks_share
+from paceline.mesh import Mesh
+from paceline.strategies import STRATEGIES, Strategy
+from paceline.train.sharing import ALONE, Wish, share_model
+from paceline.worker.world import on_mesh
+
+WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2", "context=2")
+OF_FOUR = (
+    *WAYS[:4],
+    "tensor=4",
+    "data=2,tensor=2",
+    "data=2,pipeline=2",
+    "shard=2,tensor=2",
+    "data=2,context=2",
+    "shard=2,context=2",
+)
+PLAN = BatchPlan(48, 11, 4, accumulation=2)
+VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
+
+
+def prepared(way: str, world: World, seed: int) -> Strategy:
+    torch.manual_seed(seed)
+    model, strategy, sharing = GPT().double(), way, ALONE
+    if "=" in way:
+        world, strategy = on_mesh(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
+        data, loading = sentences("train"), Loading(world.device)
+        sharing = share_model(task, model, data, loading, PLAN, world, Wish(strategy))
+
+    def maker(parameters: Any) -> optim.Optimizer:
+        return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+    return sharing.apply(STRATEGIES[strategy], model, maker, world, VIRTUAL)
+
+
+def train(replica: Strategy, start: int, stop: int) -> None:
+    data = replica.world.data
+    share = ranks_share(VIRTUAL, data.rank, data.size)
+    replica.model.train()
+    for step in load_steps(sentences("train"), PLAN, share, Loading(replica.world.device), start=start, stop=stop):
+        train_step(replica, step, loss, max_norm=0.5)
+
+
+def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
+    """As a run saves it: a file of each rank."""
+    world = replica.world
+    places = layout(rank_part(replica.state(), world.rank, world.size))
+    buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
+    fill(buffer, places, {})
+    Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
+    whole([], world)  # all have written
+    torch.distributed.barrier()
+    return [
+        (path, (read_meta(path) or ((), ()))[1]) for path in (Path(folder, f"{name}-{r}") for r in range(world.size))
+    ]
+
+
+def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """By pair the largest difference to a run that has not stopped."""
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    uninterrupted = prepared("bucketed", world, 0)
+    train(uninterrupted, 0, STEPS)
+    wanted = whole(uninterrupted.state(), world)
+    files: dict[str, Any] = {}
+    found: dict[str, float] = {}
+    for first, second in pairs:
+        if first not in files:
+            replica = prepared(first, world, 0)
+            train(replica, 0, SAVED_AT)
+            files[first] = saved(replica, folder, first)
+        replica = prepared(second, world, 99)
+        replica.load(ShardFiles(files[first]))
+        train(replica, SAVED_AT, STEPS)
+        got = whole(replica.state(), world)
+        assert got.keys() == wanted.keys()
+        found[f"{first} -> {second}"] = max(_apart(got[name], tensor) for name, tensor in wanted.items())
+    return found
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    if not want.numel():  # how a buffer is merged is saved by name alone
+        return 0.0
+    return float((got.double() - want.double()).abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_mesh_goes_on_where_a_strategy_has_stopped_and_the_other_way_round(tmp_path: Path) -> None:
+    pairs = [
+        ("tensor=2", "zero"),
+        ("fsdp", "tensor=2"),
+        ("tensor=2", "pipeline=2"),
+        ("pipeline=2", "exact"),
+        ("exact", "context=2"),
+        ("context=2", "tensor=2"),
+    ]
+    for pair, apart in run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs)[0].items():
+        assert apart < 1e-9, pair
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_all_pairs(tmp_path: Path) -> None:
+    pairs = [*product(WAYS, WAYS)]
+    found = run_ranks(go_on, 2, tmp_path, str(tmp_path), pairs, timeout=250)[0]
+    assert len(found) == len(WAYS) ** 2
+    assert max(found.values()) < 1e-9, found
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_all_pairs_on_four_ranks(tmp_path: Path) -> None:
+    found = run_ranks(go_on, 4, tmp_path, str(tmp_path), [*product(OF_FOUR, OF_FOUR)], timeout=580)[0]
+    assert len(found) == len(OF_FOUR) ** 2
+    assert max(found.values()) < 1e-9, found
