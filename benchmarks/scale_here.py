@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.shares import COMPUTE, REST, WAITING
 from paceline.host.cgroup import usable_cores
+from paceline.lab.scale import COMPUTE, REST, WAITING
 from race.quiet import foreign_share, look, wait_until_idle
 
 TASKS = Path(__file__).resolve().parents[1] / "tests" / "bench" / "tasks_to_measure.py"

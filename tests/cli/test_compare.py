@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.typed import measured
 from tests.errors import raises
+from tests.lab.typed import measured
 
 from paceline.cli.compare import main
 

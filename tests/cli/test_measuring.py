@@ -9,15 +9,15 @@ from typing import NoReturn
 
 import msgspec
 import pytest
-from tests.bench.typed import typed
 from tests.errors import raises
+from tests.lab.typed import typed
 
-from paceline.bench.compare import compared_rows
-from paceline.bench.rounds import MeasuredRounds
-from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
 from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
 from paceline.config import TrainConfig, dump
+from paceline.lab.compare import compared_rows
+from paceline.lab.measurement import Measurement
+from paceline.lab.rounds import MeasuredRounds
 
 TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Result, Spec
 from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import actions
 from paceline.pipeline.stages import ModelStage
-from paceline.proofs.verify.worker import verify
 from paceline.strategies import pipelined
-from paceline.verify.spec import Result, Spec
 from paceline.worker.world import World
 
-TASKS = f"{Path(__file__).parents[1]}/proofs/verify/tasks_under_test.py"
+TASKS = f"{Path(__file__).parents[1]}/lab/ranks/tasks_under_test.py"
 CHAINS = f"{Path(__file__).parent}/chains.py"
 DRAWING = f"{CHAINS}:drawing"  # in eval mode, too
 TRANSFORMER, SPELLER = (

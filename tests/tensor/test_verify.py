@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline import World
-from paceline.proofs.verify.worker import verify
-from paceline.verify.spec import Result, Spec
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Result, Spec
 
 pytestmark = pytest.mark.sample(3)
 

@@ -1,0 +1,198 @@
+"""The pitfalls of data, as pure rules: what all ranks saw -> what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
+from paceline.guard.sentences import named
+from paceline.lab.check.findings import (
+    Loaders,
+    Remark,
+    differs,
+    loaders_of,
+    same_data,
+    same_leaf,
+    shared_part,
+    unlike,
+)
+from paceline.lab.check.gradient_rules import by_means
+from paceline.lab.check.score_rules import evaluation_findings, padding_findings
+
+FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
+MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch
+PLAIN_SAMPLERS = ("", "RandomSampler", "SequentialSampler")  # which choose nothing
+WHAT_IS_DRAWN = {"WeightedRandomSampler": "weights, num_samples", "SubsetRandomSampler": "indices"}
+REPEATED = 0.05  # a sampler that draws so many twice draws with replacement
+
+
+def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
+    """All of them. Of ranks that work on the same batches with parts of layers, the first counts."""
+    if any(facts.split > 1 for facts in ranks):
+        ranks = [facts for facts in ranks if facts.split_rank == 0]
+        if len(ranks) < 2:
+            return
+    joined = any(replica.joined for facts in ranks for replica in facts.replicas)
+    trained = False
+    for loaders in loaders_of(ranks):
+        if all(loader.private for loader in loaders.values()):
+            continue
+        if len(loaders) > 1 and all(loader.training for loader in loaders.values()):
+            trained = True
+            shares = [*_shares(loaders)]
+            yield from shares
+            if not any(one.level == "wrong" for one in shares):
+                yield from _augmentation(ranks, loaders)
+            yield from _order(loaders)
+            yield from _shrinks(loaders)
+            if not joined:
+                yield from _lengths(loaders, means=by_means(ranks))
+        elif not any(loader.training for loader in loaders.values()):
+            yield from evaluation_findings(ranks, loaders)
+    if not trained and not any(facts.loaders for facts in ranks):
+        yield from _inputs(ranks)
+    yield from padding_findings(ranks)
+
+
+def _first(loaders: Loaders) -> dict[int, Pass]:
+    return {rank: loader.training[0] for rank, loader in loaders.items()}
+
+
+def _shares(loaders: Loaders) -> Iterator[Remark]:
+    one, passes = next(iter(loaders.values())), _first(loaders)
+    distributed = "istributed" in one.sampler
+    deals = distributed or one.sampler.startswith("BatchSamplerShard")  # Accelerate's, and so the Trainer's
+    do = _share_of(one)
+    if distributed:
+        do = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
+    of_all = [seen.indices for seen in passes.values()]
+    indexed = all(of_all) and all(loader.probes for loader in loaders.values())
+    if not indexed:
+        if all(len(seen.leaves) > 1 for seen in passes.values()) and same_leaf(p.leaves for p in passes.values()):
+            do = "let each rank read its own share: itertools.islice(samples, rank, None, world_size)"
+            words = "all ranks train on the same batches"
+            yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
+        return
+    if not same_data(loaders):
+        told_apart = unlike(loader.probes for loader in loaders.values())
+        if deals and told_apart and all(_draws_less(loaders[rank], seen) for rank, seen in passes.items()):
+            do = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
+            words = f"{one.sampler} deals out data that differ between ranks"
+            seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
+            yield Remark("same batches", "wrong", words, one.made, do, seen)
+        else:
+            yield Remark("same batches", "right", "every rank has data of its own", one.made)
+        return
+    shared = shared_part([*passes.values()])
+    repeats = max(1 - len(set(indices)) / len(indices) for indices in of_all)
+    allowed = MOST_SHARED + len(loaders) * max(1, one.batch_size) / max(1, one.samples)
+    drew = ", ".join(map(str, of_all[0][:SHOWN]))
+    if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
+        seen = f"{named(loaders)} drew samples {drew}, ... in epoch 1"
+        yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
+    elif shared > allowed and repeats < REPEATED:
+        words = "ranks do not share the samples among them: each draws from all of them"
+        seen = f"a rank has {shared:.0%} of its samples in common with another one in epoch 1"
+        yield Remark("same batches", "wrong", words, one.made, do, seen)
+    else:
+        yield Remark("same batches", "right", "every rank has its own samples of the data", one.made)
+
+
+def _draws_less(loader: SeenLoader, seen: Pass) -> bool:
+    """Whether its sampler draws less than the data have; a script may leave its loop before."""
+    return max(seen.drawn, loader.batches * loader.batch_size) < loader.samples
+
+
+def _share_of(loader: SeenLoader) -> str:
+    """What to type so that each rank gets a share of what the sampler draws.
+
+    A DistributedSampler takes the place of the sampler, and so forgets weights, subsets, ...: only for plain ones.
+    """
+    if loader.sampler == "BatchSamplerShard" or (loader.sampler in PLAIN_SAMPLERS and not loader.batch_sampler):
+        return "DataLoader(..., sampler=DistributedSampler(data)), without shuffle=True"
+    argument, drawn = "batch_size, sampler", ["drawn = list(sampler)  # the same on all ranks: seeded by seed + epoch"]
+    if loader.batch_sampler:
+        argument = "batch_sampler"
+    elif loader.sampler in WHAT_IS_DRAWN:
+        drawn = ["generator = torch.Generator().manual_seed(seed + epoch)  # the same on all ranks"]
+        drawn += [f"drawn = list({loader.sampler}({WHAT_IS_DRAWN[loader.sampler]}, generator=generator))"]
+    drawn += ["drawn = drawn[: len(drawn) // world_size * world_size]  # as many for each rank"]
+    return "\n".join(
+        ["in front of each epoch", *drawn, f"loader = DataLoader(data, {argument}=drawn[rank::world_size])"]
+    )
+
+
+def _order(loaders: Loaders) -> Iterator[Remark]:
+    one = next(iter(loaders.values()))
+    first, second = [*one.training, Pass(), Pass()][:2]
+    if min(len(first.indices), len(second.indices)) < FEW or one.shuffles is False:
+        return
+    if first.cut_off and not one.plain:
+        return  # what it does after its last index, as to count its epochs, was not seen
+    both = min(len(first.indices), len(second.indices))
+    later = (seen.indices[:both] for seen in one.training[2:] if len(seen.indices) >= FEW)
+    differ = first.indices[:both] != second.indices[:both]
+    if differ or any(order != first.indices[: len(order)] for order in later):  # an epoch may be trained again
+        yield Remark("same order", "right", "every epoch has an order of its own", one.site)
+    elif first.indices != sorted(first.indices):
+        seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
+        words = "every epoch has the same order"
+        do = "sampler.set_epoch(epoch), in front of this loop"
+        yield Remark("same order", "wrong", words, one.site, do, seen)
+
+
+def _shrinks(loaders: Loaders) -> Iterator[Remark]:
+    one, world = next(iter(loaders.values())), len(loaders)
+    if one.divided:
+        words = f"the batch of a rank shrinks with the world: {one.divided} is {one.batch_size} on {world} ranks"
+        do = "nothing, if one global batch is meant; else a batch size of each rank's own, and a learning rate for both"
+        seen = f"{world * one.batch_size} samples a step; on {4 * world} ranks {one.batch_size / 4:g} on each of them"
+        yield Remark("batch shrinks", "note", words, one.made, do, seen)
+
+
+def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:
+    one = next(iter(loaders.values()))
+    if one.batches < 0:
+        return  # streams may draw alike on purpose, and take their share of what they drew
+    used = set[str].intersection(*(set(loader.random) for loader in loaders.values()))
+    same = sorted(name for name in used if not differs(loader.random[name] for loader in loaders.values()))
+    if same:
+        seeded = ranks[0].seeds.get(same[0].partition(",")[0], "")
+        do = f"{'torch.manual_seed' if 'torch' in same[0] else same[0] + '.seed'}(seed + rank), after the model is made"
+        if same[0].startswith(OWN_GENERATORS):
+            do = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
+        words = "all ranks draw the same random numbers for their samples (the same augmentation)"
+        seen = f"batches are made with {'; '.join(same)}, whose state is the same on {named(loaders)}"
+        yield Remark("same augmentation", "wrong", words, seeded or one.site, do, seen)
+    elif used:
+        yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
+
+
+def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Remark]:
+    one, passes = next(iter(loaders.values())), _first(loaders)
+    told = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
+    if differs(loader.batches for loader in loaders.values()):
+        words = "ranks have different numbers of batches: at the end some wait for others for ever"
+        do = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {one.site}"
+        yield Remark("uneven steps", "wrong", words, one.made, do, told)
+        return
+    sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
+    if any(seen.cut_off for seen in passes.values()):
+        sizes = sizes[:-1]  # not all ranks have come to their real last batch
+    odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
+    if odd is not None and means:
+        words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
+        do = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
+        told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[odd], strict=True))
+        yield Remark("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
+
+
+def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
+    of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
+    if len(of_ranks) > 1 and all(len(one) > 1 for one in of_ranks) and same_leaf(of_ranks):
+        site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
+        do = "give each rank a share of its own: x[rank::world_size]"
+        words = "all ranks train on the same batches"
+        yield Remark("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
+    elif len(of_ranks) > 1 and all(of_ranks):
+        yield Remark("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
