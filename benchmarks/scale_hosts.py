@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.host.cgroup import usable_cores
-from paceline.lab.estimate import Machine, Network, estimated_step, parse_network
-from paceline.lab.runs import At, read_runs, weight_bytes
-from paceline.lab.scale import parts_of
+from paceline.lab.scale import At, Machine, Network, estimated_step, parse_network, parts_of, read_runs, weight_bytes
 from race.quiet import wait_until_idle
 from race.wire import Wire
 

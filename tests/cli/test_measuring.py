@@ -19,7 +19,7 @@ from paceline.lab.compare import compared_rows
 from paceline.lab.measurement import Measurement
 from paceline.lab.rounds import MeasuredRounds
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
 
 def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(

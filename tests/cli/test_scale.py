@@ -15,10 +15,9 @@ from tests.lab.typed import measured, typed
 
 from paceline.cli.scale import main, points_to_measure
 from paceline.host.cgroup import usable_cores
-from paceline.lab.runs import At
-from paceline.lab.scale import COMPUTE, REST, WAITING
+from paceline.lab.scale import COMPUTE, REST, WAITING, At
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
 
 def check_shares(one: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rendered import rendered
 
-from paceline.lab.advice import advise
-from paceline.lab.compare import Row, Spread
+from paceline.lab.compare import Row, Spread, advise
 from paceline.lab.measurement import Memory
 
 MB = 1_000_000

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.lab.estimate import Machine, Network, Sent, estimated_step, estimates_of
-from paceline.lab.runs import At
+from paceline.lab.scale import At, Machine, Network, Sent, estimated_step, estimates_of
 from paceline.view.step_parts import StepParts
 
 MACHINE = Machine(cores=2, threads=1, weight_bytes=40_000_000)

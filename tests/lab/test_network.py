@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.lab.estimate import Network, parse_network
+from paceline.lab.scale import Network, parse_network
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.errors import raises
 from tests.lab.made_up import Rank, lockstep
 
 from paceline.cli import scale
-from paceline.lab.runs import At, comparable, over_network, read_run
+from paceline.lab.scale import At, comparable, over_network, read_run
 from paceline.observe.events import Evaluated, Event, Started, Step
 from paceline.observe.writers import EventWriter
 

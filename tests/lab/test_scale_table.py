@@ -7,9 +7,7 @@ from dataclasses import replace
 from tests.lab.made_up import Rank, lockstep
 from tests.rendered import rendered
 
-from paceline.lab.estimate import Machine
-from paceline.lab.runs import At, Runs
-from paceline.lab.scale import COMPUTE, WAITING, Lost, loss_sentence, lost_of, parts_of
+from paceline.lab.scale import COMPUTE, WAITING, At, Lost, Machine, Runs, loss_sentence, lost_of, parts_of
 from paceline.view.step_parts import Run
 
 ROOMY, NARROW = Machine(64, 1, 1_000_000), Machine(2, 2, 1_000_000)

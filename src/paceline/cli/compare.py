@@ -13,8 +13,7 @@ from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, 
 from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.advice import advise
-from paceline.lab.compare import REFERENCE, Row, compared_rows, print_compared
+from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.lab.rounds import MeasuredRounds, ProcessSet
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER

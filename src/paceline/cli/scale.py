@@ -15,11 +15,24 @@ from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, 
 from paceline.config import DEFAULT_BATCH_SIZE, check_values
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.estimate import Machine, estimates_of, parse_network
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.rounds import MeasuredRounds, ProcessSet, folder_of
-from paceline.lab.runs import At, Runs, comparable, over_network, read_run, read_runs, weight_bytes
-from paceline.lab.scale import Scaled, lost_of, parts_of, print_scaled
+from paceline.lab.scale import (
+    At,
+    Machine,
+    Runs,
+    Scaled,
+    comparable,
+    estimates_of,
+    lost_of,
+    over_network,
+    parse_network,
+    parts_of,
+    print_scaled,
+    read_run,
+    read_runs,
+    weight_bytes,
+)
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 from paceline.mesh import OF_BATCH, Mesh, strategy_on
 from paceline.view.step_parts import Run

@@ -11,7 +11,7 @@ import pytest
 from paceline.cli.doctor import main
 from paceline.contract.job import Host
 from paceline.errors import UsageError
-from paceline.lab.doctor.session import PROGRAM
+from paceline.lab.doctor.survey import PROGRAM
 from paceline.launch.ssh.plan import sessions
 
 

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from paceline.lab.doctor.host import ERRORS, KNOCK_SECONDS, MAX_VISITORS, NO_ANSWER, STRANGER, try_targets
 from paceline.lab.doctor.messages import Link, Target
-from paceline.lab.doctor.network import ERRORS, KNOCK_SECONDS, MAX_VISITORS, NO_ANSWER, STRANGER, try_targets
 
 TOKEN = secrets.token_hex(16)
 

@@ -12,8 +12,7 @@ from tests.rendered import rendered
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Address, Limit
 from paceline.lab.doctor.messages import Done, Link
-from paceline.lab.doctor.report import bandwidth, run_checks
-from paceline.lab.doctor.rules import RULES, hosts_of
+from paceline.lab.doctor.report import RULES, bandwidth, hosts_of, run_checks
 
 PAIRS = list(permutations(HOSTS, 2))
 ADDRESS = {host: f"10.77.0.{host[1:]}" for host in HOSTS}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.lab.doctor import messages as m
-from paceline.lab.doctor.session import PROGRAM, ask_hosts, host_programs
+from paceline.lab.doctor.survey import PROGRAM, ask_hosts, host_programs
 from paceline.launch.plan import Command
 
 HEALTHY = Command("n1", (sys.executable, *PROGRAM))
@@ -66,7 +66,7 @@ def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
 
 DYING = """
 import os, sys, time
-from paceline.lab.doctor.session import PROGRAM, HostProgram
+from paceline.lab.doctor.survey import PROGRAM, HostProgram
 from paceline.launch.plan import Command
 session = HostProgram(Command("n1", (sys.executable, *PROGRAM)))
 print(session._process.pid, flush=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.errors import raises
 
 from paceline.cli.ledger import main
 from paceline.config import DataConfig, TrainConfig, dump
@@ -528,12 +529,12 @@ def test_a_run_that_did_no_step_proves_nothing(tmp_path, capsys):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is no folder"):
+    with raises("ledger-no-run", what="is no folder"):
         main([str(tmp_path / "missing")])
-    with pytest.raises(UsageError, match=r"holds no config\.toml"):
+    with raises("ledger-no-run", what="holds no config.toml"):
         main([str(tmp_path)])
     run_folder(tmp_path, History(PLAN))
-    with pytest.raises(UsageError, match="holds no events"):
+    with raises("ledger-no-events"):
         main([str(tmp_path)])
     with pytest.raises(UsageError, match="does not exist"):
         main([str(tmp_path), "--json", str(tmp_path / "missing" / "audit.json")])
@@ -544,15 +545,15 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
-    ("samples", "per_epoch", "size", "steps", "words"),
+    ("samples", "per_epoch", "size", "steps", "code", "fields"),
     [
-        (3_000_000_000, 10, 1, [1], "speak of 3,000,000,000 samples"),
-        (10_000_000, 1, 1, [1, 9000], "9,002 epochs"),
-        (100, 10, 1, [2**60], "steps claimed, 1 logged"),
-        (100, 10, 1_000_000, [1], None),  # a world of a million ranks, of which one has logged
+        (3_000_000_000, 10, 1, [1], "ledger-samples-implausible", {"samples": 3_000_000_000}),
+        (10_000_000, 1, 1, [1, 9000], "ledger-samples-implausible", {"epochs": 9002}),
+        (100, 10, 1, [2**60], "ledger-steps-implausible", {"logged": 1}),
+        (100, 10, 1_000_000, [1], None, {}),  # a world of a million ranks, of which one has logged
     ],
 )
-def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epoch, size, steps, words):
+def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epoch, size, steps, code, fields):
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, size, "n1", 1, "cpu", 0.0, num_samples=samples, steps_per_epoch=per_epoch))
         for step in steps:
@@ -561,10 +562,10 @@ def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epo
     def plan(number: int) -> BatchPlan:
         return BatchPlan(number, global_batch=max(1, number // per_epoch), virtual_ranks=1_000_000)
 
-    if words is None:
+    if code is None:
         assert audit(tmp_path, plan).findings
         return
-    with pytest.raises(UsageError, match=words):
+    with raises(code, **fields):
         audit(tmp_path, plan)
 
 

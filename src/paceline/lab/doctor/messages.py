@@ -1,6 +1,6 @@
-"""The requests and answers between doctor and a host: one JSON line each, over the host program's stdin and stdout.
+"""The requests of doctor and the answers of a host: one JSON line each, over the host program's stdin and stdout.
 
-A request names no program and no code: a host does these few things and nothing else.
+A request names no program and no code. A host executes only these requests.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The base of all requests."""
+    pass
 
 
 class Examine(_Request, frozen=True):
