@@ -57,7 +57,7 @@ task = Task(lambda: nn.Linear(4, 2), lambda split: Numbers(), loss)
 
 
 @pytest.mark.ranks
-@pytest.mark.soak  # its parts are in test_measuring.py and tests/lab/ranks/test_ground.py
+@pytest.mark.soak  # its parts are in test_measuring.py and tests/lab/ranks/test_workload.py
 @pytest.mark.timeout(180)
 def test_of_a_stream_it_is_said_what_was_not_measured_and_a_short_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "streamed.py").write_text(STREAM)

@@ -16,8 +16,7 @@ from paceline.config import settings_given
 from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
-from paceline.lab.verify_report import print_bits, print_report
+from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh

@@ -11,8 +11,7 @@ from tests import warm
 from tests.lab.ranks import loops
 
 from paceline.lab.ranks.loop_findings import findings
-from paceline.lab.verify import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport
-from paceline.lab.verify_report import print_bits
+from paceline.lab.verify import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport, print_bits
 
 RANKS = (1, 2, 3)
 ENDS = (

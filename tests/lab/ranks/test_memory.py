@@ -57,7 +57,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     from paceline.config import TrainConfig
     from paceline.lab.measurement import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.lab.ranks import measure
-    from paceline.lab.ranks.training import Ground
+    from paceline.lab.ranks.measure import Workload
     from paceline.worker.world import World
 
     measure.ask_gpus = lambda pids, *, wait_seconds: dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
@@ -65,7 +65,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     order = MeasureOrder([Candidate(name, name, BATCH, 1) for name in names], 3, 2, folder, 0.0, memory=True)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     make_communicator()
-    measure.measure_candidates(order, Ground(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
+    measure.measure_candidates(order, Workload(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
     lines = Path(folder, CHUNKS).read_bytes().splitlines() if rank == 0 else []
     found = [msgspec.json.decode(one, type=Measurement) for one in lines]
     return {one.strategy: msgspec.to_builtins(one) for one in found}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 from tests.lab.ranks import tasks_under_test
 from tests.lab.ranks.mutations import planted
 from tests.run_ranks import run_ranks
 
-from paceline.errors import UsageError
-from paceline.lab.ranks import setup, trial
+from paceline.lab.ranks import trial
 from paceline.lab.ranks.verify import collect_bits, verify
 from paceline.lab.verify import Result, Spec
 from paceline.worker.world import World
@@ -33,7 +33,7 @@ def planted_into_ranks(**changes: Any) -> Any:
     """The ranks train another task than the one process."""
     real = trial.apply_strategy
 
-    def other(setting: setup.Setting, *rest: Any) -> Any:
+    def other(setting: trial.Setting, *rest: Any) -> Any:
         return real(replace(setting, task=replace(setting.task, **changes)), *rest)
 
     return planted((trial, "apply_strategy", other))
@@ -55,7 +55,7 @@ def verified(rank: int, size: int) -> dict[str, Any]:
     with planted_into_ranks(make_schedule=None):
         found["scheduled, without"] = verify(spec("scheduled", ["exact"], ["sgd"]), world).results
     found["bits"] = [bits.steps for bits in collect_bits(spec("own", ["exact", "zero"]), world).bits]
-    with planted((setup, "has_schedule", lambda *_: False)):
+    with planted((trial, "has_schedule", lambda *_: False)):
         found["other bits"] = [bits.steps for bits in collect_bits(spec("own", ["exact"]), world).bits]
     return found
 
@@ -107,14 +107,14 @@ def test_the_bits_are_those_with_it(found: dict[str, Any]) -> None:
 
 def test_what_is_no_optimizer_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
-    for name, optimizers, told in (
-        ("dropout", ["task"], "--optimizers task: the task makes none. Choose from: sgd, adamw"),
-        ("lbfgs", [], "LBFGS computes the loss several times"),
+    for name, optimizers, code in (
+        ("dropout", ["task"], "verify-task-without-optimizer"),
+        ("lbfgs", [], "optimizer-needs-closure"),
     ):
         asked = spec(name, optimizers=optimizers)
-        task = setup.task_of(asked)
-        with pytest.raises(UsageError, match=told):
-            setup.optimizers_of(asked, task, setup.build(task, 0, torch.device("cpu")))
-    task = setup.task_of(spec("dropout"))
-    made = setup.optimizers_of(spec("dropout"), task, setup.build(task, 0, torch.device("cpu")))
+        task = trial.task_of(asked)
+        with raises(code):
+            trial.optimizers_of(asked, task, trial.build(task, 0, torch.device("cpu")))
+    task = trial.task_of(spec("dropout"))
+    made = trial.optimizers_of(spec("dropout"), task, trial.build(task, 0, torch.device("cpu")))
     assert [*made] == ["sgd", "adamw"]

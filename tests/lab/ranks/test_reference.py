@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.utils.data import Subset, default_collate
 
 from paceline.lab.ranks.reference import Reference, at_probes
-from paceline.lab.ranks.setup import build
+from paceline.lab.ranks.trial import build
 from paceline.lab.verify import Spec
 from paceline.tasks.task import Task
 

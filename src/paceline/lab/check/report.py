@@ -1,21 +1,53 @@
-"""The page of `launch --check`: what a script does wrong, with its line and what to type, and what it does right."""
+"""The report of `launch --check`: the mistakes of a script, with its line and the code to type instead."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import msgspec
 
 from paceline.contract.facts import ScriptFacts
 from paceline.lab.check.data_rules import data_findings
-from paceline.lab.check.findings import LEVELS, Remark
-from paceline.lab.check.gradient_rules import joint_steps
-from paceline.lab.check.run_rules import run_findings
-from paceline.lab.check.step_rules import session_findings, step_findings
+from paceline.lab.check.findings import LEVELS, Level, Remark
+from paceline.lab.check.step_rules import joint_steps, session_findings, step_findings
 from paceline.observe.notices import Noted
 
 WIDTH = 110
+
+
+class Kind(NamedTuple):
+    """How a report of one kind counts."""
+
+    level: Level
+    type_instead: str = ""
+    explained_by: frozenset[str] = frozenset()  # rules: a finding of one of these is the cause, and is enough
+
+
+KINDS = {
+    "diverged": Kind(
+        "wrong",
+        "the same number of steps on all ranks; weights and optimizer settings that no rank changes alone",
+        frozenset({"gradients", "different start", "replicas", "uneven steps"}),
+    ),
+    "mismatch": Kind(
+        "wrong", "the same collectives in the same order on all ranks", frozenset({"uneven steps", "swallowed"})
+    ),
+    "not finite": Kind("wrong", "if not torch.isfinite(loss): raise; then correct the batch or the rate that is named"),
+    "swallowed": Kind("wrong", "raise, or correct the cause: a batch must be left out on all ranks or on none"),
+    "thread": Kind("wrong", "correct the error that ends this thread"),
+    "stale": Kind("wrong", "the same steps on all ranks, each with a batch and a backward() of its own"),
+    "few steps": Kind(
+        "wrong", "the same number of batches on each rank: DistributedSampler", frozenset({"uneven steps"})
+    ),
+    "shadowed": Kind("note"),  # epochs are cut, and Join is meant for ranks with fewer batches
+    "slow": Kind("note"),  # depends on what else the machine does
+    "left": Kind("note"),
+    "round-off": Kind("note"),
+}
+OTHER = Kind("wrong")
 
 
 def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Remark]:
@@ -34,8 +66,19 @@ def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Re
     follows = {"batch norm"} if wrong & {"gradients", "last window", "replicas"} else set[str]()
     follows |= {"replicas"} if "uneven steps" in wrong else set[str]()
     told = [msgspec.structs.replace(one, level="note") if one.rule in follows else one for one in found.values()]
-    told += run_findings(noted, wrong)
+    told += _run_findings(noted, wrong)
     return sorted(told, key=lambda one: LEVELS.index(one.level))
+
+
+def _run_findings(noted: Sequence[Noted], wrong: AbstractSet[str]) -> Iterator[Remark]:
+    """One finding for each report on the script; `wrong` are the rules that found a mistake."""
+    reported = wrong | {one.kind for one in noted}
+    for one in noted:
+        if not one.kind:
+            continue
+        kind = KINDS.get(one.kind, OTHER)
+        level = "note" if kind.explained_by & reported else kind.level
+        yield Remark(one.kind, level, one.words, "", kind.type_instead if level == "wrong" else "")
 
 
 def mistakes(findings: Sequence[Remark]) -> int:

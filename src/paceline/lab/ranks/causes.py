@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.lab.ranks.reference import Named, Observed, Reference, at_probes
-from paceline.lab.ranks.setup import has_batch_norm
-from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES
+from paceline.lab.ranks.reference import Named, Observed, Reference, at_probes, has_batch_norm
+from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, Case, Diagnosis, Result
 
 CLIPPED = "clipped gradient"  # counted among the gradients
 ROUND_OFF = 1e-11  # a gradient below this share of the largest is what rounding left of zero
@@ -77,6 +76,10 @@ class Comparison:
     def tolerance(self) -> float:
         """For all but parameters and state under an adaptive optimizer."""
         return TOLERANCES[self.precision]
+
+    def result(self, case: Case, finding: Diagnosis | None) -> Result:
+        """The result of all steps so far."""
+        return Result(case, self.errors, sorted(self.round_off), self.round_off_error, finding)
 
     def _kind(self, found: list[TensorDifference], kind: str, got: Named, want: Named, tolerance: float) -> None:
         scale = max(_largest(want), 1e-300)

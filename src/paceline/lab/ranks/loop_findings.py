@@ -36,10 +36,7 @@ def findings(
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     alone = runs[1, 0]
     if alone and not (alone[0].error or any(step.updates for step in alone[0].steps)):
-        raise UsageError(
-            f"{spec.target} has taken no optimizer.step() in a paceline.session(), in {len(alone[0].steps)} "
-            "batches: there is nothing to verify. For more batches, in longer epochs: --steps"
-        )
+        raise UsageError(code="verify-no-step", target=spec.target, batches=len(alone[0].steps))
     notes = {note for run in runs.values() for of_rank in run for note in of_rank.notes}
     draws = any(of_rank.draws for of_rank in alone)
     if draws:
@@ -75,8 +72,7 @@ def _compared(run: Run, one: Run, case: LoopCase, precision: str, size: int, end
     first = next((of_rank for of_rank in run if of_rank.optimizer != "-"), LoopRun(case.strategy))
     comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
     finding = _compare(run, one, comparison, size, ended)
-    title = Case(first.strategy, size, "none", first.optimizer)
-    return Result(title, comparison.errors, sorted(comparison.round_off), comparison.round_off_error, finding)
+    return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
 
 def _bits_of(run: Run) -> Bits:

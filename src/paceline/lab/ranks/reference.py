@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
@@ -200,6 +201,11 @@ class _Before:
     batch: Tensor
     epoch: int
     step: int
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model has batch norm."""
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

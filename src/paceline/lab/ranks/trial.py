@@ -1,32 +1,203 @@
-"""A strategy under verification, with a look at everything that it does in a step."""
+"""The training under verification: the task's model in float64, uneven data, a strategy, and what each step did."""
 
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset, Subset
 
 from paceline.checkpoint.shards import sha256_of, whole
-from paceline.collectives.control import Pending, gather_words
-from paceline.data.loader import MicroBatch
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import Pending, gather_words, new_group, together
+from paceline.compute.recompute import recompute
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.streams import first_of
+from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
 from paceline.lab.ranks.reference import Observed, Reference, stream_fingerprint
-from paceline.lab.ranks.setup import Setting, apply_strategy, build, without_dropout
-from paceline.lab.verify import Case, Diagnosis
-from paceline.seeding import Streams
+from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
+from paceline.nested import mapped
+from paceline.seeding import Streams, derive
 from paceline.stepping.summing import StepResult
-from paceline.strategies import Replica
+from paceline.strategies import STRATEGIES, Replica
+from paceline.strategies.base import MakeOptimizer
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.optimizer import OwnSchedule, checked_optimizer
+from paceline.train.sharing import Wish, share_model
 from paceline.worker.world import World
 
 PARAMETER = "model/"  # begins the name of one in a state
+LR = 1e-3
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    # fused, as in training: these look at memory, not at strides
+    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
+    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The task, data and plan that all strategies under one batch norm policy share."""
+
+    spec: Spec
+    task: Task
+    policy: Policy
+    dataset: Dataset[Any]
+    plan: BatchPlan
+    world: World
+
+
+def task_of(spec: Spec) -> Task:
+    """Load the task with its options."""
+    return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
+
+
+def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
+    """The verified optimizers, by name. Each is made once for `model`, with its schedule.
+
+    Raises:
+        UsageError: if the task makes no optimizer, or none that can be trained with.
+    """
+    own = task.make_optimizer is not None
+    names = spec.optimizers or ([OWN] if own else [*OPTIMIZERS])
+    if OWN in names and not own:
+        raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
+    made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
+    for name, optimizer in made.items():
+        if has_schedule(name, task):
+            add_schedule(task, optimizer, spec.steps)
+    return {name: type(optimizer) for name, optimizer in made.items()}
+
+
+def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
+    """The function that makes the optimizer of `model`."""
+    if name != OWN or task.make_optimizer is None:
+        return OPTIMIZERS[name]
+    made = checked_optimizer(task.make_optimizer(model))
+    return lambda _: made
+
+
+def has_schedule(name: str, task: Task) -> bool:
+    """Whether the task's own schedule is meant for this optimizer."""
+    return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
+
+
+def add_schedule(task: Task, optimizer: Optimizer, steps: int) -> None:
+    """Let the task's own schedule step after the optimizer."""
+    assert task.make_schedule is not None
+    OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
+
+
+def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
+    """Choose the samples, and plan the batches (a collective)."""
+    with together(world):
+        dataset, global_batch = _uneven_data(task, spec, policy)
+    samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
+    plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
+    return Setting(spec, task, policy, dataset, plan, world)
+
+
+def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
+    """The first samples of the training data, and the global batch: with every kind of uneven step.
+
+    An epoch has two global batches whose portions differ by one sample, and a last, smaller one.
+    """
+    # batch norm's backward through the statistics of a few values blows rounding up ten thousandfold
+    batch_size = 3 if policy == "none" else 8
+    short_tail = policy == "none" if spec.short_tail is None else spec.short_tail
+    ranks, share = spec.virtual_ranks, spec.accumulation * batch_size
+    global_batch = max(2, ranks * share - 1)
+    tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
+    needed = 2 * global_batch + tail
+    dataset = first_of(task.make_dataset("train"), needed)
+    there = len(dataset)  # pyright: ignore[reportArgumentType]
+    if there < needed:
+        raise UsageError(code="verify-too-few-samples", needed=needed, ranks=ranks, samples=there)
+    if isinstance(dataset, ArrayDataset):  # keep the fast path in the test
+        return ArrayDataset(dataset.inputs[:needed], dataset.targets[:needed], dataset.transform), global_batch
+    return Subset(dataset, range(needed)), global_batch
+
+
+def build(task: Task, seed: int, device: torch.device) -> nn.Module:
+    """The task's model in float64 on `device`, which casts its inputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "verify"))
+        return in_double(task.make_model()).to(device)
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """Cast `model`, and all its later inputs, to float64."""
+    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
+    return model
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, if it is floating-point."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def apply_strategy(
+    setting: Setting, strategy: str, optimizer: str, model: nn.Module
+) -> tuple[Replica, Iterator[list[MicroBatch]]]:
+    """This rank's replica of `model`, and its batches (a collective).
+
+    Give each rank a model from a different seed: only a broadcast from rank 0, whose seed is the run's, makes them
+    start equal.
+    """
+    spec, world, maker = setting.spec, setting.world, maker_of(optimizer, setting.task, model)
+    if spec.checkpoint_activations:
+        recompute(model, spec.checkpoint_activations)
+    merged = setting.policy == "sync"
+    if merged:
+        model = convert(model, new_group())
+    loading, data = Loading(world.device, 0, setting.task.collate), world.data
+    model.train()
+    wish = Wish(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
+    sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
+    replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
+    if has_schedule(optimizer, setting.task):
+        add_schedule(setting.task, replica.optimizer, spec.steps)
+    replica.model.train()
+    share = ranks_share(spec.virtual_ranks, data.rank, data.size)
+    batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
+    return replica, batches
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model has dropout."""
+    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
+
+
+def without_dropout(model: nn.Module, policy: Policy) -> nn.Module:
+    """Under synchronised batch norm dropout is off: its masks would depend on the world size."""
+    if policy == "sync":
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+    return model
+
+
+def world_on(device: str) -> World:
+    """This rank's world, over gloo if ranks share a GPU."""
+    world = World.from_env(device=device, backend="gloo")
+    alone = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
+    return world if alone else World.from_env(device=device)
 
 
 @dataclass
 class Trial:
-    """A strategy under verification: its replica, its batches, and what was seen of its last step."""
+    """A strategy under verification: its replica, its batches, and the observations of its last step."""
 
     case: Case
     replica: Replica
@@ -54,8 +225,18 @@ def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Tria
     return trial
 
 
+def make_reference(setting: Setting, optimizer: str) -> Reference:
+    """The single process that the strategies are compared with."""
+    task, spec = setting.task, setting.spec
+    model = without_dropout(build(task, spec.seed, setting.world.device), setting.policy)
+    made = maker_of(optimizer, task, model)(model.parameters())
+    schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
+    union = setting.policy == "sync"
+    return Reference(task, model, made, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
+
+
 def _observed(trial: Trial) -> Replica:
-    """The trial's replica, with a look at each random stream and at the gradients before they are clipped."""
+    """The trial's replica. It records each random stream, and the gradients before they are clipped."""
     inner = trial.replica
 
     @contextmanager
@@ -92,7 +273,7 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
 
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
-    """What the trial's last step looked like, over all ranks (a collective)."""
+    """The observations of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
     mine = [i for work in counted for i in work.indices.tolist()]

@@ -1,9 +1,9 @@
 """A rank of `paceline verify`: `python -m paceline.lab.ranks.verify SPEC REPORT`, with torchrun's variables.
 
-Of a task it trains every strategy beside one process, step by step. Rank 0 also computes the reference and compares, so
-nothing but the report leaves the workers. With --bitwise there is no reference: it trains the task as the run is
-defined and reports the bits of every step, which are compared with those of the other world sizes. A user-written loop
-runs once for each case, and each rank leaves a file beside the report (see `loop`).
+It trains each strategy on a task alongside one process, step by step. Rank 0 also computes the reference and compares,
+so only the report leaves the workers. With --bitwise there is no reference: it trains the task and reports the bits of
+every step, which the command compares with those of other world sizes. A user-written loop runs once for each case, and
+each rank leaves a file beside the report (see `loop`).
 """
 
 import gc
@@ -18,28 +18,11 @@ from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import gather_words, together
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
-from paceline.lab.ranks import setup
+from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain
 from paceline.lab.ranks.loop import run_loop
-from paceline.lab.ranks.reference import Observed, Reference
-from paceline.lab.ranks.setup import (
-    Setting,
-    apply_strategy,
-    build,
-    make_setting,
-    task_of,
-    without_dropout,
-    world_on,
-)
-from paceline.lab.ranks.trial import (
-    Trial,
-    compare_starts,
-    digests_of,
-    gradients_of,
-    make_trial,
-    observe,
-    parameters_of,
-)
+from paceline.lab.ranks.reference import Observed, Reference, has_batch_norm
+from paceline.lab.ranks.trial import Setting, Trial
 from paceline.lab.verify import (
     OWN,
     Bits,
@@ -68,20 +51,20 @@ def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
     world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
     with together(world):
-        task = task_of(spec)
-        model = build(task, spec.seed, world.device)
-        optimizers = setup.optimizers_of(spec, task, model)
-    policies: list[Policy] = ["local", "sync"] if setup.has_batch_norm(model) else ["none"]
+        task = trials.task_of(spec)
+        model = trials.build(task, spec.seed, world.device)
+        optimizers = trials.optimizers_of(spec, task, model)
+    policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
     if spec.mesh:
         policies = policies[:1]  # its statistics would be of parts of a model
     notes: list[str] = []
-    if len(policies) == 2 and setup.has_dropout(model):
+    if len(policies) == 2 and trials.has_dropout(model):
         notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
     if OWN in optimizers:
         schedule = ", with its schedule over these steps" if task.make_schedule else ""
         notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, as the task makes it{schedule}")
     results: list[Result] = []
-    settings = [make_setting(spec, task, policy, world) for policy in policies]
+    settings = [trials.make_setting(spec, task, policy, world) for policy in policies]
     for setting in settings:
         for optimizer, kind in optimizers.items():
             gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
@@ -93,38 +76,24 @@ def verify(spec: Spec, world: World) -> VerifyReport:
 def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) -> list[Result]:
     """All strategies under one batch norm policy and optimizer, in step with one reference."""
     spec, world, policy = setting.spec, setting.world, setting.policy
-    reference = _reference(setting, optimizer) if world.rank == 0 else None
+    reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
-    trials: list[Trial] = []
+    running: list[Trial] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer, spec.mesh)
         reason = _not_run(name, policy, world, kind)
         if reason:
             results.append(Result(case, {}, [], 0.0, not_run=reason))
         else:
-            trials.append(make_trial(case, setting, kind))
-    for trial in trials:
-        compare_starts(trial, reference)
+            running.append(trials.make_trial(case, setting, kind))
+    for trial in running:
+        trials.compare_starts(trial, reference)
     for number in range(spec.steps):
         want = reference.step(number) if reference else None
-        for trial in trials:
+        for trial in running:
             if trial.finding is None:
                 _step(trial, number, setting, want, reference)
-    for trial in trials:
-        shown = trial.comparison
-        results.append(Result(trial.case, shown.errors, sorted(shown.round_off), shown.round_off_error, trial.finding))
-    return results
-
-
-def _reference(setting: Setting, optimizer: str) -> Reference:
-    spec, global_batch = setting.spec, setting.plan.global_batch
-    model = without_dropout(build(setting.task, spec.seed, setting.world.device), setting.policy)
-    task = setting.task
-    made = setup.maker_of(optimizer, task, model)(model.parameters())
-    schedule = task.make_schedule if setup.has_schedule(optimizer, task) else None
-    scheduler = None if schedule is None else schedule(made, spec.steps)
-    union = setting.policy == "sync"
-    return Reference(task, model, made, scheduler, setting.dataset, global_batch, spec, union=union)
+    return [*results, *(trial.comparison.result(trial.case, trial.finding) for trial in running)]
 
 
 def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
@@ -143,7 +112,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
         finding = Diagnosis(number, "error", "", told.strip().splitlines()[-2 if "Traceback" in told else -1])
     else:
         assert result is not None
-        got, ranks = observe(trial, result, microbatches)
+        got, ranks = trials.observe(trial, result, microbatches)
         if want is not None and reference is not None:
             found = trial.comparison.add(got, want)
             wrong = found or got.samples != want.samples or got.streams != want.streams
@@ -172,11 +141,11 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
 def collect_bits(spec: Spec, world: World) -> BitsReport:
     """Train every strategy with every optimizer, deterministically (a collective); rank 0's report counts."""
     with together(world):
-        task = task_of(spec)
+        task = trials.task_of(spec)
         model = make_model(task, spec.seed, world)
-        optimizers = setup.optimizers_of(spec, task, model)
-        policy = "local" if setup.has_batch_norm(model) else "none"
-    setting = make_setting(spec, task, policy, world)
+        optimizers = trials.optimizers_of(spec, task, model)
+        policy = "local" if has_batch_norm(model) else "none"
+    setting = trials.make_setting(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
     return BitsReport(world.size, setting.plan.global_batch, setting.plan.num_samples, bits, holds_for(world.device))
 
@@ -184,16 +153,16 @@ def collect_bits(spec: Spec, world: World) -> BitsReport:
 def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
     gc.collect()
     spec, world = setting.spec, setting.world
-    replica, batches = apply_strategy(
+    replica, batches = trials.apply_strategy(
         setting, strategy, optimizer, make_model(setting.task, spec.seed + world.rank, world)
     )
     steps: list[StepBits] = []
     for microbatches in batches:
         result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)
         norm = float(result.grad_norm or 0.0).hex()
-        gradients, parameters = sha256_of(gradients_of(replica)), sha256_of(parameters_of(replica))
+        gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
-    weights, state = digests_of(replica)
+    weights, state = trials.digests_of(replica)
     everybody = gather_words([weights, [msgspec.to_builtins(step) for step in steps]], world)
     return Bits(strategy, optimizer, weights, state, steps, all(each == everybody[0] for each in everybody))
 
@@ -201,7 +170,7 @@ def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
 def main(arguments: Sequence[str]) -> int:
     """Run the spec in file `arguments[0]`; rank 0 writes the report into file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec | LoopSpec)
-    world, report = world_on(spec.device), Path(arguments[1])
+    world, report = trials.world_on(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):
         run_loop(spec, report.parent, world)
         return 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 
 from paceline.config import TrainConfig
-from paceline.errors import UsageError
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
-from paceline.lab.ranks.training import MOST_SAMPLES, CandidateTraining, load_ground
+from paceline.lab.ranks.measure import MOST_SAMPLES, CandidateTraining, load_workload
 from paceline.train.step import ignore
 from paceline.worker.world import World
 
@@ -61,43 +62,43 @@ def test_a_step_of_a_stream_has_as_many_samples_as_it_is_named_for(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
     largest = MOST_SAMPLES + 1000
     named = candidates(64, largest)
-    ground = load_ground(config, named, ALONE)
-    assert ground.notes == (
+    workload = load_workload(config, named, ALONE)
+    assert workload.notes == (
         f"the training data are a stream: its first {largest:,} samples were read before, and taken from memory, so "
         "the time of reading it is in no step",
     )
     for one in named:
-        with CandidateTraining(ground, one, tmp_path / one.name, 2, ignore) as training:
-            plan = training.parts.plan
+        with CandidateTraining(workload, one, tmp_path / one.name, 2, ignore) as training:
+            plan = training.plan
             sizes = [len(plan.global_indices(*divmod(step, plan.steps_per_epoch))) for step in range(2)]
             assert sizes == [one.batch_size] * 2
-    assert len(load_ground(config, candidates(64), ALONE).dataset) == MOST_SAMPLES  # pyright: ignore
+    assert len(load_workload(config, candidates(64), ALONE).dataset) == MOST_SAMPLES  # pyright: ignore
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("task", "code", "fields"),
     [
-        ("empty", "the training data are empty"),
-        ("none", "the training data are empty"),
-        ("short", "a step of 128 samples on 1 rank was asked for, and there are 100 to train on"),
-        ("few", "a step of 128 samples on 1 rank was asked for, and there are 100 to train on"),
-        ("reader", "of type list_iterator, can be read once"),
+        ("empty", "measure-no-data", {}),
+        ("none", "measure-no-data", {}),
+        ("short", "measure-too-few-samples", {"needed": 128, "samples": 100}),
+        ("few", "measure-too-few-samples", {"needed": 128, "samples": 100}),
+        ("reader", "not-a-dataset", {"kind": "list_iterator", "why": "can be read once"}),
     ],
 )
 def test_data_on_which_no_batch_of_that_size_can_be_measured_are_refused(
-    config: TrainConfig, task: str, words: str
+    config: TrainConfig, task: str, code: str, fields: dict[str, Any]
 ) -> None:
     config = replace(config, task=str(config.task).replace(":stream", f":{task}"))
-    with pytest.raises(UsageError, match=words):
-        load_ground(config, candidates(64, 128), ALONE)
+    with raises(code, **fields):
+        load_workload(config, candidates(64, 128), ALONE)
     if task in ("short", "few"):
-        ground = load_ground(config, candidates(64, 100), ALONE)
-        assert len(ground.dataset) == 100  # pyright: ignore
+        workload = load_workload(config, candidates(64, 100), ALONE)
+        assert len(workload.dataset) == 100  # pyright: ignore
 
 
 def test_several_loader_processes_for_a_stream_are_refused_as_in_training(config: TrainConfig) -> None:
     config = replace(config, data=replace(config.data, num_workers=2))
-    with pytest.raises(UsageError, match="--num-workers 2: only one process reads a stream"):
-        load_ground(config, candidates(64), ALONE)
+    with raises("stream-in-several-processes", value=2):
+        load_workload(config, candidates(64), ALONE)
     one = replace(config, data=replace(config.data, num_workers=1))
-    assert load_ground(one, candidates(64), ALONE).notes
+    assert load_workload(one, candidates(64), ALONE).notes
