@@ -9,16 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.made_up import Rank, lockstep
 
-from paceline.lab.scale import (
-    COMPUTE,
-    DATA,
-    EXCHANGE,
-    REST,
-    SMALLER,
-    WAITING,
-    Share,
-    lost_shares,
-)
+from paceline.lab.scale import COMPUTE, DATA, EXCHANGE, REST, SMALLER, WAITING, Share, lost_shares
 from paceline.view.step_parts import Run, backward_per_forward, take_apart
 
 BASE = lockstep([Rank()])

@@ -1,4 +1,4 @@
-"""The ladder measured: for each strategy medians over rounds, ratios within rounds, whose bits it has; two tables."""
+"""The tables of `paceline compare`: medians over rounds, ratios within rounds, and a recommendation."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
@@ -21,13 +21,14 @@ MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer",
           "process")  # fmt: skip
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
+NOT_MEASURED = "[bold red]not measured[/]"
 FULL = 0.9  # of the memory: more leaves nothing for what a longer run needs
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of the values of all rounds."""
+    """The quartiles of the values of all rounds."""
 
-    low: float  # the lower quartile
+    low: float
     median: float
     high: float
 
@@ -57,25 +58,32 @@ class Row(msgspec.Struct, frozen=True):
         """The strategy, and the mesh that it works on."""
         return strategy_on(self.strategy, self.mesh)
 
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a rank needs; 0 if this is unknown."""
+        return self.memory.needed if self.memory else 0
+
 
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
-    """One row for each candidate that was measured, in the order of the first round.
+    """One row for each measured candidate, in the order of the first round.
 
-    `base` names the candidate that the others are compared with; a chunk has so many `steps`.
+    Args:
+        rounds: the measurements of each round.
+        base: the name of the candidate that the others are compared with.
+        steps: of a measurement.
     """
     by_name: dict[str, list[Measurement]] = {}
-    for chunk in sorted((chunk for found in rounds for chunk in found), key=lambda chunk: chunk.batch_size):
-        by_name.setdefault(chunk.name, []).append(chunk)
-    bases = {number: chunk.rate for number, found in enumerate(rounds) for chunk in found if chunk.name == base}
-    rates = [
-        {chunk.name: chunk.rate / bases[number] for chunk in found}
-        for number, found in enumerate(rounds)
-        if number in bases
-    ]
+    ratios: dict[str, list[float]] = {}
+    for found in rounds:
+        for chunk in found:
+            by_name.setdefault(chunk.name, []).append(chunk)
+            for other in found:
+                if other.name == base:
+                    ratios.setdefault(chunk.name, []).append(chunk.rate / other.rate)
     reference = {one.batch_size: one.digest for found in rounds for one in found if one.name.startswith(REFERENCE)}
     return [
-        _row(chunks, [each[name] for each in rates if name in each], reference, steps)
-        for name, chunks in by_name.items()
+        _row(chunks, ratios.get(name, []), reference, steps)
+        for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].batch_size)
         if not name.startswith(REFERENCE)
     ]
 
@@ -103,7 +111,7 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
 
 
 def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
-    """Whose bits these are: by promise, or only as it came out here."""
+    """Whether the bits are those of other world sizes: guaranteed, or only observed here."""
     if chunk.world_size == 1:
         return "-"
     if chunk.strategy in EXACT:
@@ -116,7 +124,7 @@ def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Quartiles; of one value, that value."""
+    """The quartiles; of one value, that value."""
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -124,30 +132,31 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
-    """One sentence.
+    """Recommend a strategy in one sentence, with the numbers behind it.
 
     Args:
         rows: of several processes, all of one batch size, without the limit.
-        alone: the best of one process; None where it could not be measured (it does not fit, say).
-        room_bytes: of memory for one rank; None where unknown.
+        alone: the best of one process; None if it could not be measured (for example, it does not fit).
+        room_bytes: of memory for one rank; None if unknown.
     """
     if not rows:
         if alone is None:
             return "Nothing could be measured: see the reasons above."
         return f"Train on one process: none of the strategies could be measured, it reached {_rate(alone)}."
-    whole = [row for row in rows if room_bytes is None or _need(row) <= FULL * room_bytes]
-    small = min(rows, key=_need)
-    if not whole:
+    fitting = [row for row in rows if room_bytes is None or row.needed_bytes <= FULL * room_bytes]
+    if not fitting:
+        small = min(rows, key=lambda row: row.needed_bytes)
         return (
             f"Use {small.way}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
-            f"{_size(_need(small))}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations help."
+            f"{_size(small.needed_bytes)}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations "
+            "help."
         )
-    best = max(whole, key=lambda row: row.rate.median)
-    replicated = [row for row in whole if not _is_sharded(row, rows)]
-    if not replicated:
+    best = max(fitting, key=lambda row: row.rate.median)
+    needs = _size(best.needed_bytes)
+    if all(_is_sharded(row, rows) for row in fitting):
         return (
             f"Use {best.way}: only strategies that share out the training's state fit into the "
-            f"{_size(room_bytes)} of a rank; it needs {_size(_need(best))}, at {_rate(best)}."
+            f"{_size(room_bytes)} of a rank; it needs {needs}, at {_rate(best)}."
         )
     if alone is not None and best.rate.median < WORTH * alone.rate.median:
         return (
@@ -155,38 +164,21 @@ def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> st
             f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.way}, "
             f"reaches {_rate(best)}."
         )
-    exact = [row for row in whole if row.strategy in EXACT and row.rate.median >= EXACT_ENOUGH * best.rate.median]
-    if exact:
-        pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median))
-        speed = pick.rate.median / best.rate.median
-        told = "the fastest" if pick is best else f"{speed:.2f} times the fastest, {best.way} ({_rate(best)})"
-        return (
-            f"Use {pick.way}: it fits on one device ({_need_of(pick, room_bytes)}), has the same bits at every "
-            f"world size, and is {told}, at {_rate(pick)}{_over(pick, alone)}."
-        )
-    return (
-        f"Use {best.way}: it fits on one device ({_need_of(best, room_bytes)}) and is the fastest, at "
-        f"{_rate(best)}{_over(best, alone)}."
-    )
-
-
-def _need(row: Row) -> int:
-    """What a rank of it needs, in bytes; 0 where nobody knows."""
-    return row.memory.needed if row.memory else 0
+    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= EXACT_ENOUGH * best.rate.median]
+    pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
+    fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
+    over = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
+    if not exact:
+        return f"Use {pick.way}: {fits} and is the fastest, at {_rate(pick)}{over}."
+    speed = f"{pick.rate.median / best.rate.median:.2f} times the fastest, {best.way} ({_rate(best)})"
+    speed = "the fastest" if pick is best else speed
+    return f"Use {pick.way}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{over}."
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a rank of it holds clearly less of the state than that of the largest."""
+    """Whether a rank holds clearly less of the state than with the strategy that holds most."""
     state = {one.name: one.memory.state if one.memory else 0 for one in rows}
     return state[row.name] < 0.9 * max(state.values())
-
-
-def _need_of(row: Row, room_bytes: int | None) -> str:
-    return _size(_need(row)) + (f" of {_size(room_bytes)}" if room_bytes else "")
-
-
-def _over(row: Row, alone: Row | None) -> str:
-    return "" if alone is None else f", {row.rate.median / alone.rate.median:.2f} times one process"
 
 
 def _rate(row: Row) -> str:
@@ -200,13 +192,13 @@ def _size(size: int | None) -> str:
 
 
 def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
-    """Print the tables, the failures, what has to be said of them, and the advice last."""
+    """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
     speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
     for row in rows:
         speed.add_row(*_speed(row))
     for failure in failures:
-        speed.add_row(_failed(failure), str(failure.world_size), "", "[bold red]not measured[/]")
+        speed.add_row(strategy_on(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
     console.print(speed)
     memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
     for row in rows:
@@ -214,14 +206,15 @@ def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice:
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
-        console.print(f"{_failed(failure)}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
+        name = strategy_on(failure.strategy, failure.mesh)
+        console.print(f"{name}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
     for note in notes:
         console.print(note, markup=False)
     console.print(advice, markup=False, style="bold")
 
 
 def make_table(columns: Sequence[str], title: str) -> Table:
-    """An empty table; numbers stand to the right."""
+    """An empty table with numbers aligned to the right."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in WORDS else "right")
@@ -250,10 +243,6 @@ def _memory(row: Row) -> list[str]:
 def _who(row: Row) -> list[str]:
     name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.way
     return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
-
-
-def _failed(failure: NotMeasured) -> str:
-    return strategy_on(failure.strategy, failure.mesh)
 
 
 def _megabytes(size: int | None) -> str:

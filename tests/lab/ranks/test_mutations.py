@@ -6,14 +6,7 @@ All of them: `make soak-mutations`.
 import random
 
 import pytest
-from tests.lab.ranks.mutation_table import (
-    IN_MEMORY,
-    THROUGH_MEMORY,
-    WORLD_SIZE,
-    findings,
-    findings_in_memory,
-    judge,
-)
+from tests.lab.ranks.mutation_table import IN_MEMORY, THROUGH_MEMORY, WORLD_SIZE, findings, findings_in_memory, judge
 from tests.lab.ranks.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS
 from tests.run_ranks import run_ranks
 

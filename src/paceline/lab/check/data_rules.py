@@ -7,16 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.contract.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
 from paceline.guard.sentences import named
-from paceline.lab.check.findings import (
-    Loaders,
-    Remark,
-    differs,
-    loaders_of,
-    same_data,
-    same_leaf,
-    shared_part,
-    unlike,
-)
+from paceline.lab.check.findings import Loaders, Remark, differs, loaders_of, same_data, same_leaf, shared_part, unlike
 from paceline.lab.check.step_rules import by_means, steps_of
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing

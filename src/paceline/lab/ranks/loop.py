@@ -25,16 +25,8 @@ from paceline.checkpoint.shards import sha256_of
 from paceline.contract.failure import is_victim
 from paceline.data.plan import BatchPlan, Work
 from paceline.errors import PacelineError
-from paceline.lab.ranks.reference import Observed, has_batch_norm
-from paceline.lab.ranks.trial import (
-    digests_of,
-    fingerprints,
-    gradients_of,
-    in_double,
-    parameters_of,
-    to_double,
-    world_on,
-)
+from paceline.lab.ranks.reference import Observed, has_batch_norm, in_double, to_double
+from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, parameters_of, world_on
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import mapped, tensors
 from paceline.seeding import derive, seed_streams, stream_states

@@ -203,6 +203,17 @@ class _Before:
     step: int
 
 
+def in_double(model: nn.Module) -> nn.Module:
+    """Cast `model`, and all its later inputs, to float64."""
+    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
+    return model
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, if it is floating-point."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model has batch norm."""
     return any(isinstance(m, _BatchNorm) for m in model.modules())

@@ -24,9 +24,8 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
-from paceline.lab.ranks.reference import Observed, Reference, stream_fingerprint
+from paceline.lab.ranks.reference import Observed, Reference, in_double, stream_fingerprint
 from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
-from paceline.nested import mapped
 from paceline.seeding import Streams, derive
 from paceline.stepping.summing import StepResult
 from paceline.strategies import STRATEGIES, Replica
@@ -75,8 +74,7 @@ def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Op
         raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
     made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
     for name, optimizer in made.items():
-        if has_schedule(name, task):
-            add_schedule(task, optimizer, spec.steps)
+        _add_schedule(name, task, optimizer, spec.steps)
     return {name: type(optimizer) for name, optimizer in made.items()}
 
 
@@ -93,10 +91,10 @@ def has_schedule(name: str, task: Task) -> bool:
     return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
 
 
-def add_schedule(task: Task, optimizer: Optimizer, steps: int) -> None:
-    """Let the task's own schedule step after the optimizer."""
-    assert task.make_schedule is not None
-    OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
+def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
+    """Let the task's own schedule, if it is meant for this optimizer, step after it."""
+    if task.make_schedule and has_schedule(name, task):
+        OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
@@ -136,15 +134,13 @@ def build(task: Task, seed: int, device: torch.device) -> nn.Module:
         return in_double(task.make_model()).to(device)
 
 
-def in_double(model: nn.Module) -> nn.Module:
-    """Cast `model`, and all its later inputs, to float64."""
-    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
+def _model(setting: Setting, seed: int) -> nn.Module:
+    """Build the model. Under synchronised batch norm it has no dropout, whose masks would depend on the world size."""
+    model = build(setting.task, seed, setting.world.device)
+    for module in model.modules() if setting.policy == "sync" else ():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
     return model
-
-
-def to_double(tensor: Tensor) -> Tensor:
-    """The tensor in float64, if it is floating-point."""
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def apply_strategy(
@@ -166,8 +162,7 @@ def apply_strategy(
     wish = Wish(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
     sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
-    if has_schedule(optimizer, setting.task):
-        add_schedule(setting.task, replica.optimizer, spec.steps)
+    _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
     replica.model.train()
     share = ranks_share(spec.virtual_ranks, data.rank, data.size)
     batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
@@ -177,15 +172,6 @@ def apply_strategy(
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model has dropout."""
     return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
-
-
-def without_dropout(model: nn.Module, policy: Policy) -> nn.Module:
-    """Under synchronised batch norm dropout is off: its masks would depend on the world size."""
-    if policy == "sync":
-        for module in model.modules():
-            if isinstance(module, _DropoutNd):
-                module.p = 0.0
-    return model
 
 
 def world_on(device: str) -> World:
@@ -215,8 +201,7 @@ class Trial:
 
 def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
     """Build the model, apply the strategy and prepare its batches (a collective)."""
-    seed = setting.spec.seed + setting.world.rank
-    model = without_dropout(build(setting.task, seed, setting.world.device), setting.policy)
+    model = _model(setting, setting.spec.seed + setting.world.rank)
     everything = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in everything}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
@@ -228,7 +213,7 @@ def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Tria
 def make_reference(setting: Setting, optimizer: str) -> Reference:
     """The single process that the strategies are compared with."""
     task, spec = setting.task, setting.spec
-    model = without_dropout(build(task, spec.seed, setting.world.device), setting.policy)
+    model = _model(setting, spec.seed)
     made = maker_of(optimizer, task, model)(model.parameters())
     schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
     union = setting.policy == "sync"
