@@ -1,8 +1,8 @@
 """Measures every candidate once in each round, A B C A B C, each time in new processes.
 
-A round starts one set of processes for each world size, in which the candidates take turns, beginning with another one
-in each round. So whatever else the machine does at a time meets all candidates alike, and their ratios within a round
-are fair. A candidate that fails ends its set; it is not tried again, and the set is started again for those after it.
+A round starts one set of processes for each world size. The candidates take turns in it, in an order that is rotated
+in each round. Other load on the machine therefore affects all candidates equally, and their ratios within a round are
+fair. A candidate that fails ends its set. The set is started again for the remaining candidates.
 """
 
 import sys
@@ -22,13 +22,13 @@ from paceline.launch.supervise import run_workers
 from paceline.mesh import strategy_on
 
 WORKER = "paceline.lab.ranks.measure"
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # else the profiler prints several lines at each start
 LAST_CHARS = 300
 
 
 @dataclass(frozen=True)
 class ProcessSet:
-    """What is measured on one number of processes."""
+    """The candidates to measure on one number of processes."""
 
     nproc: int
     candidates: Sequence[Candidate]
@@ -36,39 +36,45 @@ class ProcessSet:
 
 @dataclass
 class MeasuredRounds:
-    """What all rounds have found so far."""
+    """The measurements of all rounds so far."""
 
     rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
     failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
-    code: int = ExitCode.DONE  # not 0: nothing more could be measured, for a reason that has been printed
+    code: int = ExitCode.DONE  # not 0: measuring ended early, for a reason that has been printed
 
     def notes(self) -> list[str]:
-        """What the measurements have to tell, each once."""
+        """The notes of all measurements, each once."""
         measured = [chunk for chunks in self.rounds for chunk in chunks]
         held_back: dict[tuple[int, int], list[str]] = {}
         for chunk in measured:
-            for rank, words in chunk.gpus.items():
-                held_back.setdefault((chunk.world_size, rank), []).append(words)
+            for rank, reason in chunk.gpus.items():
+                held_back.setdefault((chunk.world_size, rank), []).append(reason)
         times = Counter(chunk.world_size for chunk in measured)
-        told = [
-            f"rank {rank} of {size}, in {len(words)} of {times[size]} measurements: its {words[0]}"
-            for (size, rank), words in sorted(held_back.items())
+        slow_gpus = [
+            f"rank {rank} of {size}, in {len(reasons)} of {times[size]} measurements: its {reasons[0]}"
+            for (size, rank), reasons in sorted(held_back.items())
         ]
-        return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *told]
+        return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *slow_gpus]
 
 
 def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
-    """Where the events of a candidate in round `number` (from 0) are; without a name, those of its set."""
+    """The folder of a candidate's events in round `number` (from 0); without a name, that of its set."""
     return root / f"round-{number}" / f"ranks-{nproc}" / name
 
 
 def measure_rounds(
     sets: Sequence[ProcessSet], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
-    """Measure all sets, `rounds` times: `steps` that count, after `warmup` steps, at least LOOKED_AT.
+    """Measure all sets in each round.
 
-    Everything is written into `root`, an existing folder. `settings` are the training's, as TOML. `memory` is looked at
-    in the first round.
+    Args:
+        sets: the candidates, by number of processes.
+        settings: of the training, as TOML.
+        root: an existing folder for all files.
+        rounds: how often everything is measured.
+        warmup: steps before the measured ones, at least LOOKED_AT.
+        steps: measured steps.
+        memory: also measure memory, in the first round.
     """
     found = MeasuredRounds()
     for number in range(rounds):

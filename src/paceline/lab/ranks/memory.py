@@ -1,7 +1,7 @@
-"""Counts what a rank holds in memory, and for what, and watches the allocations of the first steps.
+"""Measures the memory of a rank by purpose, and the bytes that it sends, in the first steps.
 
-Weights, gradients and optimizer state are counted where they lie, each piece of memory once. What else there is at
-any moment, also in C++ (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
+Weights, gradients and optimizer state are counted, each piece of memory once. All other memory, also in C++ (DDP's
+buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
 import ctypes
@@ -32,15 +32,14 @@ from paceline.train.records import size_of
 from paceline.worker.world import World
 
 MARK = "paceline: "
-SHARED = "shared"
-"""what the ring calls the group that exchanges through memory"""
+SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
 ELEMENT_BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Int": 4, "Long": 8,
 }  # fmt: skip
 
 
 class Inspection:
-    """Sees a replica from before it is made until it has taken its first steps."""
+    """Observes a replica from before it is made until it has taken its first steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._open = device, True
@@ -49,7 +48,7 @@ class Inspection:
         self.found: Memory | None = None
 
     def watch(self, replica: Replica) -> None:
-        """Look at the replica's tensors whenever its optimizer is about to step, and has stepped."""
+        """Count the replica's tensors before and after each step of its optimizer."""
 
         def before(*_: object) -> None:
             if self._open:
@@ -68,29 +67,30 @@ class Inspection:
         replica.optimizer.register_step_post_hook(after)
 
     def enter(self, phase: Phase) -> None:
-        """A phase of the step begins."""
+        """Mark the begin of a phase of the step."""
         if self._open:
             with record_function(MARK + phase.word):
                 pass
 
     def batch(self, microbatches: Sequence[MicroBatch]) -> None:
-        """The data of the step, which are no part of what is looked for."""
+        """Count the data of the step, which belong to no purpose."""
         self._batch = held_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
     def close(self, profiler: profile) -> None:
-        """Look no more; `found` is what was seen."""
+        """End the observation; `found` is its result."""
         self._open = False
-        known = self._weights + self._gradients + self._optimizer + self._batch
+        held = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
-        seen = levels(events, known) if any(isinstance(what, int) for what in events) else (None, None, None)
-        if self._in_stages:  # whose forwards and backwards take turns, and wait in between: there is no such moment
-            seen = (None, None, seen[2])
-        self.found = Memory(self._weights, self._gradients, self._optimizer, *seen, peak_memory() or None)
+        has_allocations = any(isinstance(event, int) for event in events)
+        activations, exchange, peak = levels(events, sum(held) + self._batch) if has_allocations else (None,) * 3
+        if self._in_stages:  # forwards and backwards alternate, and wait in between: there is no such moment
+            activations = exchange = None
+        self.found = Memory(*held, activations, exchange, peak, peak_memory() or None)
 
 
 @contextmanager
 def inspected(device: torch.device) -> Generator[Inspection]:
-    """Inside, allocations are seen; afterwards `found` says what they were."""
+    """Record allocations inside the block; afterwards `found` has the memory by purpose."""
     inspection = Inspection(device)
     tidy()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -99,10 +99,10 @@ def inspected(device: torch.device) -> Generator[Inspection]:
 
 
 def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
-    """(activations, exchange, peak) in bytes, from allocations (bytes, negative when released) and phases' words.
+    """(activations, exchange, peak) in bytes, from allocations (bytes, negative when released) and names of phases.
 
-    Activations: what the largest forward of the last step left for backward. Exchange: what there was at most in the
-    last step's synchronisation, beside `known` bytes of weights, gradients, optimizer state and data. Peak: of all.
+    Activations: the memory that the largest forward of the last step left for backward. Exchange: the maximum in the
+    last step's synchronisation, without `known` bytes of weights, gradients, optimizer state and data.
     """
     level = peak = activations = exchange = lowest = 0
     phase = ""
@@ -118,14 +118,14 @@ def levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:
         else:
             level += event
             peak = max(peak, level)
-            lowest = min(lowest, level)  # what a strategy lets go in its forward was no activation
+            lowest = min(lowest, level)  # memory that a strategy releases in its forward was no activation
         if phase == Phase.SYNC.word:
             exchange = max(exchange, level - known)
     return activations, exchange, peak
 
 
 def tidy() -> None:
-    """Give what is free back to the system, and reset the process's peak (both Linux with glibc)."""
+    """Return free memory to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -134,44 +134,45 @@ def tidy() -> None:
 
 
 def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
-    """Allocations and phases, in order; empty where this torch's profiler is another one."""
+    """Allocations and phases, in order; empty if this torch has a different profiler."""
     results: Any = getattr(profiler.profiler, "kineto_results", None)
-    found: list[tuple[int, int | str]] = []
+    events: list[tuple[int, int | str]] = []
     for event in results.events() if results is not None else ():
         name: str = event.name()
         if name == "[memory]" and str(event.device_type()).lower().endswith(device.type):
-            found.append((event.start_ns(), event.nbytes()))
+            events.append((event.start_ns(), event.nbytes()))
         elif name.startswith(MARK):
-            found.append((event.start_ns(), name.removeprefix(MARK)))
-    return [what for _, what in sorted(found, key=lambda one: one[0])]
+            events.append((event.start_ns(), name.removeprefix(MARK)))
+    return [event for _, event in sorted(events, key=lambda timed: timed[0])]
 
 
 class Traffic:
-    """Counts from when it is made, and again from each call of `sent`."""
+    """Counts the bytes that this rank sends, from its creation or the last call of `sent`."""
 
     def __init__(self, box: Box, world: World, pipeline: Pipeline | None) -> None:
         self._box, self._world, self._line = box, world, pipeline
         self._begin()
 
     def _begin(self) -> None:
-        self._last, self._calls, self._since_ns = _newest(), self._box.get("ops"), time.monotonic_ns()
+        self._last = max((entry["record_id"] for entry in _entries()), default=-1)
+        self._calls, self._since_ns = self._box.get("ops"), time.monotonic_ns()
         self._messages = self._line.sent_bytes if self._line else 0
 
     def sent(self) -> float | None:
-        """Bytes that this rank has sent; None if not all was recorded that several ranks must have sent."""
+        """Bytes that this rank has sent; None if the records are incomplete."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._box.ring() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
-        lost = self._box.get("ops") - self._calls > RECORDS  # the oldest are written over
+        lost = self._box.get("ops") - self._calls > RECORDS  # the oldest are overwritten
         self._begin()
         if lost or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
-        found = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
-        found += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
-        return sum(found) + messages
+        sizes = [volume(entry["profiling_name"], _bytes(entry), self._ranks(entry)) for entry in entries]
+        sizes += [volume(op.kind, size_of(op.shape, op.dtype), self._world.data.size) for op in shared]
+        return sum(sizes) + messages
 
     def _ranks(self, entry: dict[str, Any]) -> int:
-        """How many took part: a dimension of a mesh has a group of its own."""
+        """The size of its group: each dimension of a mesh has a separate one."""
         resolve: Any = distributed_c10d._resolve_process_group  # pyright: ignore
         with suppress(LookupError, RuntimeError, ValueError):  # it is taken down
             return resolve(entry["process_group"][0]).size()
@@ -179,10 +180,10 @@ class Traffic:
 
 
 def volume(kind: str, size: int, ranks: int) -> float:
-    """Bytes that each of `ranks` sends in a collective into which each puts `size` bytes.
+    """Bytes that each of `ranks` sends in a collective whose input has `size` bytes on each rank.
 
-    Those of a ring, which no algorithm undercuts where all ranks must get all of n ranks' sums: 2 (n-1)/n of an
-    all-reduce's bytes, (n-1) times what each puts into an all-gather, (n-1)/n of what it puts into a reduce-scatter.
+    The bytes are those of a ring, the minimum of all algorithms: 2 (n-1)/n of the input of an all-reduce, (n-1) times
+    the input of an all-gather, (n-1)/n of the input of a reduce-scatter.
     """
     kind = kind.rpartition(":")[2]  # of "gloo:all_reduce"
     if kind.startswith(("all_reduce", "allreduce")):
@@ -197,10 +198,6 @@ def _bytes(entry: dict[str, Any]) -> int:
         ELEMENT_BYTES.get(dtype, 4) * prod(map(int, sizes))
         for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     )
-
-
-def _newest() -> int:
-    return max((entry["record_id"] for entry in _entries()), default=-1)
 
 
 def _entries() -> list[dict[str, Any]]:
