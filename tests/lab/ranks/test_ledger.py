@@ -12,6 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.errors import raises
+from tests.rendered import rendered
 
 from paceline.cli.ledger import main
 from paceline.config import DataConfig, TrainConfig, dump
@@ -356,8 +357,7 @@ def test_a_last_step_that_only_some_ranks_logged_ends_the_run_without_a_finding(
     history.copies[3, 10, 1] = 0
     found = history.audit()
     assert found.findings == []
-    assert "the last step 10: logged by ranks 0 of 2 only: the run ended there" in found.notes
-    assert "epoch 2 is unfinished: 1 of 4 steps" in found.notes
+    rendered(found.notes)
     history.starts[-1].ended = True  # it went on to the end: its line is missing
     assert named(history.audit().findings) == {10}
 
@@ -408,8 +408,7 @@ def test_the_log_of_a_whole_rank_lost_is_a_finding(tmp_path):
     resumed().write(tmp_path)
     (tmp_path / "events-1.jsonl").unlink()
     findings = audit(tmp_path, lambda n: PLAN).findings
-    assert "steps 1 to 3: logged by ranks 0 of 2 only" in findings
-    assert "steps 4 to 6: logged by ranks 0, 2 of 3 only" in findings
+    rendered(findings)
 
 
 def test_a_start_that_no_earlier_one_reached_is_a_finding():
@@ -418,26 +417,29 @@ def test_a_start_that_no_earlier_one_reached_is_a_finding():
         for rank in (0, 1):
             del history.used[0, step, rank]
     history.used = {place: used for place, used in history.used.items() if place[0] > 0 or place[1] < 3}
-    assert "steps 2 to 3: missing: attempt 1 did not log it" in history.audit().findings
+    findings = history.audit().findings
+    assert named(findings) >= {2, 3}
     del history.starts[0]
     history.used = {(start - 1, step, rank): used for (start, step, rank), used in history.used.items() if start}
     history.shares = {(start - 1, step, rank): share for (start, step, rank), share in history.shares.items()}
-    assert "steps 1 to 3: missing: every attempt began after it" in history.audit().findings
+    rendered([*findings, *history.audit().findings])
 
 
 def test_ranks_that_disagree_are_a_finding(tmp_path):
     resumed().write(tmp_path)
     file = tmp_path / "events-1.jsonl"
     text = file.read_text()
-    for old, new, told in (
-        ('"start_step":3', '"start_step":2', "attempt 1, generation 1: its ranks disagree about start_step: 2, 3"),
-        ('"world_size":3', '"world_size":2', "attempt 1, generation 1: its ranks disagree about world_size: 2, 3"),
-        ('"num_samples":20', '"num_samples":19', "attempt 1: its ranks disagree about num_samples: 19, 20"),
-        ('"generation":1', '"generation":0', "attempt 1: rank 1 began twice"),
+    findings: list[str] = []
+    for old, new in (
+        ('"start_step":3', '"start_step":2'),
+        ('"world_size":3', '"world_size":2'),
+        ('"num_samples":20', '"num_samples":19'),
+        ('"generation":1', '"generation":0'),
     ):
         assert old in text
         file.write_text(text.replace(old, new))
-        assert told in audit(tmp_path, lambda n: PLAN).findings
+        findings += [text for text in audit(tmp_path, lambda n: PLAN).findings if text.startswith("attempt")]
+    rendered(findings)
 
 
 def test_a_run_of_an_older_paceline_proves_nothing(tmp_path):
@@ -445,8 +447,7 @@ def test_a_run_of_an_older_paceline_proves_nothing(tmp_path):
         writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0))
         writer.write(Step(1, 0, 1.0, 20, 0.1, 0.1, 0.0, 0.0))
     found = audit(tmp_path, lambda n: replace(PLAN, num_samples=n))
-    assert len(found.findings) == 1
-    assert "older paceline: attempt 1" in found.findings[0]
+    rendered(found.findings)
     assert found.incarnations[0].last_step == 1
 
 
@@ -466,59 +467,41 @@ def run_folder(folder: Path, history: History) -> Path:
 def test_the_verdict_of_a_clean_run(tmp_path, capsys):
     folder = run_folder(tmp_path, resumed())
     assert main([str(folder), "--json", str(tmp_path / "audit.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "clean: each of 20 samples was used exactly once in each of 2 epochs, over 3 incarnations (2, 3, 1 ranks); "
-        "3 steps were thrown away and done again"
-    )
+    rendered(capsys.readouterr().out.splitlines()[-1])
     written = msgspec.json.decode((tmp_path / "audit.json").read_bytes(), type=Audit)
     assert written == audit(folder, lambda n: PLAN)
 
 
-@pytest.mark.parametrize(
-    ("steps", "told"),
-    [
-        (2, "clean: no sample was used twice in the 2 of 4 steps of epoch 0, over 1 incarnation (1 rank)"),
-        (
-            6,
-            "clean: each of 20 samples was used exactly once in 1 epoch, and no sample was used twice in the 2 of 4 "
-            "steps of epoch 1, over 1 incarnation (1 rank)",
-        ),
-    ],
-)
-def test_the_verdict_of_a_run_that_is_not_over(tmp_path, capsys, steps, told):
+@pytest.mark.parametrize("steps", [2, 6])
+def test_the_verdict_of_a_run_that_is_not_over(tmp_path, capsys, steps):
     history = History(PLAN)
     history.begin(1, 0, 1)
     for step in range(1, steps + 1):
         history.step(step)
     folder = run_folder(tmp_path, history)
     assert main([str(folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == told
+    verdicts = [capsys.readouterr().out.splitlines()[-1]]
     with EventWriter(folder / "events-0.jsonl") as writer:  # resumed from a checkpoint, and not yet as far again
         writer.write(Started(2, 0, 1, "host", 1, "cpu", 0.0, start_step=steps - 1, num_samples=20, steps_per_epoch=4))
     main([str(folder)])
-    assert capsys.readouterr().out.splitlines()[-1].endswith("2 incarnations (1, 1 ranks); 1 step was thrown away")
+    rendered([*verdicts, capsys.readouterr().out.splitlines()[-1]])
 
 
-@pytest.mark.parametrize(
-    ("tail", "told"),
-    [("drop", "18 were used once, 2 never and 0 repeatedly"), ("pad", "16 were used once, 0 never and 4 repeatedly")],
-)
-def test_the_verdict_where_the_tail_is_not_kept(tmp_path, capsys, tail, told):
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_the_verdict_where_the_tail_is_not_kept(tmp_path, capsys, tail):
     history = History(replace(PLAN, tail=tail))
     history.begin(3, 0, 1)
     for step in range(1, 8):
         history.step(step)
     assert main([str(run_folder(tmp_path, history))]) == 0
-    assert f"clean: of 20 samples {told} in " in capsys.readouterr().out
+    rendered(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_finding_is_exit_code_1(tmp_path, capsys):
     history = resumed()
     history.used[1, 5, 2].pop()
     assert main([str(run_folder(tmp_path, history))]) == 1
-    out = capsys.readouterr().out
-    assert "step 5: rank 2 used other samples than the plan's: 1 where there are 2" in out
-    assert out.splitlines()[-1].startswith("NOT proven: ")
+    rendered(capsys.readouterr().out.splitlines()[-2:])
 
 
 def test_a_run_that_did_no_step_proves_nothing(tmp_path, capsys):
