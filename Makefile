@@ -63,9 +63,9 @@ soak-kills: $(STAMP)  ## kill launchers at random moments; count what survives
 	$(BIN)/python tests/launch/soak_kills.py --kills 20 --after 1 9 --out benchmarks/results/kills.json -- \
 		$(BIN)/paceline train mnist-cnn --nproc 2 --run-dir {dir}
 
-soak-mutations: $(STAMP)  ## plant every bug of tests/proofs/verify, in tasks and in loops; see what verify says
-	PYTHONPATH=. $(BIN)/python tests/proofs/verify/mutation_table.py --out benchmarks/results/mutations.md
-	PYTHONPATH=$(CURDIR) $(BIN)/python tests/proofs/verify/loop_table.py --out benchmarks/results/loop-mutations.md
+soak-mutations: $(STAMP)  ## plant every bug of tests/lab/ranks, in tasks and in loops; see what verify says
+	PYTHONPATH=. $(BIN)/python tests/lab/ranks/mutation_table.py --out benchmarks/results/mutations.md
+	PYTHONPATH=$(CURDIR) $(BIN)/python tests/lab/ranks/loop_table.py --out benchmarks/results/loop-mutations.md
 
 soak-billion: $(STAMP)  ## 10^9 samples on two hosts: memory, the first batch, a resume at sample 7 x 10^8 (root; 15 minutes)
 	PYTHONPATH=. $(BIN)/python tests/cluster/soak_billion.py --out benchmarks/results/billion.json

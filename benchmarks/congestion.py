@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from paceline.bench.estimate import parse_network, ring_volume
-from paceline.bench.runs import read_run, weight_bytes
+from paceline.lab.scale import parse_network, read_run, ring_volume, weight_bytes
 from race.figures import machine
 from scale_here import TASKS
 from scale_hosts import WARM_UP, Lab, hindrance, hosts

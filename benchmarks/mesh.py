@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from paceline import ArrayDataset, Task, World
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
+from paceline.lab.ranks.memory import Traffic
 from paceline.mesh import mesh_of
-from paceline.proofs.bench.memory import Traffic
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.sharing import Wish, share_model
 from paceline.train.step import TaskSteps

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.shares import EXCHANGE, WAITING
+from paceline.lab.scale import EXCHANGE, WAITING
 from race.figures import machine
 from scale_here import TASKS, Injected, cause, injected, judged
 from scale_hosts import LONG, RATE, UP_TO_8, estimated_over_hosts, hindrance, shares_over_hosts

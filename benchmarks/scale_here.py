@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.shares import COMPUTE, REST, WAITING
 from paceline.host.cgroup import usable_cores
+from paceline.lab.scale import COMPUTE, REST, WAITING
 from race.quiet import foreign_share, look, wait_until_idle
 
-TASKS = Path(__file__).resolve().parents[1] / "tests" / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).resolve().parents[1] / "tests" / "lab" / "tasks_to_measure.py"
 SLOW_GROUP = "SLOW_CPU_GROUP"  # as in these tasks
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
 HALF = {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "5000"}

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.estimate import Machine, Network, estimated_step, parse_network
-from paceline.bench.runs import At, read_runs, weight_bytes
-from paceline.bench.scale import parts_of
 from paceline.host.cgroup import usable_cores
+from paceline.lab.scale import At, Machine, Network, estimated_step, parse_network, parts_of, read_runs, weight_bytes
 from race.quiet import wait_until_idle
 from race.wire import Wire
 

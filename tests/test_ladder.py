@@ -17,7 +17,7 @@ from paceline.ladder import DEFAULT, DEFAULT_ALONE, LADDER
 ROOT = Path(__file__).parents[1]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
 SHARED = {"__init__", "base", "buffers", "held", "outer", "parts", "pipelined", "refusals", "slow"}  # no strategies
-TASK = f"{ROOT / 'tests' / 'proofs' / 'verify' / 'tasks_under_test.py'}:dropout"
+TASK = f"{ROOT / 'tests' / 'lab' / 'ranks' / 'tasks_under_test.py'}:dropout"
 LISTS = {  # where a page lists the strategies, and what its words are there
     "CHANGELOG.md": (r"^- Strategies (.*?) compute the gradient", r"`(\w+)`"),
     "docs/design.md": (r"^strategies/ +the ladder: (.*?)$", r"\w+"),

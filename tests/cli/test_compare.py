@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.typed import measured
 from tests.errors import raises
+from tests.lab.typed import measured
 
 from paceline.cli.compare import main
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 QUICK = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 1, "--batch-sizes", 16)
 
 

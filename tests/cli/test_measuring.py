@@ -9,17 +9,17 @@ from typing import NoReturn
 
 import msgspec
 import pytest
-from tests.bench.typed import typed
 from tests.errors import raises
+from tests.lab.typed import typed
 
-from paceline.bench.compare import compared_rows
-from paceline.bench.rounds import MeasuredRounds
-from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
 from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
 from paceline.config import TrainConfig, dump
+from paceline.lab.compare import compared_rows
+from paceline.lab.measurement import Measurement
+from paceline.lab.rounds import MeasuredRounds
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
 
 def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(

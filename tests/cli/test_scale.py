@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.bench.tasks_to_measure import SLOW_GROUP
-from tests.bench.typed import measured, typed
 from tests.errors import codes, raises
+from tests.lab.tasks_to_measure import SLOW_GROUP
+from tests.lab.typed import measured, typed
 
-from paceline.bench.runs import At
-from paceline.bench.shares import COMPUTE, REST, WAITING
 from paceline.cli.scale import main, points_to_measure
 from paceline.host.cgroup import usable_cores
+from paceline.lab.scale import COMPUTE, REST, WAITING, At
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 
 
 def check_shares(one: dict[str, Any]) -> None:
@@ -58,7 +57,7 @@ task = Task(lambda: nn.Linear(4, 2), lambda split: Numbers(), loss)
 
 
 @pytest.mark.ranks
-@pytest.mark.soak  # its parts are in test_measuring.py and tests/proofs/bench/test_ground.py
+@pytest.mark.soak  # its parts are in test_measuring.py and tests/lab/ranks/test_workload.py
 @pytest.mark.timeout(180)
 def test_of_a_stream_it_is_said_what_was_not_measured_and_a_short_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "streamed.py").write_text(STREAM)

@@ -11,9 +11,9 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import FOLLOWER, HEAD, PACELINE, words
 
-from paceline.bench.shares import EXCHANGE, REST
+from paceline.lab.scale import EXCHANGE, REST
 
-TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 WEIGHT_BYTES = 4 * (256 * 512 + 512 + 4 * (512 * 512 + 512))
 RATE_BYTES = 200e6 / 8
 

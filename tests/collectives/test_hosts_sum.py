@@ -34,14 +34,14 @@ from paceline.collectives.transports import OverHosts
 from paceline.collectives.tree import Forest, added_each, tree_sum
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
-from paceline.proofs.bench.memory import Traffic
-from paceline.proofs.verify.worker import verify
-from paceline.verify.spec import Spec
+from paceline.lab.ranks.memory import Traffic
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Spec
 from paceline.worker.guard import Guard
 from paceline.worker.world import World
 
 ranks = pytest.mark.ranks
-TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "lab" / "ranks" / "tasks_under_test.py"
 
 
 def plus(left: str, right: str) -> str:

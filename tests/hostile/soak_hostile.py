@@ -328,7 +328,7 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
                 victim,
                 "paceline.cli.ledger",
                 "paceline.train.prepare",
-                "paceline.proofs.ledger.audit",
+                "paceline.lab.ranks.ledger",
                 "paceline.train.weights",
             ),
         )

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline import World
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Result, Spec
 from paceline.parallel import context, dtensor, dtensor_mode, layers, tensor, tensor_plan
 from paceline.parallel.dtensor import LayerCommunication, full_tensor
-from paceline.proofs.verify.worker import verify
 from paceline.strategies import parts
-from paceline.verify.spec import Result, Spec
 
 pytestmark = pytest.mark.sample(3)
 

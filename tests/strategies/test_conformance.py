@@ -9,15 +9,15 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.proofs.verify.worker import verify
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Spec
 from paceline.strategies import STRATEGIES
 from paceline.torch_version import lacks_torch
-from paceline.verify.spec import Spec
 from paceline.worker.world import World
 
 pytestmark = pytest.mark.sample(2)
 
-TASKS = Path(__file__).parents[1] / "proofs" / "verify" / "tasks_under_test.py"
+TASKS = Path(__file__).parents[1] / "lab" / "ranks" / "tasks_under_test.py"
 # DDP refuses a model with unused parameters unless told; that is its own, loud, limit.
 REFUSES_UNUSED = {"ddp"}
 

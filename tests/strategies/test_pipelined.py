@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
+from paceline.lab.ranks.verify import verify
+from paceline.lab.verify import Result, Spec
 from paceline.parallel.pipeline import ModelStage, Pipeline, actions
-from paceline.proofs.verify.worker import verify
 from paceline.strategies import pipelined
-from paceline.verify.spec import Result, Spec
 from paceline.worker.world import World
 
-TASKS = f"{Path(__file__).parents[1]}/proofs/verify/tasks_under_test.py"
+TASKS = f"{Path(__file__).parents[1]}/lab/ranks/tasks_under_test.py"
 CHAINS = f"{Path(__file__).parent}/chains.py"
 DRAWING = f"{CHAINS}:drawing"  # in eval mode, too
 TRANSFORMER, SPELLER = (

@@ -48,7 +48,7 @@ def test_an_event_of_an_older_paceline_is_read_without_phases(tmp_path: Path) ->
 
 @pytest.mark.ranks
 def test_the_phases_of_every_step_of_a_training_are_its_seconds(tmp_path: Path) -> None:
-    task = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
+    task = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
     done = warm.run(["-m", "paceline", "train", f"{task}:small", "--steps", 6, "--run-dir", tmp_path / "r"])
     assert done.returncode == 0, done.stderr
     steps = [event for event in read_events(tmp_path / "r" / "events-0.jsonl") if isinstance(event, Step)]

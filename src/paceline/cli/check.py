@@ -13,9 +13,9 @@ from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts
 from paceline.contract.job import JobSpec
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
+from paceline.lab.check.report import judged, mistakes, script_page
 from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
-from paceline.verify.script_page import judged, mistakes, script_page
 
 CHECKED = "paceline.worker.checked"
 FINDINGS = "check.json"

@@ -7,16 +7,15 @@ from functools import partial
 import msgspec
 import psutil
 
-from paceline.bench.advice import advise
-from paceline.bench.compare import REFERENCE, Row, compared_rows, print_compared
-from paceline.bench.rounds import MeasuredRounds, ProcessSet
-from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
+from paceline.lab.measurement import NO_EXCHANGE, Candidate, NotMeasured
+from paceline.lab.rounds import MeasuredRounds, ProcessSet
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
 from paceline.mesh import Mesh, mesh_of, meshes_of
 from paceline.torch_version import lacks_torch

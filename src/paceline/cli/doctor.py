@@ -12,10 +12,9 @@ from rich.console import Console
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_positive, command_words
-from paceline.doctor.report import as_json, print_checks, run_checks
-from paceline.doctor.session import PROGRAM, host_programs
-from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
+from paceline.lab.doctor.report import as_json, print_checks, run_checks
+from paceline.lab.doctor.survey import PROGRAM, Wanted, host_programs, survey
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.plan import Command
 from paceline.launch.ssh.plan import sessions

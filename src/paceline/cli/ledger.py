@@ -23,7 +23,7 @@ from paceline.observe.tables import table_console
 from paceline.observe.terminal import clean
 
 if TYPE_CHECKING:
-    from paceline.proofs.ledger.audit import Audit
+    from paceline.lab.ranks.ledger import Audit
 
 MAX_SHOWN = 20  # findings
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     trained = load(settings, ours=False)  # only its numbers are used, for a plan; nothing that it names is run
     check_values(trained)
 
-    from paceline.proofs.ledger.audit import audit
+    from paceline.lab.ranks.ledger import audit
     from paceline.train.prepare import make_plan  # imports torch
 
     # The record is resolved: nothing in it is left to the world size.

@@ -9,19 +9,33 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from paceline.bench.estimate import Machine, estimates_of, parse_network
-from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
-from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
-from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled
-from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
 from paceline.config import DEFAULT_BATCH_SIZE, check_values
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.lab.measurement import NO_EXCHANGE, Candidate
+from paceline.lab.rounds import MeasuredRounds, ProcessSet, folder_of
+from paceline.lab.scale import (
+    At,
+    Machine,
+    Runs,
+    Scaled,
+    comparable,
+    estimates_of,
+    lost_of,
+    over_network,
+    parse_network,
+    parts_of,
+    print_scaled,
+    read_run,
+    read_runs,
+    weight_bytes,
+)
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 from paceline.mesh import OF_BATCH, Mesh, strategy_on
+from paceline.view.step_parts import Run
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling

@@ -16,15 +16,14 @@ from paceline.config import settings_given
 from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
-from paceline.verify.report import print_bits, print_report
-from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
-WORKER = "paceline.proofs.verify.worker"
+WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
@@ -135,7 +134,7 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
-        from paceline.proofs.verify.loop_findings import findings  # imports torch
+        from paceline.lab.ranks.loop_findings import findings  # imports torch
 
         report, bits = findings(folder, spec, ranks, ended)
     print(

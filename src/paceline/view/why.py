@@ -2,18 +2,17 @@
 
     step = computing + waiting for data + waiting for the slowest rank + exchange + between steps + rest
 
-as `paceline scale` takes steps apart (bench/shares.py), here of one run alone.
+as `paceline scale` takes steps apart (step_parts.py), here of one run alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.bench.runs import Run, Spent, between_meetings
-from paceline.bench.shares import StepParts, take_apart
 from paceline.view.happened import wall
 from paceline.view.rank_log import PHASES, RankLog
 from paceline.view.run import WholeRun, thinned
+from paceline.view.step_parts import Run, Spent, StepParts, between_meetings, take_apart
 
 WARM_UP, MOST_STEPS, MOST_SPENT = 5, 1000, 200_000
 NAMED = 0.08  # of a step: waiting for less blames nobody

@@ -1,0 +1,1 @@
+"""Verify, compare, scale, doctor and ledger. Only `ranks` imports torch."""

@@ -1,0 +1,1 @@
+"""The rules of `paceline launch --check`, and its report."""

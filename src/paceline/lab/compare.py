@@ -1,0 +1,251 @@
+"""The tables of `paceline compare`: medians over rounds, ratios within rounds, and a recommendation."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+
+import msgspec
+from rich.table import Table
+
+from paceline.errors import plural
+from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasured
+from paceline.ladder import EXACT
+from paceline.mesh import strategy_on
+from paceline.observe.tables import table_console
+
+REFERENCE = "reference"
+"""the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
+SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "waits", "first step s",
+         "sent MB/step", "same bits as")  # fmt: skip
+WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
+MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
+          "process")  # fmt: skip
+WORTH = 1.05  # times the speed of one process; less is not worth a second process
+EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth
+NOT_MEASURED = "[bold red]not measured[/]"
+FULL = 0.9  # of the memory: more leaves nothing for what a longer run needs
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The quartiles of the values of all rounds."""
+
+    low: float
+    median: float
+    high: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One strategy at one batch size."""
+
+    name: str
+    strategy: str
+    world_size: int
+    threads: int
+    batch_size: int
+    global_batch: int
+    rate: Spread  # samples a second
+    ratio: Spread  # to the base line of the same round
+    cpu_ms: float  # user and system, of a step, all ranks together
+    first_step_seconds: float
+    launch_seconds: float
+    sent_bytes: float | None
+    memory: Memory | None
+    bits: str
+    mesh: str = ""
+    sync_share: float = 0.0  # of a step's time, in [0, 1]: what a rank waits for others
+
+    @property
+    def way(self) -> str:
+        """The strategy, and the mesh that it works on."""
+        return strategy_on(self.strategy, self.mesh)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a rank needs; 0 if this is unknown."""
+        return self.memory.needed if self.memory else 0
+
+
+def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
+    """One row for each measured candidate, in the order of the first round.
+
+    Args:
+        rounds: the measurements of each round.
+        base: the name of the candidate that the others are compared with.
+        steps: of a measurement.
+    """
+    by_name: dict[str, list[Measurement]] = {}
+    ratios: dict[str, list[float]] = {}
+    for found in rounds:
+        for chunk in found:
+            by_name.setdefault(chunk.name, []).append(chunk)
+            for other in found:
+                if other.name == base:
+                    ratios.setdefault(chunk.name, []).append(chunk.rate / other.rate)
+    reference = {one.batch_size: one.digest for found in rounds for one in found if one.name.startswith(REFERENCE)}
+    return [
+        _row(chunks, ratios.get(name, []), reference, steps)
+        for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].batch_size)
+        if not name.startswith(REFERENCE)
+    ]
+
+
+def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int) -> Row:
+    first = chunks[0]
+    return Row(
+        name=first.name,
+        strategy=first.strategy,
+        world_size=first.world_size,
+        threads=first.threads,
+        batch_size=first.batch_size,
+        global_batch=first.global_batch,
+        rate=spread([chunk.rate for chunk in chunks]),
+        ratio=spread(ratios or [0.0]),
+        cpu_ms=1000 * median(chunk.cpu_seconds / steps for chunk in chunks),
+        first_step_seconds=median(chunk.first_step_seconds for chunk in chunks),
+        launch_seconds=median(chunk.launch_seconds for chunk in chunks),
+        sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
+        memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
+        bits=bits_of(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
+        mesh=first.mesh,
+        sync_share=median(chunk.sync_share for chunk in chunks),
+    )
+
+
+def bits_of(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
+    """Whether the bits are those of other world sizes: guaranteed, or only observed here."""
+    if chunk.world_size == 1:
+        return "-"
+    if chunk.strategy in EXACT:
+        broken = reference is not None and any(digest != reference for digest in digests)
+        return "BROKEN: not one process's" if broken else "every world size"
+    if reference is not None and all(digest == reference for digest in digests):
+        return "one process's, here"
+    repeated = len(digests) > 1 and len({*digests}) == 1
+    return "this world size, here" if repeated else "rounding differs"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The quartiles; of one value, that value."""
+    if len(values) < 2:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return Spread(low, middle, high)
+
+
+def advise(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
+    """Recommend a strategy in one sentence, with the numbers behind it.
+
+    Args:
+        rows: of several processes, all of one batch size, without the limit.
+        alone: the best of one process; None if it could not be measured (for example, it does not fit).
+        room_bytes: of memory for one rank; None if unknown.
+    """
+    if not rows:
+        if alone is None:
+            return "Nothing could be measured: see the reasons above."
+        return f"Train on one process: none of the strategies could be measured, it reached {_rate(alone)}."
+    fitting = [row for row in rows if room_bytes is None or row.needed_bytes <= FULL * room_bytes]
+    if not fitting:
+        small = min(rows, key=lambda row: row.needed_bytes)
+        return (
+            f"Use {small.way}: nothing fits into the {_size(room_bytes)} of a rank; it needs least, "
+            f"{_size(small.needed_bytes)}, at {_rate(small)}. More ranks, a smaller batch or --checkpoint-activations "
+            "help."
+        )
+    best = max(fitting, key=lambda row: row.rate.median)
+    needs = _size(best.needed_bytes)
+    if all(_is_sharded(row, rows) for row in fitting):
+        return (
+            f"Use {best.way}: only strategies that share out the training's state fit into the "
+            f"{_size(room_bytes)} of a rank; it needs {needs}, at {_rate(best)}."
+        )
+    if alone is not None and best.rate.median < WORTH * alone.rate.median:
+        return (
+            f"Train on one process: it reaches {_rate(alone)} on "
+            f"{plural(alone.threads, 'thread')}; the fastest of {best.world_size} processes, {best.way}, "
+            f"reaches {_rate(best)}."
+        )
+    exact = [row for row in fitting if row.strategy in EXACT and row.rate.median >= EXACT_ENOUGH * best.rate.median]
+    pick = max(exact, key=lambda row: (not _is_sharded(row, rows), row.rate.median), default=best)
+    fits = f"it fits on one device ({_size(pick.needed_bytes)}{f' of {_size(room_bytes)}' if room_bytes else ''})"
+    over = "" if alone is None else f", {pick.rate.median / alone.rate.median:.2f} times one process"
+    if not exact:
+        return f"Use {pick.way}: {fits} and is the fastest, at {_rate(pick)}{over}."
+    speed = f"{pick.rate.median / best.rate.median:.2f} times the fastest, {best.way} ({_rate(best)})"
+    speed = "the fastest" if pick is best else speed
+    return f"Use {pick.way}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{over}."
+
+
+def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a rank holds clearly less of the state than with the strategy that holds most."""
+    state = {one.name: one.memory.state if one.memory else 0 for one in rows}
+    return state[row.name] < 0.9 * max(state.values())
+
+
+def _rate(row: Row) -> str:
+    return f"{row.rate.median:,.0f} samples/s"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return "memory"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def print_compared(rows: Sequence[Row], failures: Sequence[NotMeasured], advice: str, notes: Sequence[str]) -> None:
+    """Print the tables, the failures, the notes, and the advice last."""
+    console = table_console(140)
+    speed = make_table(SPEED, "speed: median over rounds (quartiles); batch: of a step, all ranks together")
+    for row in rows:
+        speed.add_row(*_speed(row))
+    for failure in failures:
+        speed.add_row(strategy_on(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
+    console.print(speed)
+    memory = make_table(MEMORY, "memory of a rank, MB; peak: all tensors together; process: libraries, too")
+    for row in rows:
+        memory.add_row(*_memory(row))
+    if any(row.memory for row in rows):
+        console.print(memory)
+    for failure in failures:
+        name = strategy_on(failure.strategy, failure.mesh)
+        console.print(f"{name}, batch {failure.batch_size} a rank: {failure.reason}", markup=False)
+    for note in notes:
+        console.print(note, markup=False)
+    console.print(advice, markup=False, style="bold")
+
+
+def make_table(columns: Sequence[str], title: str) -> Table:
+    """An empty table with numbers aligned to the right."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in WORDS else "right")
+    return table
+
+
+def _speed(row: Row) -> list[str]:
+    return [
+        *_who(row),
+        f"{row.rate.median:,.0f} ({row.rate.low:,.0f}-{row.rate.high:,.0f})",
+        f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
+        f"{row.cpu_ms:.0f}",
+        f"{row.sync_share:.0%}",
+        f"{row.first_step_seconds:.2f}",
+        "?" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
+        "-" if row.strategy == NO_EXCHANGE else row.bits,
+    ]
+
+
+def _memory(row: Row) -> list[str]:
+    m = row.memory
+    held = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
+    return [*_who(row), *(_megabytes(size) for size in held)]
+
+
+def _who(row: Row) -> list[str]:
+    name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.way
+    return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
+
+
+def _megabytes(size: int | None) -> str:
+    if size is None:
+        return "?"
+    return f"{size / 1e6:.1f}" if size < 1e8 else f"{size / 1e6:.0f}"

@@ -1,0 +1,211 @@
+"""The program on each host: `python -P -m paceline.lab.doctor.host` answers requests until its stdin ends.
+
+One JSON line in, one out. Only a user who has logged in can write to its stdin. A connection from the network needs a
+token, and then only exchanges bytes that are counted.
+"""
+
+import errno
+import hmac
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.host.facts import gather
+from paceline.lab.doctor import messages as m
+
+TOKEN = re.compile(r"[0-9a-f]{32}")
+TOKEN_BYTES = 32
+CHUNK_BYTES = 1 << 18
+ROUND_TRIPS = 12
+MEASURE_BYTES = 64 << 20  # no more than that goes through one link
+KNOCK_SECONDS = 3.0  # for the token
+IDLE_SECONDS = 20.0
+PING, SEND, END = b"p", b"s", b"e"
+MAX_VISITORS = 64  # at a time; each has a thread
+STRANGER = "another program answers"
+NO_ANSWER = "no answer, so a firewall drops the packets"
+ERRORS = {
+    errno.ECONNREFUSED: "refused although the port is open, so a firewall rejects it",
+    **dict.fromkeys((errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL), "no route"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "a firewall of the host that connects forbids it"),
+    **dict.fromkeys((errno.ECONNRESET, errno.EPIPE), STRANGER),
+}
+
+
+def _examine(request: m.Examine) -> m.Examined:
+    folder = _existing(request.folder)
+    usage = shutil.disk_usage(folder)
+    return m.Examined(gather(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
+
+
+def _probe(request: m.Probe) -> m.Done:
+    """Write, read or remove the file that only this doctor knows."""
+    if not TOKEN.fullmatch(request.token):  # it becomes a file's name
+        raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
+    folder = _existing(request.folder)
+    path, token = folder / f".paceline-doctor-{request.token}", request.token.encode()
+    if request.act == "write":
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+                file.write(token)
+                file.flush()
+                os.fsync(file.fileno())  # a full disk may only fail now
+        except OSError as error:
+            if not isinstance(error, FileExistsError):
+                path.unlink(missing_ok=True)
+            return m.Done(f"{folder} cannot be written to: {error.strerror}")
+    elif request.act == "read":
+        try:
+            os.scandir(folder).close()  # makes NFS look again
+            if path.read_bytes()[:64] != token:
+                return m.Done("it has another content here")
+        except OSError as error:
+            return m.Done(error.strerror or str(error))
+    else:
+        with suppress(OSError):
+            path.unlink()
+    return m.Done()
+
+
+def _existing(folder: str) -> Path:
+    """The folder, or its nearest parent that exists."""
+    path = Path(folder).absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _listen(token: bytes) -> int:
+    """Answer on a free port at all addresses until this process ends. Returns the port."""
+    server = None
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 switched off
+            server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    server = server or socket.create_server(("0.0.0.0", 0), backlog=1024)
+    for _ in range(MAX_VISITORS):
+        threading.Thread(target=_serve, args=(server, token), daemon=True).start()
+    return int(server.getsockname()[1])
+
+
+def _serve(server: socket.socket, token: bytes) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:  # gone before it was accepted, or no descriptor is free
+            time.sleep(0.01)
+            continue
+        with connection, suppress(OSError):
+            _answer(connection, token)
+
+
+def _answer(connection: socket.socket, token: bytes) -> None:
+    """Serve one visitor: echo the token, then each `p`; discard the bytes that follow an `s`."""
+    connection.settimeout(KNOCK_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not hmac.compare_digest(_read(connection, TOKEN_BYTES), token):
+        return
+    connection.settimeout(IDLE_SECONDS)
+    connection.sendall(token)
+    while (command := connection.recv(1)) == PING:
+        connection.sendall(PING)
+    buffer, total = bytearray(CHUNK_BYTES), 0
+    while command == SEND and total < 2 * MEASURE_BYTES and (count := connection.recv_into(buffer)):
+        total += count
+        if buffer[count - 1] == END[0]:  # the rest are zeros
+            connection.sendall(END)
+            return
+
+
+def try_targets(targets: tuple[m.Target, ...], seconds: float, measure_seconds: float = 0.0) -> m.Connected:
+    """Connect to all targets in parallel, each for `seconds` at most, and measure their links."""
+    with ThreadPoolExecutor(max(1, min(64, len(targets)))) as pool:
+        return m.Connected(tuple(pool.map(lambda target: _try(target, seconds, measure_seconds), targets)))
+
+
+def _try(target: m.Target, seconds: float, measure_seconds: float) -> m.Link:
+    try:
+        with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(target.token.encode())
+            if _read(connection, TOKEN_BYTES) != target.token.encode():
+                return m.Link(STRANGER)
+            connection.settimeout(seconds + measure_seconds + 5.0)
+            round_trip = min(_round_trip(connection, PING) for _ in range(ROUND_TRIPS))
+            return m.Link("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
+    except TimeoutError:
+        return m.Link(NO_ANSWER)
+    except OSError as error:
+        return m.Link(ERRORS.get(error.errno or 0, str(error)))
+
+
+def _round_trip(connection: socket.socket, message: bytes) -> float:
+    start = time.perf_counter()
+    connection.sendall(message)
+    _read(connection, 1)
+    return time.perf_counter() - start
+
+
+def _throughput(connection: socket.socket, seconds: float) -> float:
+    """Bytes per second that have arrived: the other side confirms the last one."""
+    connection.sendall(SEND)
+    zeros, sent = bytes(CHUNK_BYTES), 0
+    start = time.perf_counter()
+    while sent < MEASURE_BYTES and time.perf_counter() - start < seconds:
+        connection.sendall(zeros)
+        sent += len(zeros)
+    _round_trip(connection, END)
+    return sent / (time.perf_counter() - start)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError(errno.ECONNRESET, f"ended after {len(data)} of {count} bytes")
+        data += more
+    return data
+
+
+ANSWERS: Mapping[type[m.Request], Callable[[Any], object]] = {
+    m.Examine: _examine,
+    m.AskTime: lambda _: m.Time(time.time()),
+    m.Connect: lambda request: try_targets(request.targets, request.seconds, request.measure_seconds),
+    m.Probe: _probe,
+}
+
+
+def main() -> int:
+    """Answer until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher; then this stdin ends
+    decoder = msgspec.json.Decoder(m.Request)
+    while line := sys.stdin.buffer.readline(m.MAX_LINE_BYTES + 1):
+        try:
+            if len(line) > m.MAX_LINE_BYTES or not line.endswith(b"\n"):
+                raise ValueError(f"a line of more than {m.MAX_LINE_BYTES} bytes, or cut off: {line[:60]!r}")
+            request = decoder.decode(line)
+            reply = ANSWERS[type(request)](request)
+        except (msgspec.MsgspecError, ValueError, OSError) as error:
+            reply = m.Refused(str(error)[:1000])
+        try:
+            sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            break
+    os._exit(0)  # threads still wait for connections
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The table of rules of `paceline doctor`, and its report: a line per check, with the fix of each finding, or JSON."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from paceline.errors import plural
+from paceline.guard.sentences import printable
+from paceline.host.compare import NODE_RULES, Finding, Node, Rule, differences, itself
+from paceline.host.facts import Address, Facts
+from paceline.host.reach import is_loopback
+from paceline.lab.doctor.messages import Examined
+from paceline.lab.doctor.survey import Survey
+
+MAX_CLOCK_OFFSET_SECONDS = 2.0
+BUSY_BYTES = 1 << 30  # of a GPU's memory in use: more than a driver and a desktop need
+LITTLE_ROOM_BYTES, NO_ROOM_BYTES = 1 << 30, 64 << 20
+FREE_SPACE = "delete what is not needed, or choose another --run-dir"
+SLOW_BYTES_PER_SECOND = 500e6 / 8  # half of a 1 Gbit/s network
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One question: `summary` is the answer if all is well, `findings` are the faults."""
+
+    verdict: str  # error, warning, ok, or - if it could not be answered
+    name: str
+    summary: str
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host(Node):
+    """A host within the survey, and the facts of it that need the others."""
+
+    survey: Survey
+
+    def usable(self) -> Address | None:
+        """The first of its addresses that all others reach; preferably what its own name means."""
+        reached = [links for (_, target), links in self.survey.reach.items() if target == self.name]
+        usable = [a for a in self.facts.addresses
+                  if all(a.address in links and not links[a.address].error for links in reached)]  # fmt: skip
+        return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
+
+    def closed(self) -> Iterator[tuple[list[str], str]]:
+        """The hosts that reach none of its addresses, and why."""
+        errors: dict[str, list[str]] = {}
+        for (source, target), links in self.survey.reach.items():
+            if target == self.name and all(link.error for link in links.values()):
+                why = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
+                errors.setdefault(why, []).append(source)
+        yield from ((sources, why) for why, sources in errors.items())
+
+    def clock(self) -> list[float]:
+        """How far its clock is ahead of the median of all clocks, this machine's included."""
+        offsets = self.survey.clock_offsets
+        return [offset - median([*offsets.values(), 0.0]) for name, offset in offsets.items() if name == self.name]
+
+    def folder(self) -> list[tuple[str, str]]:
+        """The run folder, and the error of this host's access to it."""
+        run_dir = self.survey.wanted.run_dir
+        return [(run_dir, done.error) for name, done in self.survey.folder.items() if name == self.name]
+
+    def disk(self) -> tuple[Examined]:
+        """The disk of the run folder."""
+        return (self.survey.hosts[self.name],)
+
+    def speed(self) -> list[tuple[str, float]]:
+        """The next host, and the bytes per second that arrived there."""
+        return [(to, link.bytes_per_second) for (name, to), link in self.survey.links.items() if name == self.name]
+
+
+def hosts_of(survey: Survey) -> list[Host]:
+    """The hosts that answered."""
+    workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
+    return [
+        Host(name, one.facts, workers[name], survey.wanted.threads or max(1, one.facts.cores // workers[name]), survey)
+        for name, one in survey.hosts.items()
+    ]
+
+
+def _rate(bytes_per_second: float) -> str:
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _room(disk: Examined) -> str:
+    return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
+
+
+RULES: tuple[Rule[Any], ...] = (
+    *NODE_RULES,
+    Rule("gpus", "error", itself, lambda h: 0 < len(h.facts.gpus) < h.workers,
+         lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
+         lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
+    Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
+         lambda gpu: f"GPU {gpu.index} does not answer: {gpu.lost}",
+         "restart the machine, or leave it out with CUDA_VISIBLE_DEVICES"),
+    Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
+         lambda gpu: f"GPU {gpu.index} has had {gpu.ecc_errors} memory errors that could not be corrected",
+         "reset or replace it (nvidia-smi -q -d ECC,PAGE_RETIREMENT)"),
+    Rule("gpus", "warning", lambda h: h.facts.gpus,
+         lambda gpu: gpu.processes or gpu.memory_used > max(BUSY_BYTES, gpu.memory // 20),
+         lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
+         f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
+         "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
+    Rule("names", "warning", itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+         lambda h: f"its own name {h.facts.host} means {h.facts.own_addresses[0]}, which no other host reaches",
+         lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
+         f"{h.facts.host}, and take {h.facts.host} off the 127.x line"),
+    Rule("ports", "error", Host.closed, bool,
+         lambda one: f"cannot be reached from {', '.join(one[0])} at {one[1]}",
+         lambda one: f"let it take connections from {', '.join(one[0])} on all TCP ports, because ranks choose ports "
+         "freely, and let those hosts make them: look at `nft list ruleset` and `ip route get` on both"),
+    Rule("clocks", "warning", Host.clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
+         lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: times in logs mislead, "
+         "and torchrun's own rendezvous can start half of a job",
+         "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
+    Rule("run folder", "error", Host.folder, lambda one: one[1], "{0[0]}: {0[1]}".format,
+         "choose a --run-dir that can be written to, on a file system that all hosts mount (NFS, Lustre)"),
+    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_ROOM_BYTES, _room, FREE_SPACE),
+    Rule("disk", "warning", Host.disk, lambda disk: NO_ROOM_BYTES <= disk.disk_free < LITTLE_ROOM_BYTES, _room,
+         FREE_SPACE),
+    Rule("bandwidth", "warning", Host.speed, lambda one: one[1] < SLOW_BYTES_PER_SECOND,
+         lambda one: f"sends {_rate(one[1])} to {one[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
+         "look at the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
+)  # fmt: skip
+
+
+def run_checks(survey: Survey) -> list[Check]:
+    """All checks of the survey, in the order of the report; in each check errors first."""
+    found = {"software": [*differences({name: host.facts for name, host in survey.hosts.items()})]}
+    found["hosts"] = [Finding("error", *lost, "fix that, or leave this host out") for lost in survey.lost.items()]
+    for host in hosts_of(survey):
+        for rule in RULES:
+            found.setdefault(rule.check, []).extend(rule.findings(host))
+    several = len(survey.wanted.hosts) > 1
+    checks: list[Check] = []
+    for name, (needs_several, summarise) in SUMMARIES.items():
+        summary = summarise(survey) if survey.hosts or name == "hosts" else ""
+        findings = tuple(sorted(found.get(name, ()), key=lambda finding: finding.severity))
+        if (several or not needs_several) and (summary or findings):
+            verdict = findings[0].severity if findings else "-" if summary.startswith("not ") else "ok"
+            checks.append(Check(verdict, name, summary, findings))
+    return checks
+
+
+def bandwidth(survey: Survey) -> tuple[float, float]:
+    """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
+    trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in survey.reach.values()]
+    slowest = min((link.bytes_per_second for link in survey.links.values()), default=0.0)
+    return slowest, max((min(trip) for trip in trips if trip), default=0.0)
+
+
+def _versions(facts: Facts) -> str:
+    return f"Python {facts.python}, " + ", ".join(f"{name} {version}" for name, version in facts.packages.items())
+
+
+def _ports(survey: Survey) -> str:
+    used = [f"{host.name} {a.address} ({a.interface})" for host in hosts_of(survey) if (a := host.usable())]
+    return f"all {len(survey.reach)} connections between {len(survey.hosts)} hosts are open: {', '.join(used)}"
+
+
+def _bandwidth(survey: Survey) -> str:
+    if survey.wanted.quick:
+        return ""
+    slowest, round_trip = bandwidth(survey)
+    if not survey.links:
+        return "not measured: no connection is open"
+    return f"{_rate(slowest)} on the slowest of {len(survey.links)} links, round trip {1e3 * round_trip:.2g} ms"
+
+
+SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
+    # check: whether it needs several hosts, and its answer if all is well
+    "hosts": (False, lambda s: f"answered: {', '.join(s.hosts) or 'none'}"),
+    "software": (False, lambda s: _versions(next(iter(s.hosts.values())).facts)),
+    "resources": (False, lambda s: "; ".join(sorted({
+        f"{plural(h.workers, 'worker')} x {plural(h.threads, 'thread')} on {plural(h.facts.cores, 'core')}"
+        for h in hosts_of(s)}))),
+    "gpus": (False, lambda s: "; ".join(f"{host.name}: {len(host.facts.gpus)} x {host.facts.gpus[0].name}"
+                                        for host in hosts_of(s) if host.facts.gpus)),
+    "names": (True, lambda _: "each host's name means that host, on all of them"),
+    "ports": (True, _ports),
+    "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
+    "run folder": (False, lambda s: f"{s.wanted.run_dir} can be written to; seen by {', '.join(s.folder)}"),
+    "disk": (False, lambda s: f"at least {min(one.disk_free for one in s.hosts.values()) / 1e9:.3g} GB free"),
+    "bandwidth": (True, _bandwidth),
+}  # fmt: skip
+
+
+def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
+    """Print a line per check, and the number of errors and warnings."""
+    for check in checks:
+        summary = "" if check.findings else check.summary
+        line = Text.assemble((f"{check.verdict:8}", STYLES[check.verdict]), f"{check.name:12}", summary)
+        for number, finding in enumerate(check.findings):
+            line.append(f"\n{'':20}" if number else "")
+            line.append(f"{finding.host}: {printable(finding.what)}\n{'':20}-> {printable(finding.remedy)}")
+        console.print(line, soft_wrap=True)
+    counts = [sum(f.severity == kind for check in checks for f in check.findings) for kind in ("error", "warning")]
+    console.print(f"{plural(counts[0], 'error')}, {plural(counts[1], 'warning')}, {survey.seconds:.1f} s")
+
+
+def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
+    """The checks with their verdicts and findings, and the facts and numbers behind them."""
+    report: dict[str, Any] = {
+        "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
+        "checks": checks,
+        "seconds": survey.seconds,
+        "clock_offset_seconds": survey.clock_offsets,
+        "ports": [{"from": a, "to": b, "addresses": links} for (a, b), links in survey.reach.items()],
+        "bandwidth": dict(zip(("bytes_per_second", "round_trip_seconds"), bandwidth(survey), strict=True)),
+        "facts": {name: host.facts for name, host in survey.hosts.items()},
+    }
+    return msgspec.json.format(msgspec.json.encode(report), indent=2)

@@ -1,0 +1,302 @@
+"""A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
+
+`python -m paceline.lab.ranks.measure FOLDER`, started with torchrun's variables. The folder has order.json and
+config.toml. Rank 0 adds a line to chunks.jsonl for each candidate, and every rank writes its steps as a training does,
+into FOLDER/<candidate>/events-<rank>.jsonl.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch.utils.data import Dataset
+
+from paceline import config as configuration
+from paceline.checkpoint.resume import RunLocation
+from paceline.checkpoint.shards import sha256_of, whole
+from paceline.collectives.communicator import make_communicator
+from paceline.collectives.compress import DEFAULT_RANK, LowRank
+from paceline.collectives.control import gather_words, together
+from paceline.config import TrainConfig, batch_shape, task_options
+from paceline.contract.evidence import Phase
+from paceline.data.arrays import on_device
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import ranks_share
+from paceline.data.streams import first_of, is_stream
+from paceline.errors import UsageError, plural
+from paceline.host.gpu_use import ask_gpus
+from paceline.lab import measurement as m
+from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasureOrder
+from paceline.lab.ranks.memory import Traffic, inspected
+from paceline.ladder import EXACT, options_of_others
+from paceline.mesh import OF_MODEL, mesh_of, strategy_on
+from paceline.stepping.trained_model import loss_scale
+from paceline.strategies import Strategy
+from paceline.strategies.base import MakeOptimizer
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.computing import check_precision, settle
+from paceline.train.determinism import deterministic
+from paceline.train.fit import StepRecord, fit
+from paceline.train.optimizer import maker_for, schedule_for
+from paceline.train.prepare import make_model, make_plan, make_replica, wish_of
+from paceline.train.records import Records
+from paceline.train.sharing import share_model
+from paceline.train.step import ignore
+from paceline.train.stream_task import check_stream
+from paceline.worker.attach import run_worker
+from paceline.worker.device import device_words
+from paceline.worker.guard import Guard
+from paceline.worker.world import World, joined, on_mesh
+
+DRIVER_SECONDS = 2.0  # for the driver to report why a GPU is slow
+MOST_SAMPLES = 4096  # of a stream, used again and again
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The training that all candidates share, on one rank."""
+
+    config: TrainConfig
+    task: Task
+    dataset: Dataset[Any]
+    world: World
+    notes: tuple[str, ...] = ()
+    """what is not measured"""
+
+
+def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
+    """Load the task and its data.
+
+    Raises:
+        UsageError: for a mistake that would fail with each candidate, or if the data are too few for a batch.
+    """
+    check_precision(config.compute.precision, world.device)
+    task = load_task(str(config.task), task_options(config))
+    data, notes = task.make_dataset("train"), ()
+    largest = max(batch_shape(_configured(config, one).data, world.size).global_batch for one in candidates)
+    if is_stream(data):
+        check_stream(config, data)
+        data = first_of(data, max(MOST_SAMPLES, largest))
+        notes = (
+            f"the training data are a stream: its first {len(data):,} samples were read before, and taken from memory, "
+            "so the time of reading it is in no step",
+        )
+    samples: int = len(data)  # pyright: ignore[reportArgumentType]
+    if samples == 0:
+        raise UsageError(code="measure-no-data")
+    if samples < largest:
+        ranks = plural(world.size, "rank")
+        raise UsageError(code="measure-too-few-samples", ranks=ranks, needed=largest, samples=samples)
+    if config.data.data_on_device == "auto":
+        data = on_device(data, world.device, collate=task.collate)
+    return Workload(config, task, data, world, notes)
+
+
+class CandidateTraining:
+    """The training of a candidate, in chunks of steps. Closing it leaves nothing."""
+
+    def __init__(
+        self, workload: Workload, candidate: Candidate, folder: Path, steps: int, enter: Callable[[Phase], object]
+    ) -> None:
+        """Apply the strategy to a new model (a collective).
+
+        Raises:
+            UsageError: if the strategy does not support this training.
+        """
+        self._open = ExitStack()
+        self.sync_seconds = 0.0
+        """that the last chunk of steps waited for other ranks"""
+        task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
+        config = _configured(workload.config, candidate)
+        shape = batch_shape(config.data, data.size)
+        samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
+        self.plan = make_plan(replace(config, data=replace(config.data, tail="drop")), shape, samples)
+        self._share = ranks_share(shape.virtual_ranks, data.rank, data.size)
+        self._lists_samples = config.run.record_samples
+        model = make_model(task, config.run.seed, world)
+        loading = Loading(world.device, config.data.num_workers, task.collate)
+        settled = settle(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        o = replace(config.optimizer, schedule="constant", warmup_steps=0)
+        maker = maker_for(o, o.lr, task, model)
+        alone = replace(loading, num_workers=0)
+        sharing = share_model(task, model, dataset, alone, self.plan, world, wish_of(config))
+        lines = sharing.lines if sharing.division else ()  # the stages; a table of split layers is too long
+        self.notes = tuple(f"{strategy_on(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
+        if candidate.strategy == NO_EXCHANGE:
+            self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
+        else:
+            self.replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
+        schedule = schedule_for(o, o.lr, task, self.replica.optimizer, steps)
+        folder.mkdir(parents=True, exist_ok=True)
+        place = RunLocation(folder, 1, 0, None)
+        self._records = self._open.enter_context(closing(Records(place, world, print)))
+        self._records.begin(place, None)
+        self._records.started(self.plan, 0)
+        batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
+        self._open.enter_context(closing(batches))
+        taken = fit(
+            self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm, enter=enter,
+            ahead=loading.ahead, scale=loss_scale(settled.precision),
+        )  # fmt: skip
+        self._taken = self._open.enter_context(closing(taken))
+
+    def take(self, steps: int) -> int:
+        """Take `steps` steps (a collective); returns how many samples they had, over all ranks."""
+        self.sync_seconds = 0.0
+        return sum(self._record(next(self._taken)) for _ in range(steps))
+
+    def take_one(self) -> Sequence[MicroBatch]:
+        """Take a step (a collective); returns its data on this rank."""
+        record = next(self._taken)
+        self._record(record)
+        return record.microbatches
+
+    def _record(self, record: StepRecord) -> int:
+        self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
+        samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
+        self._records.stepped(record, samples, self._share, listed=self._lists_samples)
+        return samples
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def _configured(config: TrainConfig, candidate: Candidate) -> TrainConfig:
+    virtual_ranks = candidate.virtual_ranks or None
+    data = replace(config.data, batch_size=candidate.batch_size, global_batch=None, virtual_ranks=virtual_ranks)
+    launch = replace(config.launch, mesh=candidate.mesh or None, sequence_parallel=candidate.sequence)
+    config = replace(config, launch=launch, data=data)
+    if candidate.strategy == NO_EXCHANGE:
+        return config
+    others = dict.fromkeys(options_of_others(candidate.strategy))
+    model = replace(config.model, **{name: None for name in others if hasattr(config.model, name)})
+    network = replace(config.network, **{name: None for name in others if hasattr(config.network, name)})
+    return replace(config, model=model, network=network, strategy=candidate.strategy)
+
+
+def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World, /, *, virtual_ranks: int) -> Strategy:
+    """Every copy of the model is trained alone: the time of the computation without communication."""
+    return Strategy(model, maker(model.parameters()), world, virtual_ranks=virtual_ranks)
+
+
+def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
+    """Measure all candidates (a collective); rank 0 writes the measurements."""
+    folder, world = Path(order.folder), workload.world
+    _import_lazily(world)
+    launched = time.time() - order.started_unix
+    for candidate in order.candidates:
+        mesh_world = on_mesh(world, mesh_of(candidate.mesh or None, world.size))
+        if world.rank == 0:
+            (folder / m.RUNNING).write_bytes(msgspec.json.encode(candidate))
+        torch.set_num_threads(candidate.threads)
+        with deterministic() if candidate.strategy in EXACT else nullcontext():
+            measured = _measure(order, replace(workload, world=mesh_world), candidate, launched)
+        if world.rank == 0:
+            with (folder / m.CHUNKS).open("ab") as file:
+                file.write(msgspec.json.encode(measured) + b"\n")
+        gc.collect()  # models hang in cycles of hooks and closures
+
+
+def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, launched: float) -> Measurement:
+    """Apply one candidate to a new model; take its first steps, its warm-up, its chunk."""
+    world, box = workload.world, Guard.of_process().box
+    folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
+    with inspected(world.device) if order.memory else nullcontext() as inspection:
+        gather_words(0, world)
+        began = time.perf_counter()
+        training = CandidateTraining(workload, candidate, folder, last, inspection.enter if inspection else ignore)
+        replica = training.replica
+        if inspection:
+            inspection.watch(replica)
+        training.take(1)
+        first = time.perf_counter() - began
+        training.take(1)  # DDP rebuilds its buckets in the second step, and is what it will be in the third
+        traffic = Traffic(box, replica.world, replica.pipeline)
+        microbatches = training.take_one()
+        sent = traffic.sent()
+        if inspection:
+            inspection.batch(microbatches)
+    with training:
+        training.take(order.warmup - m.LOOKED_AT)
+        gather_words(0, world)
+        began, cpu = time.perf_counter(), sum(os.times()[:2])
+        samples = training.take(order.steps)
+        mine: dict[str, Any] = {
+            "seconds": time.perf_counter() - began, "cpu": sum(os.times()[:2]) - cpu, "first": first, "sent": sent,
+            "memory": msgspec.to_builtins(inspection.found) if inspection else None,
+            "sync": training.sync_seconds,
+        }  # fmt: skip
+        mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
+        weights = [held for held in replica.state() if held.name.startswith("model/")]
+        digest = sha256_of(whole(weights, world))
+    trained = [p for p in replica.model.parameters() if p.requires_grad]
+    mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
+    ranks = gather_words(mine, world)
+    one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
+    memory = None
+    if inspection:
+        memory = m.Memory(**{n: _most(each["memory"][n] for each in ranks) for n in m.Memory.__struct_fields__})
+    return Measurement(
+        name=candidate.name,
+        strategy=candidate.strategy,
+        world_size=world.size,
+        batch_size=candidate.batch_size,
+        threads=candidate.threads,
+        global_batch=training.plan.global_batch,
+        samples=samples,
+        seconds=max(each["seconds"] for each in ranks),
+        cpu_seconds=sum(each["cpu"] for each in ranks),
+        first_step_seconds=max(each["first"] for each in ranks),
+        launch_seconds=launched,
+        digest=digest,
+        weight_bytes=sum(ranks[rank]["weights"] for rank in one_copy),
+        low_rank_bytes=4 * LowRank([p.shape for p in trained], torch.float32, DEFAULT_RANK).sent,
+        sent_bytes=_most(each["sent"] for each in ranks),
+        memory=memory,
+        device=device_words(world.device),
+        sync_share=sum(each["sync"] / each["seconds"] for each in ranks) / world.size,
+        notes=(*workload.notes, *training.notes),
+        mesh=candidate.mesh,
+        gpus={rank: each["gpu"] for rank, each in enumerate(ranks) if each["gpu"]},
+    )
+
+
+def _import_lazily(world: World) -> None:
+    """Let torch import the modules of the first step of any optimizer, so that no candidate's time includes it."""
+    parameter = torch.nn.Parameter(torch.zeros(1, device=world.device))
+    parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD([parameter], lr=0.0).step()
+    gather_words(0, world)
+
+
+def _most(values: Iterable[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure as the order in folder `arguments[0]` specifies."""
+    folder = Path(arguments[0])
+    order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasureOrder)
+    config = configuration.load(folder.resolve() / m.CONFIG, ours=True)
+    world = World.from_env(device=config.launch.device, backend=config.launch.backend)
+    with joined(world, timeout_seconds=config.launch.timeout):
+        make_communicator(config.launch.collectives)
+        with together(world):
+            workload = load_workload(config, order.candidates, world)
+        measure_candidates(order, workload)
+    return 0
+
+
+if __name__ == "__main__":
+    run_worker(main)

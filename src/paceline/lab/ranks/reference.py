@@ -1,0 +1,253 @@
+"""What one process computes: the plain training loop, sharing no code with what it checks.
+
+No plan, loader, strategy or step of paceline is used, only their *definition*: epoch e visits the samples in the order
+of one shuffle, cut into global batches, each dealt to V virtual ranks, each share cut into micro-batches. The loss is
+the mean over the global batch, and one plain `loss.backward()` computes its gradient. Hooks, autograd functions and
+float16 parameters therefore see the values that they see in a single-process script.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, default_collate
+
+from paceline.lab.verify import Spec
+from paceline.nested import mapped
+from paceline.seeding import derive
+from paceline.tasks.task import Task, call
+
+Named = Mapping[str, Tensor | None]
+PROBES = 2048  # coordinates of the gradient at which each micro-batch's part is kept, to explain a difference
+
+
+@dataclass
+class Observed:
+    """What one step looked like, on one process or on many. Most are no copies: compare before the next step."""
+
+    samples: list[int] = field(default_factory=list[int])
+    streams: dict[str, str] = field(default_factory=dict[str, str])
+    """a fingerprint of the random stream each virtual rank's micro-batch started with"""
+    scalars: dict[str, float] = field(default_factory=dict[str, float])
+    gradients: Named = field(default_factory=dict[str, "Tensor | None"])
+    """of the global batch's mean, before clipping"""
+    stepped: Named = field(default_factory=dict[str, "Tensor | None"])
+    """the gradients that the optimizer was given, after clipping"""
+    parameters: Named = field(default_factory=dict[str, "Tensor | None"])
+    buffers: Named = field(default_factory=dict[str, "Tensor | None"])
+    state: Named = field(default_factory=dict[str, "Tensor | None"])
+
+
+@dataclass
+class Reference:
+    """One process that works through all virtual ranks.
+
+    `union` (synchronised batch norm) forwards the k-th micro-batches of all virtual ranks at once; otherwise each is
+    forwarded alone, with the buffers of its virtual rank.
+    """
+
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    """None, or one of torch's, stepped after the optimizer"""
+    dataset: Dataset[Any]
+    global_batch: int
+    spec: Spec
+    union: bool
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    """of the last step: by 'virtual rank.part', the sum of its loss weights"""
+    _buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict[int, dict[str, Tensor]])
+    _initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _before: "_Before | None" = None
+
+    def __post_init__(self) -> None:
+        self._initial = {name: b.clone() for name, b in self.model.named_buffers()}
+        self._names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def step(self, number: int) -> Observed:
+        """Take step `number` (from 0) and say what happened."""
+        steps_per_epoch = -(-len(self.dataset) // self.global_batch)  # pyright: ignore[reportArgumentType]
+        epoch, step = divmod(number, steps_per_epoch)
+        order = torch.randperm(
+            len(self.dataset),  # pyright: ignore[reportArgumentType]
+            generator=torch.Generator().manual_seed(derive(self.spec.seed, "order", epoch)),
+        )
+        batch = order[step * self.global_batch : (step + 1) * self.global_batch]
+        # _forward makes new buffers and never changes these
+        parameters = {n: p.detach().clone() for n, p in self._names.items()}
+        self._before = _Before(parameters, dict(self._buffers), batch, epoch, step)
+        self.model.train()
+        self.model.zero_grad(set_to_none=True)
+        losses, streams = dict[str, Tensor](), dict[str, str]()
+        self.weights = {}
+        for virtual_rank, part, indices in self._microbatches(batch):
+            key = f"{virtual_rank}.{part}"
+            torch.manual_seed(derive(self.spec.seed, "forward", epoch, step, virtual_rank, part))
+            if not self.union:
+                streams[key] = stream_fingerprint()
+            losses[key], self.weights[key] = self._forward(virtual_rank, indices)
+        weight = sum(self.weights.values())
+        loss = torch.stack([*losses.values()]).sum() / weight
+        loss.backward()
+        gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
+        norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
+        stepped = gradients_of(self.model)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return Observed(
+            samples=sorted(batch.tolist()),
+            streams=streams,
+            scalars={"loss": float(loss.detach()), "weight": weight, "gradient norm": norm},
+            gradients=gradients,
+            stepped=stepped,
+            parameters={n: p.detach() for n, p in self.model.named_parameters()},
+            buffers=self._mean_buffers(),
+            state=optimizer_state(self.optimizer, self.model),
+        )
+
+    def _microbatches(self, batch: Tensor) -> list[tuple[int, int, Tensor]]:
+        shares = [batch[v :: self.spec.virtual_ranks] for v in range(self.spec.virtual_ranks)]
+        count = min(self.spec.accumulation, max(len(share) for share in shares))
+        cut = [share.tensor_split(count) for share in shares]
+        if self.union:
+            return [(0, part, torch.cat([pieces[part] for pieces in cut])) for part in range(count)]
+        each = [(v, part, cut[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
+        return [(v, part, indices) for v, part, indices in each if len(indices)]
+
+    def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
+        """The weighted sum of a micro-batch's losses, with its graph, and the sum of its weights."""
+        self._load_buffers(virtual_rank)
+        samples = [self.dataset[i] for i in indices.tolist()]
+        batch = (self.task.collate or default_collate)(samples)
+        batch = mapped(batch, lambda tensor: tensor.to(next(self.model.parameters()).device))
+        inputs, targets = (batch, batch) if isinstance(batch, Mapping) else batch
+        result = self.task.loss(call(self.model, inputs), targets)
+        losses, weights = result if isinstance(result, tuple) else (result, torch.ones_like(result))
+        self._buffers[virtual_rank] = {n: b.clone() for n, b in self.model.named_buffers()}
+        return (losses * weights).sum(), float(weights.detach().sum())
+
+    def _load_buffers(self, virtual_rank: int) -> None:
+        """Give the model new buffers: the graphs of earlier micro-batches still hold the old ones."""
+        own = self._buffers.get(virtual_rank, self._initial)
+        new = {buffer: own[name].clone() for name, buffer in self.model.named_buffers()}
+        for name, buffer in [*self.model.named_buffers(remove_duplicate=False)]:
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, new[buffer])
+
+    def _mean_buffers(self) -> dict[str, Tensor]:
+        sets = [self._buffers[v] for v in sorted(self._buffers)]
+        return {
+            name: torch.stack([s[name] for s in sets]).mean(0) if first.is_floating_point() else first
+            for name, first in sets[0].items()
+        }
+
+    def apart(self, groups: Sequence[Sequence[str]], factors: Sequence[float]) -> Tensor:
+        """(probes, groups): what the last step's gradient would be made of, if each group had a backward of its own.
+
+        A group is some of the keys of `weights`. The sum of its losses is divided by the total weight and multiplied by
+        its factor before backward, and the gradient is divided by the factor afterwards. If the gradient path is
+        linear, the columns add up to the step's gradient, whatever the groups and factors.
+        """
+        before = self._before
+        assert before is not None
+        cut = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(before.batch)}
+        columns: list[Tensor] = []
+        with self._as_before(before), torch.random.fork_rng(devices=[]):
+            for keys, factor in zip(groups, factors, strict=True):
+                losses: list[Tensor] = []
+                for virtual_rank, part, indices in (cut[key] for key in keys):
+                    seed = derive(self.spec.seed, "forward", before.epoch, before.step, virtual_rank, part)
+                    torch.manual_seed(seed)
+                    losses.append(self._forward(virtual_rank, indices)[0])
+                loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
+                found = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
+                columns.append(at_probes(dict(zip(self._names, found, strict=True)), self._names) / factor)
+        return torch.stack(columns, 1)
+
+    @contextmanager
+    def _as_before(self, before: "_Before") -> Generator[None]:
+        """Inside, parameters and buffers are those before the last step."""
+        now, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
+        self._take(before.parameters, before.buffers)
+        try:
+            yield
+        finally:
+            self._take(now, buffers)
+
+    def _take(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
+        for name, tensor in parameters.items():
+            self._names[name].data = tensor
+        self._buffers = dict(buffers)
+
+    @property
+    def hooked(self) -> list[str]:
+        """The parameters that have a hook on their gradient."""
+        return [name for name, p in self._names.items() if p._backward_hooks]  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What `Reference.apart` needs to compute a step again."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[int, dict[str, Tensor]]
+    batch: Tensor
+    epoch: int
+    step: int
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """Cast `model`, and all its later inputs, to float64."""
+    model.double().register_forward_pre_hook(lambda _, *inputs: mapped(inputs, to_double), with_kwargs=True)
+    return model
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    """The tensor in float64, if it is floating-point."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model has batch norm."""
+    return any(isinstance(m, _BatchNorm) for m in model.modules())
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """What .grad holds now, by name."""
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def at_probes(gradients: Named, like: Mapping[str, Tensor]) -> Tensor:
+    """(n,) values of a gradient at evenly spread coordinates; None counts as zeros."""
+    per_tensor = max(1, PROBES // max(1, len(gradients)))
+    picked: list[Tensor] = []
+    for name, gradient in gradients.items():
+        flat = (torch.zeros_like(like[name]) if gradient is None else gradient).detach().reshape(-1)
+        picked.append(flat[:: max(1, len(flat) // per_tensor)].clone())
+    return torch.cat(picked)
+
+
+def stream_fingerprint() -> str:
+    """What the CPU's random stream would give next, without drawing from it."""
+    state = torch.get_rng_state()
+    drawn = torch.rand(1, dtype=torch.float64)
+    torch.set_rng_state(state)
+    return float(drawn).hex()
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's tensors by the model's names, e.g. 'exp_avg of conv1.weight'; step counts left out."""
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
+    return {
+        f"{key} of {names[p]}": value.detach()
+        for p, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }

@@ -1,0 +1,320 @@
+"""The training under verification: the task's model in float64, uneven data, a strategy, and what each step did."""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import Dataset, Subset
+
+from paceline.checkpoint.shards import sha256_of, whole
+from paceline.collectives.batchnorm import convert
+from paceline.collectives.control import Pending, gather_words, new_group, together
+from paceline.compute.forward import recompute
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.streams import first_of
+from paceline.errors import UsageError
+from paceline.lab.ranks.causes import Comparison, RankDifferences
+from paceline.lab.ranks.reference import Observed, Reference, in_double, stream_fingerprint
+from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
+from paceline.seeding import derive
+from paceline.stepping.totals import StepResult
+from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.base import MakeOptimizer
+from paceline.tasks import load_task
+from paceline.tasks.task import Task
+from paceline.train.optimizer import OwnSchedule, checked_optimizer
+from paceline.train.sharing import Wish, share_model
+from paceline.worker.world import World
+
+PARAMETER = "model/"  # begins the name of one in a state
+LR = 1e-3
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    # fused, as in training: these look at memory, not at strides
+    "sgd": partial(SGD, lr=LR, momentum=0.9, weight_decay=1e-2, fused=True),
+    "adamw": partial(AdamW, lr=LR, weight_decay=1e-2, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The task, data and plan that all strategies under one batch norm policy share."""
+
+    spec: Spec
+    task: Task
+    policy: Policy
+    dataset: Dataset[Any]
+    plan: BatchPlan
+    world: World
+
+
+def task_of(spec: Spec) -> Task:
+    """Load the task with its options."""
+    return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
+
+
+def optimizers_of(spec: Spec, task: Task, model: nn.Module) -> dict[str, type[Optimizer]]:
+    """The verified optimizers, by name. Each is made once for `model`, with its schedule.
+
+    Raises:
+        UsageError: if the task makes no optimizer, or none that can be trained with.
+    """
+    own = task.make_optimizer is not None
+    names = spec.optimizers or ([OWN] if own else [*OPTIMIZERS])
+    if OWN in names and not own:
+        raise UsageError(code="verify-task-without-optimizer", value=OWN, allowed=[*OPTIMIZERS])
+    made = {name: maker_of(name, task, model)(model.parameters()) for name in names}
+    for name, optimizer in made.items():
+        _add_schedule(name, task, optimizer, spec.steps)
+    return {name: type(optimizer) for name, optimizer in made.items()}
+
+
+def maker_of(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
+    """The function that makes the optimizer of `model`."""
+    if name != OWN or task.make_optimizer is None:
+        return OPTIMIZERS[name]
+    made = checked_optimizer(task.make_optimizer(model))
+    return lambda _: made
+
+
+def has_schedule(name: str, task: Task) -> bool:
+    """Whether the task's own schedule is meant for this optimizer."""
+    return task.make_schedule is not None and (name == OWN or task.make_optimizer is None)
+
+
+def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
+    """Let the task's own schedule, if it is meant for this optimizer, step after it."""
+    if task.make_schedule and has_schedule(name, task):
+        OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
+
+
+def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
+    """Choose the samples, and plan the batches (a collective)."""
+    with together(world):
+        dataset, global_batch = _uneven_data(task, spec, policy)
+    samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
+    plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
+    return Setting(spec, task, policy, dataset, plan, world)
+
+
+def _uneven_data(task: Task, spec: Spec, policy: Policy) -> tuple[Dataset[Any], int]:
+    """The first samples of the training data, and the global batch: with every kind of uneven step.
+
+    An epoch has two global batches whose portions differ by one sample, and a last, smaller one.
+    """
+    # batch norm's backward through the statistics of a few values blows rounding up ten thousandfold
+    batch_size = 3 if policy == "none" else 8
+    short_tail = policy == "none" if spec.short_tail is None else spec.short_tail
+    ranks, share = spec.virtual_ranks, spec.accumulation * batch_size
+    global_batch = max(2, ranks * share - 1)
+    tail = max(2, ranks - 1) if short_tail else ranks * (share - 3) + 1
+    needed = 2 * global_batch + tail
+    dataset = first_of(task.make_dataset("train"), needed)
+    there = len(dataset)  # pyright: ignore[reportArgumentType]
+    if there < needed:
+        raise UsageError(code="verify-too-few-samples", needed=needed, ranks=ranks, samples=there)
+    if isinstance(dataset, ArrayDataset):  # keep the fast path in the test
+        return ArrayDataset(dataset.inputs[:needed], dataset.targets[:needed], dataset.transform), global_batch
+    return Subset(dataset, range(needed)), global_batch
+
+
+def build(task: Task, seed: int, device: torch.device) -> nn.Module:
+    """The task's model in float64 on `device`, which casts its inputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "verify"))
+        return in_double(task.make_model()).to(device)
+
+
+def _model(setting: Setting, seed: int) -> nn.Module:
+    """Build the model. Under synchronised batch norm it has no dropout, whose masks would depend on the world size."""
+    model = build(setting.task, seed, setting.world.device)
+    for module in model.modules() if setting.policy == "sync" else ():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def apply_strategy(
+    setting: Setting, strategy: str, optimizer: str, model: nn.Module
+) -> tuple[Strategy, Iterator[list[MicroBatch]]]:
+    """This rank's replica of `model`, and its batches (a collective).
+
+    Give each rank a model from a different seed: only a broadcast from rank 0, whose seed is the run's, makes them
+    start equal.
+    """
+    spec, world, maker = setting.spec, setting.world, maker_of(optimizer, setting.task, model)
+    if spec.checkpoint_activations:
+        recompute(model, spec.checkpoint_activations)
+    merged = setting.policy == "sync"
+    if merged:
+        model = convert(model, new_group())
+    loading, data = Loading(world.device, 0, setting.task.collate), world.data
+    model.train()
+    wish = Wish(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
+    sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
+    replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
+    _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
+    replica.model.train()
+    share = ranks_share(spec.virtual_ranks, data.rank, data.size)
+    batches = load_steps(setting.dataset, setting.plan, share, loading, start=0, stop=spec.steps, merged=merged)
+    return replica, batches
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model has dropout."""
+    return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
+
+
+def world_on(device: str) -> World:
+    """This rank's world, over gloo if ranks share a GPU."""
+    world = World.from_env(device=device, backend="gloo")
+    alone = world.device.type == "cpu" or world.local_size > torch.accelerator.device_count()
+    return world if alone else World.from_env(device=device)
+
+
+@dataclass
+class Trial:
+    """A strategy under verification: its replica, its batches, and the observations of its last step."""
+
+    case: Case
+    replica: Strategy
+    batches: Iterator[list[MicroBatch]]
+    comparison: Comparison
+    start_differs: str | None = None
+    """a parameter that differs between ranks, or from one process, before the first step"""
+    seen: Observed = field(default_factory=Observed)
+    """of the step at hand: streams, and on rank 0, which compares, gradients before and after clipping"""
+    gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
+    finding: Diagnosis | None = None
+    whole: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """shapes of the whole model's parameters and buffers, on the meta device"""
+
+
+def make_trial(case: Case, setting: Setting, optimizer: type[Optimizer]) -> Trial:
+    """Build the model, apply the strategy and prepare its batches (a collective)."""
+    model = _model(setting, setting.spec.seed + setting.world.rank)
+    everything = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in everything}
+    replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
+    trial = Trial(case, replica, batches, Comparison(adaptive=not issubclass(optimizer, SGD)), whole=shapes)
+    _observe(trial)
+    return trial
+
+
+def make_reference(setting: Setting, optimizer: str) -> Reference:
+    """The single process that the strategies are compared with."""
+    task, spec = setting.task, setting.spec
+    model = _model(setting, spec.seed)
+    made = maker_of(optimizer, task, model)(model.parameters())
+    schedule = task.make_schedule(made, spec.steps) if task.make_schedule and has_schedule(optimizer, task) else None
+    union = setting.policy == "sync"
+    return Reference(task, model, made, schedule, setting.dataset, setting.plan.global_batch, spec, union=union)
+
+
+def _observe(trial: Trial) -> None:
+    """Record each random stream, and the gradients before they are clipped."""
+    inner = trial.replica
+    right_enter, right_clip = inner.enter, inner.clip_grad_norm
+
+    def enter(batch: MicroBatch, is_last: bool) -> None:
+        right_enter(batch, is_last)
+        # Under "sync" a rank forwards all its virtual ranks at once, and no random number is drawn.
+        if batch.work.counted and trial.case.batchnorm != "sync":
+            trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
+
+    def clip_grad_norm(max_norm: float) -> Pending[float]:
+        # not in sync_gradients: hooks on parameters run after it
+        gradients = gradients_of(inner)
+        trial.gradient_fingerprints = fingerprints(gradients)
+        if inner.world.rank == 0:
+            trial.seen.gradients = {n: g.clone() for n, g in gradients.items()}
+        return right_clip(max_norm)
+
+    def before_step(*_: object) -> None:
+        trial.seen.stepped = gradients_of(inner)
+
+    inner.optimizer.register_step_pre_hook(before_step)
+    vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
+
+
+def compare_starts(trial: Trial, reference: Reference | None) -> None:
+    """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
+    world, mine = trial.replica.world, parameters_of(trial.replica)
+    trial.start_differs = _first_difference(fingerprints(mine), world)
+    if trial.start_differs is None:
+        want = dict(reference.model.named_parameters()) if reference else {}
+        off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
+        trial.start_differs = next(iter(gather_words(off[:1], world)[0]), None)
+
+
+def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
+    """The observations of the trial's last step, over all ranks (a collective)."""
+    replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
+    counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
+    mine = [i for work in counted for i in work.indices.tolist()]
+    got.samples = sorted(i for of_rank in gather_words(mine, world) for i in of_rank)
+    got.streams = {k: v for part in gather_words(got.streams, world) for k, v in part.items()}
+    got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
+    got.parameters = parameters = parameters_of(replica)
+    with replica.merged_buffers():
+        got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
+        if replica.pipeline is not None:  # of this stage
+            got.buffers = buffers = {
+                n: t for n, t in replica.weights().items() if n in trial.whole and n not in parameters
+            }
+    got.state = _optimizer_state(replica, trial.whole)
+    gradients_differ = _first_difference(trial.gradient_fingerprints, world)
+    after_differs = _first_difference(fingerprints({**parameters, **buffers}), world)
+    return got, RankDifferences(trial.start_differs, gradients_differ, after_differs)
+
+
+def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
+    state: dict[str, Tensor] = {}
+    for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
+        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        if value.shape == parameters[name].shape:
+            state[f"{key} of {name}"] = value
+    return state
+
+
+def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
+    """The first tensor whose fingerprint differs between ranks (a collective)."""
+    everybody = gather_words(dict(mine), world)
+    names = dict.fromkeys(name for each in everybody for name in each)
+    return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
+
+
+def digests_of(replica: Strategy) -> tuple[str, str]:
+    """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
+    with replica.merged_buffers():
+        weights = sha256_of(replica.weights())
+    return weights, sha256_of(whole(replica.state(), replica.world))
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A checksum of all bits of each tensor."""
+    flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
+    return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
+
+
+def parameters_of(replica: Strategy) -> dict[str, Tensor]:
+    """All parameters, whole, by name (a collective if ranks hold shares); no copies: compare before the next step."""
+    if not replica.sharded:
+        return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
+    held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
+
+
+def gradients_of(replica: Strategy) -> dict[str, Tensor]:
+    """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
+    held = replica.gradients()
+    return whole(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}

@@ -1,0 +1,186 @@
+"""A rank of `paceline verify`: `python -m paceline.lab.ranks.verify SPEC REPORT`, with torchrun's variables.
+
+It trains each strategy on a task alongside one process, step by step. Rank 0 also computes the reference and compares,
+so only the report leaves the workers. With --bitwise there is no reference: it trains the task and reports the bits of
+every step, which the command compares with those of other world sizes. A user-written loop runs once for each case, and
+each rank leaves a file beside the report (see `loop`).
+"""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from paceline.checkpoint.shards import sha256_of
+from paceline.collectives.control import gather_words, together
+from paceline.data.loader import MicroBatch
+from paceline.errors import ToldElsewhere, UsageError
+from paceline.lab.ranks import trial as trials
+from paceline.lab.ranks.causes import explain
+from paceline.lab.ranks.loop import run_loop
+from paceline.lab.ranks.reference import Observed, Reference, has_batch_norm
+from paceline.lab.ranks.trial import Setting, Trial
+from paceline.lab.verify import (
+    OWN,
+    Bits,
+    BitsReport,
+    Case,
+    Diagnosis,
+    LoopSpec,
+    Policy,
+    Result,
+    Spec,
+    StepBits,
+    VerifyReport,
+)
+from paceline.ladder import LADDER
+from paceline.mesh import mesh_of
+from paceline.strategies.refusals import ELEMENT_WISE
+from paceline.torch_version import lacks_torch
+from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
+from paceline.train.prepare import make_model
+from paceline.train.step import train_step
+from paceline.worker.attach import run_worker
+from paceline.worker.world import World, joined, on_mesh
+
+
+def verify(spec: Spec, world: World) -> VerifyReport:
+    """Run every case of `spec` on this world (a collective); rank 0's report counts."""
+    world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
+    with together(world):
+        task = trials.task_of(spec)
+        model = trials.build(task, spec.seed, world.device)
+        optimizers = trials.optimizers_of(spec, task, model)
+    policies: list[Policy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
+    if spec.mesh:
+        policies = policies[:1]  # its statistics would be of parts of a model
+    notes: list[str] = []
+    if len(policies) == 2 and trials.has_dropout(model):
+        notes.append("dropout is off under synchronised batch norm: its masks would depend on the world size")
+    if OWN in optimizers:
+        schedule = ", with its schedule over these steps" if task.make_schedule else ""
+        notes.append(f"optimizer {OWN}: {optimizers[OWN].__name__}, as the task makes it{schedule}")
+    results: list[Result] = []
+    settings = [trials.make_setting(spec, task, policy, world) for policy in policies]
+    for setting in settings:
+        for optimizer, kind in optimizers.items():
+            gc.collect()  # the last round's models hang in cycles of hooks and closures, gigabytes of them
+            results += _verify_strategies(setting, optimizer, kind)
+    plan = settings[-1].plan
+    return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
+
+
+def _verify_strategies(setting: Setting, optimizer: str, kind: type[Optimizer]) -> list[Result]:
+    """All strategies under one batch norm policy and optimizer, in step with one reference."""
+    spec, world, policy = setting.spec, setting.world, setting.policy
+    reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
+    results: list[Result] = []
+    running: list[Trial] = []
+    for name in spec.strategies:
+        case = Case(name, world.size, policy, optimizer, spec.mesh)
+        reason = _not_run(name, policy, world, kind)
+        if reason:
+            results.append(Result(case, {}, [], 0.0, not_run=reason))
+        else:
+            running.append(trials.make_trial(case, setting, kind))
+    for trial in running:
+        trials.compare_starts(trial, reference)
+    for number in range(spec.steps):
+        want = reference.step(number) if reference else None
+        for trial in running:
+            if trial.finding is None:
+                _step(trial, number, setting, want, reference)
+    return [*results, *(trial.comparison.result(trial.case, trial.finding) for trial in running)]
+
+
+def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, reference: Reference | None) -> None:
+    """Let one strategy take a step, compare it on rank 0, and agree on what was found."""
+    world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
+    try:
+        with together(world):
+            microbatches = next(trial.batches)
+            result = train_step(trial.replica, microbatches, setting.task.loss, max_norm=setting.spec.clip_norm)
+    except (UsageError, ToldElsewhere) as failed:
+        error = str(failed)
+    errors = [e for e in gather_words(error, world) if e]
+    finding: Diagnosis | None = None
+    if errors:
+        told = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
+        finding = Diagnosis(number, "error", "", told.strip().splitlines()[-2 if "Traceback" in told else -1])
+    else:
+        assert result is not None
+        got, ranks = trials.observe(trial, result, microbatches)
+        if want is not None and reference is not None:
+            found = trial.comparison.add(got, want)
+            wrong = found or got.samples != want.samples or got.streams != want.streams
+            if wrong or any(ranks):
+                finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
+    trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
+
+
+def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
+    rung = LADDER[strategy]
+    if why := lacks_torch(strategy):
+        return why.removeprefix(f"strategy {strategy} ")
+    if rung.exact and policy == "sync":
+        return "has local batch norm only"
+    if rung.sharded and optimizer not in ELEMENT_WISE:
+        return f"shards parameters, and {optimizer.__name__} may use a whole one"
+    if world.mesh is not None and not rung.on_mesh:
+        return "cannot train a part of a model"
+    if rung.one_process and world.data.size > 1:
+        return "is single-process"
+    if rung.several_gpus and torch.cuda.device_count() < 2:
+        return "needs two GPUs: on one device it only calls the module"
+    return None
+
+
+def collect_bits(spec: Spec, world: World) -> BitsReport:
+    """Train every strategy with every optimizer, deterministically (a collective); rank 0's report counts."""
+    with together(world):
+        task = trials.task_of(spec)
+        model = make_model(task, spec.seed, world)
+        optimizers = trials.optimizers_of(spec, task, model)
+        policy = "local" if has_batch_norm(model) else "none"
+    setting = trials.make_setting(spec, task, policy, world)
+    bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
+    return BitsReport(world.size, setting.plan.global_batch, setting.plan.num_samples, bits, holds_for(world.device))
+
+
+def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
+    gc.collect()
+    spec, world = setting.spec, setting.world
+    replica, batches = trials.apply_strategy(
+        setting, strategy, optimizer, make_model(setting.task, spec.seed + world.rank, world)
+    )
+    steps: list[StepBits] = []
+    for microbatches in batches:
+        result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)
+        norm = float(result.grad_norm or 0.0).hex()
+        gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
+        steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
+    weights, state = trials.digests_of(replica)
+    everybody = gather_words([weights, [msgspec.to_builtins(step) for step in steps]], world)
+    return Bits(strategy, optimizer, weights, state, steps, all(each == everybody[0] for each in everybody))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the spec in file `arguments[0]`; rank 0 writes the report into file `arguments[1]`."""
+    spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Spec | LoopSpec)
+    world, report = trials.world_on(spec.device), Path(arguments[1])
+    if isinstance(spec, LoopSpec):
+        run_loop(spec, report.parent, world)
+        return 0
+    torch.set_num_threads(DEFAULT_THREADS)
+    with joined(world, timeout_seconds=300 if spec.bitwise else 120):
+        found = deterministic()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        if world.rank == 0:
+            report.write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+if __name__ == "__main__":
+    run_worker(main)

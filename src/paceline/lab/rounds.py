@@ -1,0 +1,147 @@
+"""Measures every candidate once in each round, A B C A B C, each time in new processes.
+
+A round starts one set of processes for each world size. The candidates take turns in it, in an order that is rotated
+in each round. Other load on the machine therefore affects all candidates equally, and their ratios within a round are
+fair. A candidate that fails ends its set. The set is started again for the remaining candidates.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from paceline.contract.failure import Failure
+from paceline.contract.orders import STOP_SIGNALS
+from paceline.errors import ExitCode, plural
+from paceline.lab.measurement import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
+from paceline.launch.supervise import run_workers
+from paceline.mesh import strategy_on
+
+WORKER = "paceline.lab.ranks.measure"
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # else the profiler prints several lines at each start
+LAST_CHARS = 300
+
+
+@dataclass(frozen=True)
+class ProcessSet:
+    """The candidates to measure on one number of processes."""
+
+    nproc: int
+    candidates: Sequence[Candidate]
+
+
+@dataclass
+class MeasuredRounds:
+    """The measurements of all rounds so far."""
+
+    rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
+    failures: list[NotMeasured] = field(default_factory=list[NotMeasured])
+    code: int = ExitCode.DONE  # not 0: measuring ended early, for a reason that has been printed
+
+    def notes(self) -> list[str]:
+        """The notes of all measurements, each once."""
+        measured = [chunk for chunks in self.rounds for chunk in chunks]
+        held_back: dict[tuple[int, int], list[str]] = {}
+        for chunk in measured:
+            for rank, reason in chunk.gpus.items():
+                held_back.setdefault((chunk.world_size, rank), []).append(reason)
+        times = Counter(chunk.world_size for chunk in measured)
+        slow_gpus = [
+            f"rank {rank} of {size}, in {len(reasons)} of {times[size]} measurements: its {reasons[0]}"
+            for (size, rank), reasons in sorted(held_back.items())
+        ]
+        return [*dict.fromkeys(note for chunk in measured for note in chunk.notes), *slow_gpus]
+
+
+def folder_of(root: Path, number: int, nproc: int, name: str = "") -> Path:
+    """The folder of a candidate's events in round `number` (from 0); without a name, that of its set."""
+    return root / f"round-{number}" / f"ranks-{nproc}" / name
+
+
+def measure_rounds(
+    sets: Sequence[ProcessSet], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
+) -> MeasuredRounds:
+    """Measure all sets in each round.
+
+    Args:
+        sets: the candidates, by number of processes.
+        settings: of the training, as TOML.
+        root: an existing folder for all files.
+        rounds: how often everything is measured.
+        warmup: steps before the measured ones, at least LOOKED_AT.
+        steps: measured steps.
+        memory: also measure memory, in the first round.
+    """
+    found = MeasuredRounds()
+    for number in range(rounds):
+        found.rounds.append([])
+        for one in sets:
+            _say(f"round {number + 1} of {rounds}: {plural(one.nproc, 'process', 'processes')} ...")
+            shift = number % max(1, len(one.candidates))
+            gone = {failure.name for failure in found.failures if failure.world_size == one.nproc}
+            turn = [c for c in (*one.candidates[shift:], *one.candidates[:shift]) if c.name not in gone]
+            folder = folder_of(root, number, one.nproc)
+            order = MeasureOrder(turn, warmup, steps, str(folder), time.time(), memory and number == 0)
+            _measure_set(found, order, settings, one.nproc)
+            if found.code != ExitCode.DONE:
+                return found
+    return found
+
+
+def _measure_set(found: MeasuredRounds, order: MeasureOrder, settings: str, nproc: int) -> None:
+    """Measure one set of processes, started again after each candidate that fails."""
+    left, folder = order.candidates, Path(order.folder)
+    while left:
+        if folder.exists():  # of the set that a candidate has ended; its events stay beside those of the new one
+            folder = Path(f"{order.folder}-again-{len(left)}")
+        rest = msgspec.structs.replace(order, candidates=left, folder=str(folder), started_unix=time.time())
+        code = _start_set(rest, settings, nproc)
+        measured = _read_measurements(folder)
+        found.rounds[-1].extend(measured)
+        if code == ExitCode.DONE:
+            return
+        running = folder / RUNNING
+        if code - 128 in {*STOP_SIGNALS} or not running.is_file():
+            found.code = code
+            return
+        at = msgspec.json.decode(running.read_bytes(), type=Candidate)
+        reason = _reason(folder / "attempt", code)
+        found.failures.append(NotMeasured(at.name, at.strategy, nproc, at.batch_size, reason, at.mesh))
+        _say(f"{strategy_on(at.strategy, at.mesh)} failed and is left out; the others go on")
+        done = {at.name, *(one.name for one in measured)}
+        left = [candidate for candidate in left if candidate.name not in done]
+
+
+def _start_set(order: MeasureOrder, settings: str, nproc: int) -> int:
+    """Start `nproc` workers on `order`, whose folder must not exist, and wait for their end; their exit code."""
+    folder = Path(order.folder)
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(settings)
+    (folder / ORDER).write_bytes(msgspec.json.encode(order))
+    threads = max(candidate.threads for candidate in order.candidates)
+    return run_workers(WORKER, [str(folder)], folder / "attempt", nproc, threads, env=QUIET)
+
+
+def _read_measurements(folder: Path) -> list[Measurement]:
+    path = folder / CHUNKS
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    return [msgspec.json.decode(line, type=Measurement) for line in lines if line.endswith(b"}")]
+
+
+def _reason(attempt: Path, code: int) -> str:
+    found = [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(attempt.glob("error-*.json"))]
+    own = [failure for failure in found if not failure.victim] or found
+    if own:
+        first = min(own, key=lambda failure: failure.monotonic_seconds)
+        words = first.message.strip().splitlines() or [first.type]
+        who = "" if first.exit_code == ExitCode.USAGE else f"rank {first.rank}: {first.type}: "
+        return f"{who}{words[0]}"[:LAST_CHARS]
+    return f"its processes ended with code {code}" + (" (killed; out of memory?)" if code == 137 else "")
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

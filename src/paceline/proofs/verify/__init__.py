@@ -1,1 +1,0 @@
-"""Inside the ranks of `paceline verify`: a training of each strategy, beside one process or bit by bit."""

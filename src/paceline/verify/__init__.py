@@ -1,1 +1,0 @@
-"""The proof that many processes compute what one computes."""

@@ -1,0 +1,87 @@
+"""A host that is slow, noisy, dying or not there ends its session alone, in bounded time, with words that say why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.lab.doctor import messages as m
+from paceline.lab.doctor.survey import PROGRAM, ask_hosts, host_programs
+from paceline.launch.plan import Command
+
+HEALTHY = Command("n1", (sys.executable, *PROGRAM))
+
+
+def stub(name: str, script: str) -> Command:
+    return Command(name, ("sh", "-c", script))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo its end >&2; exit 3", "exit code 3: its end"),
+        ("exec sleep 60", "did not answer in time"),
+        ('read line; echo \'{"refused": "never heard of it"}\'; exec cat', "never heard of it"),
+        ("yes noise", "other things than answers: 'noise'"),
+        ("tr '\\0' x < /dev/zero", "did not answer in time|exit code"),
+    ],
+)
+def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
+    with host_programs([stub("n2", script), HEALTHY]) as opened:
+        answers = ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
+        assert list(answers) == ["n1"]
+        assert any(part in opened[0].lost for part in words.split("|")), opened[0].lost
+        assert ask_hosts(opened, dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0).keys() == {"n1"}
+
+
+def test_noise_of_a_login_shell_is_skipped() -> None:
+    script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
+    with host_programs([stub("n2", script)]) as opened:
+        assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 10.0)
+        assert opened[0].lost == ""
+
+
+def test_a_program_that_is_not_there_is_told() -> None:
+    with host_programs([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
+        assert ask_hosts(opened, {"n2": m.AskTime()}, m.Time, 1.0) == {}
+        assert "/no/such/ssh" in opened[0].lost and os.strerror(errno.ENOENT) in opened[0].lost
+
+
+def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
+    """Each answers when all have been asked."""
+    all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
+    slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
+    with host_programs([stub(f"n{i}", slow) for i in range(5)]) as opened:
+        answers = ask_hosts(opened, {session.name: m.AskTime() for session in opened}, m.Time, 15.0)
+        assert len(answers) == 5
+
+
+DYING = """
+import os, sys, time
+from paceline.lab.doctor.survey import PROGRAM, HostProgram
+from paceline.launch.plan import Command
+session = HostProgram(Command("n1", (sys.executable, *PROGRAM)))
+print(session._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_host_program_ends_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        pid = int(launcher.stdout.readline())
+        os.kill(launcher.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()

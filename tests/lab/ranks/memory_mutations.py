@@ -1,0 +1,185 @@
+"""Bugs that `paceline verify` must find and name, planted into sums through shared memory (`paceline.collectives`).
+
+As in mutations.py: each changes the result and nothing else, and no rank leaves out a tick that another one makes. They
+are run with little memory, so that even small models pass through it in many chunks, by shares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from tests.lab.ranks.mutations import Mutation, planted
+from torch import Tensor
+
+from paceline.collectives import memory_moves as moves
+from paceline.collectives import memory_sum
+from paceline.collectives.buckets import divide
+from paceline.collectives.memory import SharedMemory
+from paceline.collectives.memory_moves import StartedSum
+from paceline.collectives.memory_sum import Chunk, Flat, Lanes, Results, TreeSum
+from paceline.collectives.tree import Node
+
+BULK_BYTES = 16 << 10
+ODD_RANK = 1  # the one that does something wrong, where only one does
+
+Load = Callable[..., None]
+Take = Callable[[Lanes, Chunk, int, int, Results], None]
+
+
+def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
+    def root_of(
+        parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
+    ) -> None:
+        first, *others = parts.values()
+        total = first.clone()
+        for other in others:
+            total += other
+        out.copy_(total if divisor is None else divide(total, divisor))
+
+    return planted((memory_sum, "root_of", root_of))
+
+
+def last_chunk_left_out() -> AbstractContextManager[None]:
+    original: Take = Lanes.take
+
+    def take(self: Lanes, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+        if chunk is not self.chunks[-1]:
+            original(self, chunk, slot, at, results)
+
+    return planted((Lanes, "take", take))
+
+
+def last_chunk_short() -> AbstractContextManager[None]:
+    original: Take = Lanes.take
+
+    def take(self: Lanes, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+        piece = chunk.pieces[-1]
+        result = results[piece.tensor]
+        last = None if result is None or chunk is not self.chunks[-1] else result[piece.stop - 1 : piece.stop]
+        before = None if last is None else last.clone()
+        original(self, chunk, slot, at, results)
+        if last is not None and before is not None:
+            last.copy_(before)
+
+    return planted((Lanes, "take", take))
+
+
+def divided_twice() -> AbstractContextManager[None]:
+    original = TreeSum.run
+
+    def run(self: TreeSum, own: Sequence[Flat | None], divisor: float | Tensor | None = None) -> list[Tensor | None]:
+        return [None if r is None else divide(r, divisor or 1.0) for r in original(self, own, divisor)]
+
+    return planted((TreeSum, "run", run))
+
+
+def share_of_the_step_before() -> AbstractContextManager[None]:
+    original: Load = Lanes.load
+    kept: WeakKeyDictionary[Lanes, dict[Chunk, Tensor]] = WeakKeyDictionary()
+
+    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
+        original(self, chunk, own, slot, **more)
+        rank = self._memory.rank
+        if rank == ODD_RANK:
+            mine = self._memory.bulk.typed(chunk.dtype)[slot][rank][: self._rooms[chunk.dtype]]
+            of_sum = kept.setdefault(self, {})
+            before, of_sum[chunk] = of_sum.get(chunk), mine.clone()
+            if before is not None:
+                mine.copy_(before)
+
+    return planted((Lanes, "load", load))
+
+
+def no_wait_before_reading() -> AbstractContextManager[None]:
+    right_run, right_load = TreeSum.run, Lanes.load
+
+    def run(self: TreeSum, *arguments: Any) -> Any:
+        bulk: Any = self._memory.bulk
+        bulk.wait = lambda: None
+        try:
+            return right_run(self, *arguments)
+        finally:
+            del bulk.wait
+
+    def load(self: Lanes, *arguments: Any, **more: bool) -> None:
+        if self._memory.rank == ODD_RANK:
+            time.sleep(0.01)  # a race that is always lost
+        right_load(self, *arguments, **more)
+
+    return planted((TreeSum, "run", run), (Lanes, "load", load))
+
+
+def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
+    return planted((Lanes, "used", lambda self: [True] * len(self._sizes)))
+
+
+def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
+    original: Load = Lanes.load
+
+    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
+        if any(tensor is not None for flat in own for tensor in flat or ()):
+            original(self, chunk, own, slot, **more)
+
+    return planted((Lanes, "load", load))
+
+
+def totals_of_one_rank_missing() -> AbstractContextManager[None]:
+    original = StartedSum.__init__
+
+    def init(self: StartedSum, memory: SharedMemory, slots: Tensor, name: str) -> None:
+        original(self, memory, torch.zeros_like(slots) if memory.rank == ODD_RANK else slots, name)
+
+    return planted((StartedSum, "__init__", init))
+
+
+def weights_of_one_rank_late() -> AbstractContextManager[None]:
+    original = moves.all_gather
+    kept: dict[int, Tensor] = {}
+
+    def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
+        late = mine
+        if mine.is_floating_point():  # no message
+            late, kept[out.data_ptr()] = kept.get(out.data_ptr(), mine), mine.clone()
+        original(memory, late if memory.rank == ODD_RANK else mine, out, name)
+
+    return planted((moves, "all_gather", all_gather))
+
+
+def _bug(
+    name: str,
+    source: str,
+    plant: Callable[[], AbstractContextManager[None]],
+    causes: str,
+    task: str = "dropout",
+    strategies: str = "bucketed exact",
+) -> Mutation:
+    return Mutation(name, source, plant, frozenset(causes.split()), task, tuple(strategies.split()), ("none",))
+
+
+MEMORY_MUTATIONS = [
+    _bug("memory-chunk-left-out", "a loop that ends one chunk early", last_chunk_left_out, "sync"),
+    _bug("memory-chunk-short", "a last chunk that is rounded down", last_chunk_short, "sync"),
+    _bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean", "tokens"),
+    _bug("memory-share-stale", "a slot that is read before it is written anew", share_of_the_step_before, "gradient"),
+    _bug("memory-no-wait", "a missing barrier", no_wait_before_reading, "sync gradient"),
+    _bug("memory-none-as-zero", "002; flags that nobody reads", absent_everywhere_becomes_zero, "none", "unused"),
+    _bug(
+        "memory-none-as-garbage",
+        "a rank without samples that writes nothing",
+        absent_on_one_rank_is_what_lay_there,
+        "gradient accumulation",
+        strategies="exact",  # bucketed has zeros there
+    ),
+    _bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss error"),
+    _bug("memory-weights-late", "weights sent before they are written", weights_of_one_rank_late, "optimizer",
+         strategies="zero"),
+]  # fmt: skip
+
+# Right up to rounding, and so for `verify --bitwise` alone.
+OTHER_ORDER = _bug("memory-other-order", "PERFORMANCE.md's prototype", added_in_the_order_of_ranks, "bits",
+                   strategies="exact")  # fmt: skip

@@ -1,0 +1,174 @@
+"""`paceline verify my_loop.py:main`: a loop without a bug equals one process, and planted bugs are called by name.
+
+All of them, with a table: `make soak-mutations`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.errors import ended_with, raises
+from tests.lab.ranks import loops
+from tests.lab.ranks.loop_table import ENDS, RIGHT, right, said_of, spec_of
+
+from paceline.cli import verify
+from paceline.errors import UsageError
+from paceline.lab.ranks.causes import Comparison
+from paceline.lab.ranks.loop_findings import findings
+from paceline.lab.ranks.reference import Observed
+from paceline.lab.verify import Case, Result, VerifyReport, print_report
+from paceline.tasks import check_loop
+
+LOOPS = Path(loops.__file__)
+# three virtual ranks on one process show these as well as three ranks do
+ON_ONE = (
+    "right", "right_with_two_models", "right_with_gradients_added_up", "right_with_a_stream",
+    "weight_forgotten", "no_zero_grad",
+    "evaluated_in_training_mode", "sum_taken_for_a_mean", "augmented_by_time", "torchs_own_backward",
+    "two_backwards_for_the_same_bits",
+)  # fmt: skip
+
+
+def wrong(said: dict[str, str]) -> dict[str, str]:
+    return {name: words for name, words in said.items() if not right(name, words)}
+
+
+@pytest.mark.slow
+def test_on_one_process_that_is_three_virtual_ranks(tmp_path: Path) -> None:
+    said = said_of(ON_ONE, tmp_path, ranks=(1,))
+    assert wrong(said) == {}
+    assert said["right"] == said["right_with_two_models"] == said["right_with_gradients_added_up"] == ""
+    with raises("verify-no-step"):
+        said_of(["trains_nothing"], tmp_path, ranks=(1,))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])  # CI takes a sample
+def test_planted_bugs_are_named_on_three_ranks_and_nothing_else_is(tmp_path: Path, every: int) -> None:
+    assert len(loops.BUGS) >= 18
+    said = said_of(["right", *[name for name in (*RIGHT[1:], *loops.BUGS) if name not in ENDS][::every]], tmp_path)
+    assert wrong(said) == {}
+    assert said["right"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [ENDS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in ENDS[1:])])
+def test_a_bug_that_ends_the_ranks_is_named(tmp_path: Path, name: str) -> None:
+    assert wrong(said_of([name], tmp_path)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(150)
+def test_the_command_says_what_it_found(paceline: Any, tmp_path: Path) -> None:
+    fine = paceline(
+        "verify", f"{LOOPS}:right", "--ranks", "1,2", "--strategies", "manual,exact", "--json", "found.json"
+    )
+    assert fine.returncode == 0, fine.stdout + fine.stderr
+    assert "all 4 cases equal one process" in fine.stdout
+    assert "bit-identical: one digest per optimizer on 1, 2 processes" in fine.stdout
+    report, bits = json.loads((tmp_path / "found.json").read_text())
+    assert {r["case"]["strategy"] for r in report["results"]} == {"manual", "exact"} and len(bits) == 2
+    assert not list(tmp_path.glob("runs*"))
+    bad = paceline("verify", f"{LOOPS}:lr_by_number_of_ranks", "--ranks", "2")
+    assert bad.returncode == 1, bad.stdout + bad.stderr
+    assert "likely cause: the learning rate depends on the rank or on the number of ranks" in bad.stdout
+
+
+LOWER = {  # loops with padded batches: the type in which the loss is computed, and the cause of the difference
+    "train_on_texts": ("float64", None),
+    "padded_in_float32": ("float32", None),
+    "padded_in_bfloat16": ("bfloat16", None),
+    "padded_without_weights": ("float64", "weights"),
+    "padded_without_weights_in_float32": ("float32", "weights"),
+}
+
+
+@pytest.mark.slow
+def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_input(tmp_path: Path) -> None:
+    said_of([*LOWER], tmp_path, ranks=(1,))
+    for name, (precision, cause) in LOWER.items():
+        report, bits = findings(tmp_path / name, spec_of(name), (1,), {1: ""})
+        assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
+        assert [one.finding and one.finding.cause for one in report.results] == [cause], (name, report.results)
+
+
+def compared(error: float, precision: str, *, moved: float = 0.0) -> list[str]:
+    """The kinds that differ, if all numbers are off by `error`."""
+    want, got = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0 + error))
+    comparison = Comparison(adaptive=True, precision=precision, moved=moved)
+    seen = [Observed(scalars={"loss": float(t[0])}, gradients={"w": t}, parameters={"w": t}) for t in (got, want)]
+    return [one.kind for one in comparison.add(*seen)]
+
+
+def test_the_tolerance_is_that_of_the_precision() -> None:
+    assert compared(1e-6, "float32") == [] and compared(1e-6, "float64") == ["loss", "gradient", "parameter"]
+    assert compared(1e-2, "float32") == ["loss", "gradient", "parameter"] and compared(1e-2, "bfloat16") == []
+    # Adam makes a whole step of a rounding error
+    assert compared(1e-2, "float32", moved=1e-2) == ["loss", "gradient"]
+
+
+def test_what_was_not_compared_is_no_zero_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    comparison, seen = Comparison(adaptive=False), Observed(scalars={"loss": 1.0})
+    assert comparison.add(seen, seen) == [] and comparison.errors == {"loss": 0.0}
+    print_report(None, [VerifyReport(1, 0, 0, [Result(Case("dp", 1, "none", "SGD"), comparison.errors, [], 0.0)], [])])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "SGD" in line)
+    assert re.findall(r"(?<= )[0-]+(?= )", row.partition("SGD")[2]) == ["0", "-", "-", "-", "-"]
+
+
+FLAT = "import paceline\n\ns = paceline.session()\n"
+LOOP = "for x in s.loader([1], global_batch=1):\n    s.backward(x)\n"
+MAIN = "import paceline\ns = paceline.session()\ndef main():\n    s.backward(1)\n"
+AT_IMPORT = {  # the line that is told; and that where a function `main` is there
+    "flat": (FLAT, 3, 3),
+    "with": ("from paceline import session\nwith session() as s:\n    pass\n", 2, 2),
+    "under another name": ("import torch\nimport paceline as p\nif torch:\n    s = p.session('runs/x')\n", 4, 4),
+    "its function is called": ("import paceline\ndef main():\n    s = paceline.session()\nmain()\n", 4, 4),
+    "its function is called, the session is outside": (f"{MAIN}main()\n", 2, 5),
+    "a loop beside a function": (f"{FLAT}def main():\n    pass\n{LOOP}", 3, 7),
+}
+BY_CALL = {
+    "guarded": "import paceline\ndef main():\n    s = paceline.session()\nif __name__ == '__main__':\n    main()\n",
+    "guarded, the session is outside": f"{MAIN}if __name__ == '__main__':\n    main()\n",
+    "another session": "import requests\nsession = requests.session\ns = requests.session()\n",
+    "in a class": "import paceline\nclass Loop:\n    def run(self):\n        paceline.session()\nloop = Loop()\n",
+    "a later call": "import paceline\ndef main():\n    return lambda: paceline.session()\nmain()\n",
+}
+
+
+@pytest.mark.parametrize("name", AT_IMPORT)
+@pytest.mark.parametrize("asked", ["", ":main", ":s"])
+def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_starts(
+    tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, line, in_main = AT_IMPORT[name]
+    line = in_main if asked == ":main" else line
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").write_text(text)
+    monkeypatch.setattr(verify, "run_workers", None)  # would fail if a process were started
+    with pytest.raises(UsageError) as error:
+        verify.main([f"loop.py{asked}", "--ranks", "1,2"])
+    assert str(error.value).startswith(f"loop.py:{line} trains in a paceline.session() as soon as the file is imported")
+    assert str(error.value).endswith("specify this function: paceline verify loop.py:main")
+
+
+@pytest.mark.parametrize("name", BY_CALL)
+def test_a_script_that_begins_no_session_while_it_is_imported_is_not_refused_for_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.py").write_text(f"{BY_CALL[name]}\nmain = None\n")
+    check_loop(f"{tmp_path}/loop.py:main")
+
+
+def test_what_is_for_tasks_is_refused_for_a_loop_and_the_other_way_round(paceline: Any) -> None:
+    told = paceline("verify", f"{LOOPS}:right", "--optimizers", "adamw")
+    ended_with(told, "verify-option-of-task")
+    told = paceline("verify", f"{Path(__file__).with_name('tasks_under_test.py')}:dropout", "--", "--epochs", "3")
+    assert told.returncode == 2 and "-- --epochs 3" in told.stderr
