@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.view.run import whole_run
-from paceline.view.why import why
+from paceline.report.run import whole_run
+from paceline.report.why import why
 from race.figures import machine
 from race.quiet import wait_until_idle
 from scale_here import IDLE_SECONDS, LIMIT_SECONDS, TASKS, half_a_core

@@ -2,7 +2,7 @@
 
 commands.md     the options of each command, as --help-all has them
 settings.md     the keys of config.toml, from the docstrings of config.py
-events.md       the records of a run folder, from observe/events.py and observe/machine.py
+events.md       the records of a run folder, from runs/events.py and runs/machine.py
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EVENTS = """# Events
 
 What a run writes down as it goes: `events-RANK.jsonl`, one line of JSON for each record, one file for each rank; and
 `machine-NODE.jsonl`, what the machines do. `kind` says which record it is. Readers skip kinds that they do not know.
-Written from `src/paceline/observe/events.py` and `machine.py` by `python tools/reference.py`; a test says when it is
+Written from `src/paceline/runs/events.py` and `machine.py` by `python tools/reference.py`; a test says when it is
 stale. What else is in the folder: [the run folder](../run-folder.md).
 
 Times of the day are seconds since 1970 (`unix_time`), durations are in seconds.
@@ -201,7 +201,7 @@ def events() -> str:
     parts = [EVENTS]
     for title, module in (("Of each rank", "events"), ("Of each machine", "machine")):
         parts.append(f"## {title}: `{'events-RANK' if module == 'events' else 'machine-NODE'}.jsonl`\n\n")
-        for record in records(SOURCE / "observe" / f"{module}.py"):
+        for record in records(SOURCE / "runs" / f"{module}.py"):
             name = f"`{record.tag}`" if record.tag else f"`{record.name}`, inside another record"
             parts.append(f"### {name}\n\n{_plain(record.words)}\n\n")
             rows = [

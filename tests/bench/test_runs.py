@@ -12,8 +12,8 @@ from tests.errors import raises
 
 from paceline.bench.runs import At, comparable, over_network, read_run
 from paceline.cli import scale
-from paceline.observe.events import Evaluated, Event, Started, Step
-from paceline.observe.writers import EventWriter
+from paceline.runs.events import Evaluated, Event, Started, Step
+from paceline.runs.writers import EventWriter
 
 PHASES = {"data": 0.01, "forward": 0.02, "backward": 0.03, "sync": 0.04, "optimizer": 0.05}
 ONE, TWO = lockstep([Rank()]), lockstep([Rank()] * 2)

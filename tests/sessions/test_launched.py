@@ -12,12 +12,12 @@ from paceline.cli import logs, status
 from paceline.cli.finding import attempts, home
 from paceline.cli.hang import _newest_verdict
 from paceline.cli.run_state import run_state
-from paceline.disk.reading import decode_toml
-from paceline.observe.folder import LAUNCHED, create_attempt_dir, launched_attempt
-from paceline.observe.summary import Ended, Summary, write_ended, write_summary
-from paceline.view.happened import breakdowns
-from paceline.view.run import whole_run
-from paceline.view.tables import repeat
+from paceline.report.happened import breakdowns
+from paceline.report.run import whole_run
+from paceline.report.tables import repeat
+from paceline.runs.folder import LAUNCHED, create_attempt_dir, launched_attempt
+from paceline.runs.reading import decode_toml
+from paceline.runs.summary import Ended, Summary, write_ended, write_summary
 
 pytestmark = pytest.mark.sample(2)
 

@@ -16,9 +16,9 @@ from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.errors import ExitCode
-from paceline.observe import events, track
-from paceline.observe.summary import Summary, read_summary
 from paceline.rhythm import steps_or_seconds
+from paceline.runs import events, track
+from paceline.runs.summary import Summary, read_summary
 from paceline.train.evaluations import Best
 
 TASK = """

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError
-from paceline.observe.events import Anatomy, Event, Started, Step, Traced, event_files, read_events
-from paceline.observe.folder import WEIGHTS
+from paceline.runs.events import Anatomy, Event, Started, Step, Traced, event_files, read_events
+from paceline.runs.folder import WEIGHTS
+from paceline.runs.reading import is_file, real_path
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
 

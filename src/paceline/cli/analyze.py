@@ -10,12 +10,12 @@ from statistics import median
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import print_json
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.observe.terminal import clean
-from paceline.view.analysis import EXAMPLES, Analysis, Analyzer
-from paceline.view.words import last_bars
+from paceline.report.analysis import EXAMPLES, Analysis, Analyzer
+from paceline.report.words import last_bars
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_folder, real_path
+from paceline.runs.terminal import clean
 
 
 @dataclass(frozen=True)

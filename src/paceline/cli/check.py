@@ -11,10 +11,10 @@ from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.contract.job import JobSpec
-from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.notices import notices
-from paceline.observe.terminal import clean, say
+from paceline.runs import reading, writing
+from paceline.runs.notices import notices
+from paceline.runs.terminal import clean, say
 from paceline.verify.script_page import judged, mistakes, script_page
 
 CHECKED = "paceline.worker.checked"

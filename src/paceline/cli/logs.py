@@ -12,14 +12,14 @@ from pathlib import Path
 from paceline.cli.commands import command_line
 from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_attempts
 from paceline.cli.run_state import standing
-from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.observe.summary import LIVE
-from paceline.observe.terminal import clock
-from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.report.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.runs.reading import is_file
+from paceline.runs.summary import LIVE
+from paceline.runs.terminal import clock
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs

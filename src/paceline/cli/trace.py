@@ -11,13 +11,13 @@ import msgspec
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import out_path
-from paceline.disk import writing
-from paceline.disk.owners import note_strangers
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.events import Checkpointed, Evaluated
-from paceline.observe.terminal import clean
-from paceline.view.rank_log import PHASES, RankLog
-from paceline.view.run import WholeRun, thinned, whole_run
+from paceline.report.rank_log import PHASES, RankLog
+from paceline.report.run import WholeRun, thinned, whole_run
+from paceline.runs import writing
+from paceline.runs.events import Checkpointed, Evaluated
+from paceline.runs.owners import note_strangers
+from paceline.runs.terminal import clean
 
 MOST_STEPS = 4000  # of a rank; in a longer run, steps are left out evenly, those in detail never
 MICRO = 1e6  # microseconds in a second

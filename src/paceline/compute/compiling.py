@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from paceline.compute.rules import around_forward, subclassed
-from paceline.disk.owners import check_ours
-from paceline.disk.writing import make_folder
 from paceline.errors import TrainingError, UsageError
+from paceline.runs.owners import check_ours
+from paceline.runs.writing import make_folder
 
 MAX_WORDS_CHARS = 1500
 

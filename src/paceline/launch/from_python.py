@@ -16,10 +16,10 @@ from typing import Any
 import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
-from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.observe.bar import REPORT_SECONDS, Bar
-from paceline.observe.summary import read_ended
+from paceline.runs.bar import REPORT_SECONDS, Bar
+from paceline.runs.reading import read
+from paceline.runs.summary import read_ended
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"

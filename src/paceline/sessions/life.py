@@ -28,9 +28,9 @@ from paceline.data.loader import naming_lost_processes
 from paceline.data.plan import ranks_share
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER, options_of_others
-from paceline.observe.summary import Summary
-from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
+from paceline.runs.summary import Summary
+from paceline.runs.track import wanted
 from paceline.sessions.gate import Gate, Notes
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop

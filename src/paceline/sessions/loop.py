@@ -22,7 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
 from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.bar import Report, Reporter
+from paceline.runs.bar import Report, Reporter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.gate import Gate

@@ -29,11 +29,11 @@ from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, together
 from paceline.contract.evidence import Phase
-from paceline.disk.writing import write_new
 from paceline.errors import ExitCode, PacelineError, TrainingError
-from paceline.observe import events
-from paceline.observe.folder import CHECKPOINTS
-from paceline.observe.writers import EventWriter
+from paceline.runs import events
+from paceline.runs.folder import CHECKPOINTS
+from paceline.runs.writers import EventWriter
+from paceline.runs.writing import write_new
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.train.alike import check_replicas

@@ -18,11 +18,11 @@ from paceline.contract.box import Box
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.host.machine_log import MachineLog
-from paceline.observe import events
-from paceline.observe.events import Anatomy, Event, Traced
-from paceline.observe.summary import finite, scores_line
-from paceline.observe.track import Tracking, wanted
-from paceline.observe.writers import EventWriter
+from paceline.runs import events
+from paceline.runs.events import Anatomy, Event, Traced
+from paceline.runs.summary import finite, scores_line
+from paceline.runs.track import Tracking, wanted
+from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord

@@ -10,9 +10,9 @@ from typing import Any
 
 import cloudpickle
 
-from paceline.disk.reading import read
 from paceline.errors import UsageError
-from paceline.observe.bar import Reporter
+from paceline.runs.bar import Reporter
+from paceline.runs.reading import read
 
 _MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
 

@@ -17,9 +17,9 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step, Vouched
-from paceline.observe.writers import EventWriter, fold
 from paceline.proofs.ledger.audit import Audit, audit
+from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, Vouched
+from paceline.runs.writers import EventWriter, fold
 
 Place = tuple[int, int, int]
 """(which start, step, rank)"""

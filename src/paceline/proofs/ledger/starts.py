@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, Vouched, event_files, read_events
+from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, Vouched, event_files, read_events
 
 
 @dataclass(frozen=True)

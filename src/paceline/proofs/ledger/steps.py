@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
-from paceline.observe.events import Step
 from paceline.proofs.ledger.starts import Log, RunStart, covered
+from paceline.runs.events import Step
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The folder of a run: who may change it, its files, and what people see of a run on the screen. No torch."""
