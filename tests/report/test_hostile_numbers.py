@@ -23,7 +23,7 @@ from paceline.report.analysis import Analyzer
 from paceline.report.explain import drawings
 from paceline.report.page import report_page
 from paceline.report.run import whole_run
-from paceline.report.words import last_bars
+from paceline.runs.console import sparkline
 from paceline.runs.events import decode_event
 from paceline.runs.machine import decode_record
 from paceline.runs.reading import read_lines
@@ -88,7 +88,7 @@ def test_a_record_with_a_size_that_is_none_is_left_out(number: str) -> None:
 
 
 def test_a_curve_over_all_floats_is_drawn() -> None:
-    assert len(last_bars([-1.7e308, 1.7e308, math.inf], 10)) == 2
+    assert len(sparkline([-1.7e308, 1.7e308, math.inf], 10)) == 2
 
 
 def test_of_what_a_hostile_run_holds_only_so_much_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

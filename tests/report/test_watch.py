@@ -26,7 +26,7 @@ from paceline.report.live import Growing, LiveReader, RunNow
 from paceline.report.rank_now import RankNow
 from paceline.report.watch_app import Deeds, Details, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
-from paceline.report.words import last_bars, one_line, size_words, time_words
+from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.events import Started, Step
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.summary import RunState
@@ -244,11 +244,11 @@ def test_nothing_is_asked_of_a_run_that_is_not_ours(run: Path) -> None:
 
 
 def test_words_and_curves() -> None:
-    assert last_bars([1, 2, 3, float("nan")], 10) == "▁▅█" or last_bars([1, 2, 3], 10) == "▁▄█"
-    assert last_bars([1.0, 1.0, 1.001], 10) == "▂▂▂"
-    assert last_bars([], 5) == last_bars([1], 0) == ""
-    assert (size_words(0), size_words(1536), size_words(1 << 40)) == ("0 B", "1.5 KiB", "1.0 TiB")
-    assert [time_words(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
+    assert sparkline([1, 2, 3, float("nan")], 10) == "▁▅█" or sparkline([1, 2, 3], 10) == "▁▄█"
+    assert sparkline([1.0, 1.0, 1.001], 10) == "▂▂▂"
+    assert sparkline([], 5) == sparkline([1], 0) == ""
+    assert (format_size(0), format_size(1536), format_size(1 << 40)) == ("0 B", "1.5 KiB", "1.0 TiB")
+    assert [format_duration(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
         "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",
     ]  # fmt: skip
     assert len(one_line("a\nb" * 1_000_000, 10)) == 10

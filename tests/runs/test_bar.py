@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tests.rendered import rendered
 
-from paceline.runs import bar
-from paceline.runs.bar import Bar, Report, Reporter
+from paceline.runs import progress
+from paceline.runs.progress import ProgressLine, ProgressRecord, ProgressWriter
 
-EARLY = Report(epoch=1, epochs=3, step=40, steps=80, loss=0.5, rate=None, samples_left=320)
-LATE = Report(epoch=1, epochs=3, step=80, steps=80, loss=None, rate=1234.5, samples_left=0)
+EARLY = ProgressRecord(epoch=1, epochs=3, step=40, steps=80, loss=0.5, rate=None, samples_left=320)
+LATE = ProgressRecord(epoch=1, epochs=3, step=80, steps=80, loss=None, rate=1234.5, samples_left=0)
 
 
 class Terminal(io.StringIO):
@@ -32,14 +32,14 @@ def screen(written: str) -> list[str]:
 
 
 def test_the_words_of_a_report() -> None:
-    endless = Report(epoch=0, epochs=0, step=7, steps=0, loss=1.0, rate=10.0, samples_left=0)
+    endless = ProgressRecord(epoch=0, epochs=0, step=7, steps=0, loss=1.0, rate=10.0, samples_left=0)
     rendered(map(str, (EARLY, LATE, endless)))
 
 
 def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    reporter, shown = Reporter(tmp_path / "progress"), Bar(tmp_path / "progress", stream)
+    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressLine(tmp_path / "progress", stream)
     shown.look()  # nothing is there yet
     reporter.step(40, 80, lambda: EARLY)
     shown.look()
@@ -60,13 +60,13 @@ def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pyte
 
 def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(bar.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    reporter, shown = Reporter(tmp_path / "progress"), Bar(tmp_path / "progress", stream)
+    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressLine(tmp_path / "progress", stream)
     written = []
     for second in range(25):
         clock[0] = float(second)
-        reporter.step(second, 80, lambda step=second + 1: Report(0, 1, step, 80, 0.5, None, 320))
+        reporter.step(second, 80, lambda step=second + 1: ProgressRecord(0, 1, step, 80, 0.5, None, 320))
         shown.look()
         written.append(stream.getvalue().count("\n"))
     assert (written[0], written[9], written[10], written[24]) == (1, 1, 2, 3) and "\r" not in stream.getvalue()
@@ -76,15 +76,20 @@ def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypat
 
 def test_a_training_writes_a_few_times_a_second_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(bar.time, "monotonic", lambda: clock[0])
-    reporter, reports = Reporter(tmp_path / "progress"), []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    reporter, reports = ProgressWriter(tmp_path / "progress"), []
 
-    def report() -> Report:
+    def report() -> ProgressRecord:
         reports.append(clock[0])
         return EARLY
 
-    for step, now in ((1, 0.0), (2, bar.REPORT_SECONDS / 2), (3, bar.REPORT_SECONDS), (80, bar.REPORT_SECONDS)):
+    for step, now in (
+        (1, 0.0),
+        (2, progress.REPORT_SECONDS / 2),
+        (3, progress.REPORT_SECONDS),
+        (80, progress.REPORT_SECONDS),
+    ):
         clock[0] = now
         reporter.step(step, 80, report)
-    assert reports == [0.0, bar.REPORT_SECONDS, bar.REPORT_SECONDS]
-    Reporter(tmp_path / "gone" / "progress").step(1, 80, report)  # nobody looks any more: no error
+    assert reports == [0.0, progress.REPORT_SECONDS, progress.REPORT_SECONDS]
+    ProgressWriter(tmp_path / "gone" / "progress").step(1, 80, report)  # nobody looks any more: no error

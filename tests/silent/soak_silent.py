@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tests.check.planted_cases import kinds
 from tests.launch.launch_harness import LAUNCHER
 
-from paceline.runs.notices import notices
+from paceline.runs.summary import notices
 
 HERE = Path(__file__).parent
 CLEAN = HERE.parent / "check" / "clean"

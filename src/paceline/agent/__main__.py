@@ -34,9 +34,9 @@ from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
 from paceline.runs import writing
+from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, lock_run_dir
 from paceline.runs.reading import read
-from paceline.runs.terminal import say
 
 MAX_PLAN_BYTES = 1 << 20
 

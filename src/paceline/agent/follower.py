@@ -37,8 +37,8 @@ from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.runs import writing
+from paceline.runs.console import say
 from paceline.runs.reading import read
-from paceline.runs.terminal import say
 
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 

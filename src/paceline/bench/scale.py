@@ -18,7 +18,7 @@ from paceline.bench.shares import (
     lost_shares,
     take_apart,
 )  # fmt: skip
-from paceline.runs.tables import table_console
+from paceline.runs.console import table_console
 
 LOST = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lost ms")
 NOISE = 0.02  # of the efficiency: less is not worth a word

@@ -15,10 +15,10 @@ from paceline.contract.job import STOP_GRACE_SECONDS
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
+from paceline.runs.console import clean
 from paceline.runs.folder import CHECKPOINTS, LOCK
 from paceline.runs.reading import read
 from paceline.runs.summary import LIVE
-from paceline.runs.terminal import clean
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0

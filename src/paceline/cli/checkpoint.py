@@ -16,10 +16,9 @@ from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.manager import Checkpoints, Entry
 from paceline.cli.commands import command_line
 from paceline.errors import ExitCode, UsageError
+from paceline.runs.console import clock, table_console
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import is_folder, real_path
-from paceline.runs.tables import table_console
-from paceline.runs.terminal import clock
 
 MOST = 50
 

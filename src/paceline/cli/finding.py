@@ -18,10 +18,10 @@ from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.submission import Submission, submit_number
+from paceline.runs.console import say
 from paceline.runs.folder import CONFIG, LOCK, attempt_number, launched_attempt
 from paceline.runs.owners import check_ours, note_strangers, opened
 from paceline.runs.reading import decode, folders, is_folder, names, real_path
-from paceline.runs.terminal import say
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0

@@ -14,8 +14,8 @@ import msgspec
 from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
+from paceline.runs.console import escaped
 from paceline.runs.reading import real_path
-from paceline.runs.terminal import escaped
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -21,8 +21,8 @@ from paceline.contract.evidence import Evidence
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
 from paceline.runs import writing
+from paceline.runs.console import clock
 from paceline.runs.reading import names
-from paceline.runs.terminal import clock
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1

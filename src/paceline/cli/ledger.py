@@ -17,10 +17,9 @@ from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, write_json
 from paceline.config import batch_shape, check_values, load
 from paceline.errors import ExitCode, UsageError, plural
+from paceline.runs.console import clean, table_console
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import is_folder, real_path
-from paceline.runs.tables import table_console
-from paceline.runs.terminal import clean
 
 if TYPE_CHECKING:
     from paceline.proofs.ledger.audit import Audit

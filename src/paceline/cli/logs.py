@@ -17,9 +17,9 @@ from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
 from paceline.report.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.runs.console import clock
 from paceline.runs.reading import is_file
 from paceline.runs.summary import LIVE
-from paceline.runs.terminal import clock
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs

@@ -16,9 +16,9 @@ from paceline.report.explain import drawings
 from paceline.report.page import MARK, report_page
 from paceline.report.run import WholeRun, whole_run
 from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import is_file
-from paceline.runs.terminal import clean
 
 MOST_RUNS, MARK_BYTES = 16, 4096
 

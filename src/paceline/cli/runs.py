@@ -14,12 +14,10 @@ from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.watch_lines import STATE_STYLES
-from paceline.report.words import one_line
+from paceline.runs.console import clock, one_line, table_console
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import RunState, scores_line
-from paceline.runs.tables import table_console
-from paceline.runs.terminal import clock
 
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
 WIDEST = 60  # characters of a cell

@@ -15,10 +15,10 @@ from paceline.config import load
 from paceline.errors import ExitCode, PacelineError
 from paceline.report.run import whole_run
 from paceline.report.why import why
+from paceline.runs.console import clean
 from paceline.runs.events import event_files
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
 from paceline.runs.summary import LIVE, RunState, scores_line
-from paceline.runs.terminal import clean
 from paceline.tasks import TASKS
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two

@@ -15,9 +15,9 @@ from paceline.errors import ExitCode, UsageError
 from paceline.report.rank_log import PHASES, RankLog
 from paceline.report.run import WholeRun, thinned, whole_run
 from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Evaluated
 from paceline.runs.owners import note_strangers
-from paceline.runs.terminal import clean
 
 MOST_STEPS = 4000  # of a rank; in a longer run, steps are left out evenly, those in detail never
 MICRO = 1e6  # microseconds in a second

@@ -25,9 +25,9 @@ from paceline.contract.birth import WorkerBirth
 from paceline.contract.job import JobSpec
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
+from paceline.runs.console import say
 from paceline.runs.folder import CONFIG
 from paceline.runs.reading import real_path
-from paceline.runs.terminal import say
 from paceline.tasks.settings import told
 from paceline.torch_version import untested_torch
 from paceline.worker.foreign import check_shape, launched

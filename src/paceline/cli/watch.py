@@ -20,8 +20,8 @@ from paceline.launch.tail import lines_of, start_of_last
 from paceline.report.live import LiveReader, RunNow
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.runs.summary import LIVE, RunState
-from paceline.runs.terminal import clean
 
 STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
 END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host

@@ -23,8 +23,8 @@ from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.sentences import called_from, loader_words, named, op_words, printable, signal_name, where
 from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.runs.reading import read
-from paceline.runs.terminal import clean
 
 VERDICT = "verdict.json"
 MAX_LINES, MAX_COLUMNS = 15, 160

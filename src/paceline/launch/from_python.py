@@ -17,7 +17,7 @@ import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.runs.bar import REPORT_SECONDS, Bar
+from paceline.runs.progress import REPORT_SECONDS, ProgressLine
 from paceline.runs.reading import read
 from paceline.runs.summary import read_ended
 
@@ -122,7 +122,7 @@ class _Shown:
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command, self._folder = command, str(folder)
-        self._bar = Bar(folder / PROGRESS, sys.stdout)
+        self._bar = ProgressLine(folder / PROGRESS, sys.stdout)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tail = ""
         self.interrupt: KeyboardInterrupt | None = None

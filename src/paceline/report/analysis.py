@@ -13,11 +13,11 @@ from paceline.errors import PacelineError
 from paceline.report.figures import Figure, line
 from paceline.report.rank_logs import log_times, rank_logs
 from paceline.report.run import WholeRun
+from paceline.runs.console import clean
 from paceline.runs.events import Evaluated, Step, event_files, read_events
 from paceline.runs.folder import attempt_number
 from paceline.runs.owners import opened
 from paceline.runs.reading import folders
-from paceline.runs.terminal import clean
 
 BLOCK_BYTES, MOST_CHARS, MOST_RANKS = 1 << 18, 2000, 4096  # of a line at most so many characters are read
 MOST_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second

@@ -12,8 +12,8 @@ from markupsafe import Markup
 from paceline.errors import plural
 from paceline.report.figures import COLOURS, PHASE_COLOURS
 from paceline.report.run import WholeRun
+from paceline.runs.console import clean
 from paceline.runs.events import Traced
-from paceline.runs.terminal import clean
 
 MOST_RANKS, MOST_LANES, MOST_BOXES = 8, 4, 300
 SMALL_BYTES = 1024  # of collectives that carry no tensor of the model

@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.report.rank_log import PHASES, RankLog
 from paceline.report.run import WholeRun
+from paceline.runs.console import clean
 from paceline.runs.events import Evaluated
 from paceline.runs.machine import MachineUse
-from paceline.runs.terminal import clean
 
 POINTS = 600  # of a line, at most; of each stretch its lowest and its highest are kept
 MOST_LINES = 16

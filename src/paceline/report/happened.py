@@ -7,9 +7,9 @@ from statistics import median
 from paceline.errors import ExitCode
 from paceline.report.figures import COLOURS, Figure
 from paceline.report.run import WholeRun
+from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
-from paceline.runs.terminal import clean
 
 SHORT_SECONDS = 2.0  # of a run over so soon there is nothing to draw
 MOST_MARKS = 256  # of a kind

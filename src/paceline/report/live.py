@@ -16,8 +16,8 @@ from pathlib import Path
 from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.guard.detectors import Spent, slow_rank
 from paceline.report.rank_now import HISTORY, History, RankNow
-from paceline.report.words import one_line
 from paceline.runs import writing
+from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
 from paceline.runs.machine import MachineUse, decode_record, machine_files
 from paceline.runs.owners import opened

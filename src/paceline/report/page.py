@@ -29,7 +29,7 @@ from paceline.report.tables import (
     time_spent,
 )
 from paceline.report.why import Why, why
-from paceline.runs.terminal import clean
+from paceline.runs.console import clean
 
 COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip

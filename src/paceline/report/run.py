@@ -18,13 +18,12 @@ from paceline.contract.failure import Failure
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
 from paceline.report.rank_log import MOST_OF_A_KIND, RankLog
+from paceline.runs.console import clean
 from paceline.runs.events import Started, decode_event, event_files
 from paceline.runs.folder import CONFIG, attempt_number, failure_records, launched_attempt
 from paceline.runs.machine import ClockAhead, MachineUse, decode_record, machine_files
-from paceline.runs.notices import Noted, notices
 from paceline.runs.reading import decode, decode_toml, folders, read_lines
-from paceline.runs.summary import Summary, read_summary
-from paceline.runs.terminal import clean
+from paceline.runs.summary import Noted, Summary, notices, read_summary
 
 MOST_RANKS, MOST_CHARS = 4096, 2000
 MOST_BYTES, MOST_TRACED = 1 << 30, 64 * MOST_OF_A_KIND  # of all ranks

@@ -10,9 +10,8 @@ from paceline.errors import plural
 from paceline.report.happened import wall
 from paceline.report.run import WholeRun
 from paceline.report.why import sent_bytes
-from paceline.report.words import time_words
+from paceline.runs.console import clean, clock, format_duration
 from paceline.runs.summary import Summary, scores_line
-from paceline.runs.terminal import clean, clock
 
 MOST_ROWS, MOST_CELL = 500, 300
 KINDS = ("weights", "gradients", "optimizer")
@@ -66,7 +65,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
-        "samples/s": f"{rate:,.0f}" if rate else None, "took": time_words(seconds) if seconds else None,
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": format_duration(seconds) if seconds else None,
         "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
@@ -107,7 +106,9 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
     """Where the hours of the clock went."""
     found = wall(run)
     if (total := sum(found.values())) > 0:
-        rows = [[name, time_words(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0]
+        rows = [
+            [name, format_duration(seconds), f"{seconds / total:.1%}"] for name, seconds in found.items() if seconds > 0
+        ]
         yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
 
 
@@ -181,7 +182,7 @@ def ledger(run: WholeRun) -> Iterable[Table]:
 
 def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
     """What happened beside steps, in order."""
-    rows = [[time_words(max(0.0, at)), kind, words] for at, kind, words in found]
+    rows = [[format_duration(max(0.0, at)), kind, words] for at, kind, words in found]
     if len(rows) > MOST_ROWS:
         half = MOST_ROWS // 2
         rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Footer, Static
 from paceline.errors import PacelineError
 from paceline.report.live import RunNow
 from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footnote, progress, title
-from paceline.report.words import one_line
+from paceline.runs.console import one_line
 from paceline.runs.summary import LIVE, RunState
 
 EVERY_SECONDS = 1.0

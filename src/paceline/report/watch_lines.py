@@ -9,7 +9,7 @@ from rich.text import Text
 
 from paceline.report.live import RunNow
 from paceline.report.rank_now import RankNow
-from paceline.report.words import last_bars, one_line, size_words, time_words
+from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.machine import GpuUse
 from paceline.runs.summary import LIVE, RunState
 
@@ -45,7 +45,7 @@ def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
     if now.samples_per_second and running:
         parts.append(f"{now.samples_per_second:,.0f} samples/s")
     if now.steps_per_second and running and standing.total_steps and step is not None:
-        parts.append(f"{time_words(max(0, standing.total_steps - step) / now.steps_per_second)} left")
+        parts.append(f"{format_duration(max(0, standing.total_steps - step) / now.steps_per_second)} left")
     saved = now.saved_step if now.saved_step is not None else standing.checkpoint_step
     if saved is not None:
         parts.append(f"saved at {saved:,}")
@@ -56,7 +56,7 @@ def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
     line = "  ".join(parts)
     room = min(60, width - len(line) - 9)
     if room >= 10 and len(now.losses) > 1:
-        line += f"  loss {last_bars(now.losses, room)}"
+        line += f"  loss {sparkline(now.losses, room)}"
     return Text(line)
 
 
@@ -95,7 +95,7 @@ def _phase(one: RankNow) -> Text:
 
 
 def _work(one: RankNow) -> Text:
-    return Text(time_words(one.work_seconds[-1]) if one.work_seconds else "", "yellow" if one.slowest else "")
+    return Text(format_duration(one.work_seconds[-1]) if one.work_seconds else "", "yellow" if one.slowest else "")
 
 
 def _waits(one: RankNow) -> Text:
@@ -106,7 +106,7 @@ def _waits(one: RankNow) -> Text:
 
 def _still(one: RankNow) -> Text:
     still = one.still_seconds if not one.ended else 0.0
-    return Text(time_words(still) if still >= STILL_SECONDS else "", "bold red" if still > 60 else "red")
+    return Text(format_duration(still) if still >= STILL_SECONDS else "", "bold red" if still > 60 else "red")
 
 
 def _gpu(one: RankNow) -> Text:
@@ -116,7 +116,7 @@ def _gpu(one: RankNow) -> Text:
 def gpu_words(gpu: GpuUse) -> Text:
     """Memory, power, heat, clock, and what holds it back."""
     words = [
-        f"{size_words(gpu.memory_bytes)} of {size_words(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
+        f"{format_size(gpu.memory_bytes)} of {format_size(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
         f"{gpu.watts:.0f} W" if gpu.watts is not None else "",
         f"{gpu.degrees:.0f} °C" if gpu.degrees is not None else "",
         f"{gpu.mhz:,.0f} MHz" if gpu.mhz is not None else "",
@@ -131,11 +131,11 @@ COLUMNS = (
     Column("phase", _phase),
     Column("step", lambda one: Text(f"{one.step:,}" if one.step else ""), right=True),
     Column("own work", _work, right=True),
-    Column("lately", lambda one: Text(last_bars(one.work_seconds, 12), "yellow" if one.slowest else "cyan")),
+    Column("lately", lambda one: Text(sparkline(one.work_seconds, 12), "yellow" if one.slowest else "cyan")),
     Column("waits", _waits, right=True),
     Column("still", _still, right=True),
     Column("cores", lambda one: Text(f"{one.use.cores:.1f}" if one.use else ""), right=True),
-    Column("memory", lambda one: Text(size_words(one.use.memory_bytes) if one.use else ""), right=True),
+    Column("memory", lambda one: Text(format_size(one.use.memory_bytes) if one.use else ""), right=True),
     Column("GPU", _gpu, right=True),
     Column("GPU memory, power, heat, clock", lambda one: gpu_words(one.gpu) if one.gpu else Text(), least_width=120),
 )

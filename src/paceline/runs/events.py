@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.runs.reading import names, read_lines
+from paceline.runs.reading import numbered_files, read_lines
 
 MOST_FOLDED = 1 << 20
 LAST_BYTES = 4 << 20  # of a file of events: enough to know how a run is now
@@ -170,8 +170,7 @@ def event_files(run_dir: Path) -> dict[int, Path]:
     Raises:
         OSError: the folder cannot be read.
     """
-    matches = (_FILE.fullmatch(name) for name in names(run_dir))
-    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
+    return numbered_files(run_dir, _FILE)
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -180,7 +179,7 @@ def read_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: it is not there; as Unreadable, in words: it is no file of events.
     """
-    return _decoded(read_lines(path))
+    return _decode_lines(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
@@ -189,7 +188,7 @@ def last_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: as `read_events`.
     """
-    return _decoded(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
+    return _decode_lines(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
 
 
 def decode_event(line: bytes) -> Event | None:
@@ -200,5 +199,5 @@ def decode_event(line: bytes) -> Event | None:
         return None
 
 
-def _decoded(found: Iterable[bytes]) -> Iterator[Event]:
-    return (event for line in found if (event := decode_event(line)) is not None)
+def _decode_lines(lines: Iterable[bytes]) -> Iterator[Event]:
+    return (event for line in lines if (event := decode_event(line)) is not None)

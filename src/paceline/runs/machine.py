@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.runs.events import Count, Few, Seconds
-from paceline.runs.reading import names, read_lines
+from paceline.runs.reading import numbered_files, read_lines
 
-FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
+_FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
 
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,8 +77,7 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
     Raises:
         OSError: the folder cannot be read.
     """
-    matches = (FILE.fullmatch(name) for name in names(run_dir))
-    return dict(sorted((int(match[1]), run_dir / match[0]) for match in matches if match))
+    return numbered_files(run_dir, _FILE)
 
 
 def read_machine(path: Path) -> Iterator[Record]:

@@ -6,6 +6,7 @@ what anybody else could have changed (owners.py).
 
 import errno
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
@@ -58,6 +59,13 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Unreadable(path, f"holds no {kind.__name__}: {error}") from None
+
+
+def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
+    """The record that a JSON file holds; None if it is not there, or cannot be read."""
+    with suppress(OSError):
+        return decode(path, kind, limit_bytes=limit_bytes)
+    return None
 
 
 def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
@@ -142,6 +150,12 @@ def names(folder: Path) -> list[str]:
         Unreadable: it is no folder, or holds too much.
     """
     return _listed(folder, lambda _: True)
+
+
+def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """The files in a folder whose names match, by the number that is group 1; otherwise as `names`."""
+    matches = (pattern.fullmatch(name) for name in names(folder))
+    return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
 def symlinks(folder: Path) -> list[str]:

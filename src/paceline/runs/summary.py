@@ -1,16 +1,24 @@
-"""How a run goes on or has ended: by its summary.json, its agent's ended.json, and as people are told."""
+"""How a run stands, as its folder tells it: summary.json of the run, and of each start ended.json (its end), nodes.json
+(which hosts are in it) and notices.jsonl (what the head's agent has found in a script).
+"""
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.runs.events import Count, Seconds
-from paceline.runs.reading import decode
+from paceline.runs.reading import decode_if_readable, read_lines
+
+NOTICES = "notices.jsonl"
+MAX_NOTICES, MAX_NOTICE_CHARS, MAX_NODE_CHARS = 100, 500, 300
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,9 +103,7 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 def read_summary(run_dir: Path) -> Summary | None:
     """The summary of a run; None if it has written none that can be read."""
-    with suppress(OSError):
-        return decode(run_dir / "summary.json", Summary)
-    return None
+    return decode_if_readable(run_dir / "summary.json", Summary)
 
 
 def write_ended(attempt_dir: Path, ended: Ended) -> None:
@@ -111,9 +117,75 @@ def write_ended(attempt_dir: Path, ended: Ended) -> None:
 
 def read_ended(attempt_dir: Path) -> Ended | None:
     """What `write_ended` wrote; None where the agent has written none: it still runs, or was killed."""
+    return decode_if_readable(attempt_dir / "ended.json", Ended)
+
+
+NodeState = Literal["in", "waits", "lost", "left", "refused"]
+
+
+class NodeNow(msgspec.Struct, frozen=True):
+    """One of them. `words` say why it is gone."""
+
+    node: int
+    host: str
+    state: NodeState
+    words: str = ""
+
+
+class NodesNow(msgspec.Struct, frozen=True):
+    """All of a run that was started with --nodes LEAST:MOST, other than 0."""
+
+    least: int
+    most: int
+    all: tuple[NodeNow, ...]
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        inside = [one.host for one in self.all if one.state == "in"]
+        asked = f"--nodes {self.least}:{self.most}"
+        groups = [f"{len(inside)} in ({asked}): {', '.join(inside)}"]
+        for state in ("waits", "lost", "left", "refused"):
+            found = [one for one in self.all if one.state == state]
+            told = ", ".join(one.host + (f" ({one.words[:MAX_NODE_CHARS]})" if one.words else "") for one in found)
+            groups += [f"{state}: {told}"] if told else []
+        return clean("; ".join(groups))
+
+
+def write_nodes(attempt_dir: Path, nodes: NodesNow) -> None:
+    """Write it down, where the disk allows."""
     with suppress(OSError):
-        return decode(attempt_dir / "ended.json", Ended)
-    return None
+        writing.replace(attempt_dir / "nodes.json", msgspec.json.encode(nodes))
+
+
+def read_nodes(attempt_dir: Path) -> NodesNow | None:
+    """What was last written; None for a run whose hosts do not come and go."""
+    return decode_if_readable(attempt_dir / "nodes.json", NodesNow)
+
+
+class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line."""
+
+    unix_time: float
+    words: str
+    step: int = 0
+    kind: str = ""
+    """what was found: "diverged", "swallowed", ...; empty for what says nothing of the script"""
+
+
+def note(attempt_dir: Path, noted: Noted) -> None:
+    """Add one; a full disk does not keep a run from going on."""
+    with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
+        file.write(msgspec.json.encode(noted) + b"\n")
+
+
+def notices(attempt_dir: Path) -> Iterator[Noted]:
+    """What was found, the oldest first; at most a hundred."""
+    with suppress(OSError):
+        for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
+            with suppress(msgspec.MsgspecError):
+                found = msgspec.json.decode(line, type=Noted)
+                yield replace(found, words=clean(found.words)[:MAX_NOTICE_CHARS])
 
 
 def scores_line(metrics: Mapping[str, float | None]) -> str:

@@ -11,9 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.runs import writing
+from paceline.runs.console import say
 from paceline.runs.events import MOST_FOLDED, RolledBack, Step, decode_event
 from paceline.runs.reading import read_lines
-from paceline.runs.terminal import say
 
 LIMIT_BYTES = 32 << 20  # of a file: then the older half of its steps are put together, two by two
 SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # of the usual step; of all steps

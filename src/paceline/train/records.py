@@ -21,7 +21,7 @@ from paceline.host.machine_log import MachineLog
 from paceline.runs import events
 from paceline.runs.events import Anatomy, Event, Traced
 from paceline.runs.summary import finite, scores_line
-from paceline.runs.track import Tracking, wanted
+from paceline.runs.trackers import Tracking, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
@@ -51,7 +51,7 @@ class Records:
         """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = Tracking(
-            wanted(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
+            tracker_names(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
 

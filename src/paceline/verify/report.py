@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.runs.tables import table_console
+from paceline.runs.console import table_console
 from paceline.verify.spec import (
     ADAPTIVE_TOLERANCE,
     CAUSES,

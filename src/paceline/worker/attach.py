@@ -25,7 +25,7 @@ from paceline.contract.failure import Failure, is_victim
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.runs import writing
-from paceline.runs.terminal import clean
+from paceline.runs.console import clean
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.unseen import unseen

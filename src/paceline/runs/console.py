@@ -1,10 +1,20 @@
-"""What may reach a terminal: words of ours, and of others without what would steer it."""
+"""Text for people: without what would steer a terminal, and numbers as they are read in a line (no torch here)."""
 
+from __future__ import annotations
+
+import math
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BARS = "▁▂▃▄▅▆▇█"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
@@ -74,3 +84,54 @@ class LiveFilter:
         if shown.endswith(b"\xc2"):  # what was taken out stood between it and what comes next
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
+
+
+def table_console(width: int = 132) -> Console:
+    """A console for tables: as wide as the terminal, or `width` columns if there is none."""
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last values, each a bar of one to eight eighths: from the least to the most of them."""
+    shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    if not abs(max(shown, key=abs)) * 0.02 < span < math.inf:  # noise is no curve
+        return BARS[1] * len(shown)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
+
+
+def format_size(size_bytes: float) -> str:
+    """1.5 GiB."""
+    value, unit = float(size_bytes), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {UNITS[unit]}"
+
+
+def format_duration(seconds: float) -> str:
+    """3 ms, 1.2 s, 4:05, 3:20:00, 2 d 5 h."""
+    if not 0 <= seconds < 1e9:
+        return "?"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours = round(seconds) // 3600
+    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else format_clock(seconds)
+
+
+def one_line(text: str, most: int) -> str:
+    """Somebody else's words in one line of at most so many characters, without what would steer a terminal."""
+    line = " ".join(clean(text[: 4 * most]).split())
+    return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
+
+
+def format_clock(seconds: float) -> str:
+    """4:05, 3:20:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

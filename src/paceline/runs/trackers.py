@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import UsageError, unknown
 
@@ -18,84 +18,65 @@ MOST_WAITING = 10_000
 PATIENCE_SECONDS = 30.0  # at the end of the run
 
 
-class Tracker(Protocol):
-    """Where numbers go."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of the state after `step` steps."""
-        ...
-
-    def close(self) -> None:
-        """All that was logged is to be kept."""
-        ...
+Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
+"""(logs numbers of the state after so many steps, keeps all that was logged)"""
 
 
-class _Tensorboard:
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        from tensorboard.summary import Writer
+def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    from tensorboard.summary import Writer
 
-        del settings
-        self._writer = Writer(str(folder / "tensorboard"))
+    del settings
+    writer = Writer(str(folder / "tensorboard"))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        # without a key wandb would ask for one on the terminal, and wait for an answer
-        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "paceline"),
-            name=folder.name,
-            dir=str(folder),
-            mode=None if known else "offline",
-            config=dict(settings),
-            settings=wandb.Settings(silent=True),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return log, writer.close
 
 
-class _Mlflow:
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        import mlflow
+def _wandb(folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    import wandb
 
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # files are what needs no server and no database
-            mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline"))
-        self._client, self._id = mlflow.MlflowClient(), mlflow.start_run(run_name=folder.name).info.run_id
-        mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
-        self._end = mlflow.end_run
+    # without a key wandb would ask for one on the terminal, and wait for an answer
+    has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "paceline"),
+        name=folder.name,
+        dir=str(folder),
+        mode=None if has_key else "offline",
+        config=dict(settings),
+        settings=wandb.Settings(silent=True),
+    )
+    return lambda step, values: run.log(dict(values), step=step), run.finish
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+
+def _mlflow(folder: Path, settings: Mapping[str, Any]) -> Tracker:
+    import mlflow
+
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # files are what needs no server and no database
+        mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline"))
+    client, run_id = mlflow.MlflowClient(), mlflow.start_run(run_name=folder.name).info.run_id
+    mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
+
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            client.log_metric(run_id, name, value, step=step)
 
-    def close(self) -> None:
-        self._end()
+    return log, mlflow.end_run
 
 
 TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = {
-    "tensorboard": ("tensorboard", _Tensorboard),
-    "wandb": ("wandb", _Wandb),
-    "mlflow": ("mlflow", _Mlflow),
+    "tensorboard": ("tensorboard", _tensorboard),
+    "wandb": ("wandb", _wandb),
+    "mlflow": ("mlflow", _mlflow),
 }
 """by name: the package that must be installed, and what begins a run there"""
 
 
-def wanted(track: str | None) -> list[str]:
+def tracker_names(track: str | None) -> list[str]:
     """The trackers named in `track`, separated by commas.
 
     Raises:
@@ -150,11 +131,11 @@ class Tracking:
         for name in names:
             self._guarded(name, lambda name=name: trackers.update({name: TRACKERS[name][1](folder, settings)}))
         while (item := self._queue.get()) is not None:
-            for name, tracker in trackers.items():
+            for name, (log, _) in trackers.items():
                 if name not in self._complaints:
-                    self._guarded(name, lambda tracker=tracker, item=item: tracker.log(*item))
-        for name, tracker in trackers.items():
-            self._guarded(name, tracker.close)
+                    self._guarded(name, lambda log=log, item=item: log(*item))
+        for name, (_, close) in trackers.items():
+            self._guarded(name, close)
 
     def _guarded(self, name: str, act: Callable[[], object]) -> None:
         try:
