@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from paceline.cli import main
 from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
 from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
-from paceline.report.live import Growing, LiveReader, RunNow
-from paceline.report.rank_now import RankNow
-from paceline.report.watch_app import Deeds, Details, RankTable, WatchApp
+from paceline.report.live import GrowingFile, LiveReader, RankNow, RunNow
+from paceline.report.watch_app import Actions, Details, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.events import Started, Step
@@ -83,7 +81,6 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     assert [round(one.waits or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
     assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
     assert (attempt / WATCHED).exists()
-    reader.close()
 
 
 def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_left_as_they_are(run: Path) -> None:
@@ -98,26 +95,31 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
     ]
     assert (now.step, now.samples_per_second, len(now.losses)) == (9, 64.0, 9)
     assert [*(run / "attempt-1").iterdir()] == []
-    reader.close()
 
 
 def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
-    with closing(Growing(path)) as file:
-        first = file.lines()
-        assert len(first) < 10_000
-        assert first[-1] == b"0099999"
-        with path.open("ab") as more:
-            more.write(b"one\ntw")
-        assert [*file.lines()] == [b"one"]
-        with path.open("ab") as more:
-            more.write(b"o\n" + b"x" * (3 << 20))
-        file.lines()
-        with path.open("ab") as more:
-            more.write(b"\nlast\n")
-        assert file.lines()[-1] == b"last"  # a line of megabytes hides nothing after it
-    assert [*Growing(tmp_path / "none").lines()] == []
+    file = GrowingFile(path)
+    first = file.lines()
+    assert len(first) < 10_000
+    assert first[-1] == b"0099999"
+    with path.open("ab") as more:
+        more.write(b"one\ntw")
+    assert [*file.lines()] == [b"one"]
+    with path.open("ab") as more:
+        more.write(b"o\n" + b"x" * (3 << 20))
+    file.lines()
+    with path.open("ab") as more:
+        more.write(b"\nlast\n")
+    assert file.lines()[-1] == b"last"  # a line of megabytes hides nothing after it
+    (tmp_path / "thinned").write_bytes(b"old\n" * 3)
+    (tmp_path / "thinned").rename(path)
+    assert [*file.lines()] == []  # as a writer leaves it that puts old records together: they were seen before
+    with path.open("ab") as more:
+        more.write(b"new\n")
+    assert [*file.lines()] == [b"new"]
+    assert [*GrowingFile(tmp_path / "none").lines()] == []
 
 
 def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
@@ -128,7 +130,6 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
     reader = LiveReader(run, may_ask=False)
     (one,) = reader.look(None).ranks
     assert (one.use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
-    reader.close()
 
 
 def many(count: int, tick: int = 0) -> RunNow:
@@ -141,8 +142,8 @@ def many(count: int, tick: int = 0) -> RunNow:
     return RunNow(ranks, live=True, step=7 + tick, losses=(2.0, 1.0), words="rank 150 is slow: [red]0.25 s")
 
 
-def on_screen(deeds: Deeds, act: Callable[[WatchApp, Any], Awaitable[None]], width: int = 80) -> WatchApp:
-    app = WatchApp(deeds)
+def on_screen(actions: Actions, act: Callable[[WatchApp, Any], Awaitable[None]], width: int = 80) -> WatchApp:
+    app = WatchApp(actions)
 
     async def drive() -> None:
         async with app.run_test(size=(width, 24)) as pilot:
@@ -154,14 +155,16 @@ def on_screen(deeds: Deeds, act: Callable[[WatchApp, Any], Awaitable[None]], wid
     return app
 
 
-def deeds(look: Callable[[], tuple[RunNow, RunState]], told: list[str] | None = None) -> Deeds:
+def actions(look: Callable[[], tuple[RunNow, RunState]], told: list[str] | None = None) -> Actions:
     told = [] if told is None else told
 
     def say(word: str) -> str:
         told.append(word)
         return HOSTILE
 
-    return Deeds(look, lambda n: f"{HOSTILE} stack of {n}", lambda _: HOSTILE, lambda: say("save"), lambda: say("stop"))
+    return Actions(
+        look, lambda n: f"{HOSTILE} stack of {n}", lambda _: HOSTILE, lambda: say("save"), lambda: say("stop")
+    )
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -192,7 +195,7 @@ def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> Non
         assert "\x1b" not in shown
         assert "\u202e" not in shown
 
-    on_screen(deeds(lambda: (many(200), standing), told), act, width)
+    on_screen(actions(lambda: (many(200), standing), told), act, width)
     assert sorted(told) == ["save", "stop"]
 
 
@@ -204,7 +207,7 @@ def test_the_order_is_said_before_what_else_there_is_to_say(words: str, note: st
         await pilot.press("s")
         assert str(app.query_one("#note", Static).content) == note
 
-    on_screen(deeds(lambda: (RunNow(live=True, words=words), RUNNING)), sort)
+    on_screen(actions(lambda: (RunNow(live=True, words=words), RUNNING)), sort)
 
 
 def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
@@ -213,14 +216,14 @@ def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
             await pilot.pause(0.01)
 
     states = itertools.chain(["running"], itertools.repeat("done"))
-    app = on_screen(deeds(lambda: (many(2), RunState(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
+    app = on_screen(actions(lambda: (many(2), RunState(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
     assert app.seen is not None
     assert app.seen[1].state == "done"
 
     def fail() -> tuple[RunNow, RunState]:
         raise OSError("gone") if next(states) else AssertionError
 
-    app = WatchApp(deeds(fail))
+    app = WatchApp(actions(fail))
     asyncio.run(app.run_async(headless=True))
     assert isinstance(app.failure, OSError)
 
@@ -276,7 +279,7 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
     watched = command._Run(training, Means(("ssh",), slurm=False))
-    told = Deeds(watched.look, watched.stack, watched.log, watched.save, watched.stop)
+    told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(90):  # else a key without effect is a test without an end
@@ -306,9 +309,6 @@ def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(trai
         await pilot.press("escape", "x", "y")
         await until(pilot, lambda: not app.is_running)
 
-    try:
-        app = on_screen(told, act)
-    finally:
-        watched.close()
+    app = on_screen(told, act)
     assert app.seen is not None
     assert app.seen[1].state == "saved"

@@ -12,8 +12,7 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import out_path
 from paceline.errors import ExitCode, UsageError
-from paceline.report.rank_log import PHASES, RankLog
-from paceline.report.run import WholeRun, thinned, whole_run
+from paceline.report.run import PHASES, RankLog, WholeRun, thinned, whole_run
 from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Evaluated
@@ -111,7 +110,7 @@ def _of_steps(log: RankLog) -> Iterator[Span]:
 
 
 def _beside_steps(log: RankLog) -> Iterator[Span]:
-    for at, event in log.told:
+    for at, event in log.events:
         if isinstance(event, Evaluated):
             yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)
         elif isinstance(event, Checkpointed):

@@ -7,8 +7,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from paceline.report.rank_log import PHASES, RankLog
-from paceline.report.run import WholeRun
+from paceline.report.run import PHASES, RankLog, WholeRun
 from paceline.runs.console import clean
 from paceline.runs.events import Evaluated
 from paceline.runs.machine import MachineUse

@@ -1,68 +1,49 @@
-"""Reads a run while it goes on: what is new since the last look, and of long files only the end.
+"""A run while it runs: each rank's phase, speed and waiting, read at each look from what is new in its folder.
 
-The head agent of a run, if it is asked, writes how each rank gets on at this moment (`Live` in contract/evidence.py).
-Other runs have what the ranks themselves write: their last step, and for how long nothing has come.
+The head agent of a run, if it is asked, writes how each rank is at this moment (`Live` in contract/evidence.py). Other
+runs have what the ranks themselves write: their last step, and for how long nothing has come.
 """
 
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live
-from paceline.guard.detectors import Spent, slow_rank
-from paceline.report.rank_now import HISTORY, History, RankNow
+from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
+from paceline.guard.detectors import OWN, Spent, slow_rank
 from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
-from paceline.runs.machine import MachineUse, decode_record, machine_files
+from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, machine_files
 from paceline.runs.owners import opened
-from paceline.runs.reading import decode
+from paceline.runs.reading import decode_if_readable
 
 FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # from its end at first, then at most at each look
 SILENT_SECONDS = 5.0  # an agent that writes each second
 WINDOW_STEPS = 50
+HISTORY = 120
+RECENT = 10  # looks over which shares are taken
 
 
-class Growing:
-    """The new lines of a file, at each look; at the first one those at its end."""
+@dataclass(frozen=True)
+class RankNow:
+    """A rank as it is shown."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._descriptor, self._offset, self._rest = path, -1, 0, b""
-
-    def lines(self) -> Sequence[bytes]:
-        """The whole lines that are new."""
-        with suppress(OSError):
-            if self._descriptor < 0:
-                self._open()
-            elif self._path.lstat().st_ino != os.fstat(self._descriptor).st_ino:  # thinned: old ones are put together
-                self.close()
-                self._open()
-                self._offset, self._rest = os.fstat(self._descriptor).st_size, b""
-            size = os.fstat(self._descriptor).st_size
-            if size - self._offset > LOOK_BYTES:  # more than anybody reads in a second: what is old is left out
-                self._offset, self._rest = size - LOOK_BYTES, b""
-            data = os.pread(self._descriptor, LOOK_BYTES, self._offset)
-            self._offset += len(data)
-            *whole, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > LOOK_BYTES:
-                self._rest = b""
-            return whole
-        return ()
-
-    def _open(self) -> None:
-        with opened(self._path) as it:
-            self._descriptor, self._offset = os.dup(it.descriptor), max(0, it.found.st_size - FIRST_BYTES)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+    rank: int
+    host: str = ""
+    phase: str = ""  # empty: nobody says
+    ended: str = ""
+    step: int = 0
+    work_seconds: tuple[float, ...] = ()  # of its own work in a step, at the last looks
+    waits: float | None = None  # the part of its time that it waits for others
+    still_seconds: float = 0.0
+    use: RankUse | None = None
+    gpu: GpuUse | None = None
+    slowest: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +61,94 @@ class RunNow:
     words: str = ""  # who is slow
 
 
+class GrowingFile:
+    """The new lines of a file, at each look; at the first one those at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
+
+    def lines(self) -> Sequence[bytes]:
+        """The whole lines that are new."""
+        with suppress(OSError), opened(self._path) as file:
+            size = file.found.st_size
+            if file.found.st_ino != self._inode:  # after the first look: thinned, old ones are put together
+                self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
+                self._inode = file.found.st_ino
+            if size - self._offset > LOOK_BYTES:  # more than anybody reads in a second: what is old is left out
+                self._offset, self._rest = size - LOOK_BYTES, b""
+            data = os.pread(file.descriptor, LOOK_BYTES, self._offset)
+            self._offset += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > LOOK_BYTES:
+                self._rest = b""
+            return whole
+        return ()
+
+
+class RankHistory:
+    """What was seen of one rank at the last looks."""
+
+    def __init__(self, rank: int) -> None:
+        self.host, self.node = "", 0
+        self._now = RankNow(rank)
+        self._looks: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=RECENT + 1)  # step, seconds, waiting
+        self._work: deque[float] = deque(maxlen=HISTORY)
+        self._last: Step | None = None
+
+    def see_live(self, rank: LiveRank) -> None:
+        """Take in what its agent says."""
+        ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
+        # restarted, or gone back; or what it has written itself was all that was known
+        if self._last is not None or (self._looks and rank.step < self._looks[-1][0]):
+            self._looks.clear()
+            self._last = None
+        before = self._looks[-1] if self._looks else None
+        self._looks.append((rank.step, rank.phase_seconds, rank.waiting))
+        if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
+            spent = _differences(before[1], rank.phase_seconds)
+            self._work.append(sum(spent[phase] for phase in OWN if spent) / (rank.step - before[0]))
+        self.host, self.node = rank.host, rank.node
+        self._now = replace(
+            self._now, phase="" if ended else rank.phase, ended=ended, step=rank.step, still_seconds=rank.still_seconds
+        )
+
+    def see_step(self, step: Step) -> None:
+        """Take in a step that it has written down."""
+        if self._last is None:  # its agent has fallen silent
+            self._looks.clear()
+        self._last = step
+        seconds = {**step.phase_seconds} or {"forward": step.seconds}
+        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in OWN))
+        before = self._looks[-1][1] if self._looks else (0.0,) * len(Phase)
+        total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
+        self._looks.append((step.step, total, False))
+        self._now = replace(self._now, step=step.step)
+
+    def spent(self) -> tuple[float, ...] | None:
+        """Seconds a step in each phase, lately; None where nobody says."""
+        if len(self._looks) < 2 or not (steps := self._looks[-1][0] - self._looks[0][0]):
+            return None
+        if any(len(seconds) != len(Phase) for _, seconds, _ in self._looks):
+            return None
+        return tuple(seconds / steps for seconds in _differences(self._looks[0][1], self._looks[-1][1]))
+
+    def now(self) -> RankNow:
+        """How it is to be shown."""
+        spent, still = self.spent(), self._now.still_seconds
+        of_steps = sum(spent[phase] for phase in (*OWN, Phase.SYNC)) if spent else 0.0
+        if spent and of_steps > 0:
+            waits = spent[Phase.SYNC] / of_steps
+        else:  # a script: how often its watcher saw it wait
+            waits = sum(waiting for _, _, waiting in self._looks) / len(self._looks) if self._looks else None
+        if self._last is not None and not self._now.phase:
+            still = max(0.0, time.time() - self._last.unix_time)
+        return replace(self._now, host=self.host, waits=waits, work_seconds=tuple(self._work), still_seconds=still)
+
+
+def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    return [max(0.0, b - a) for a, b in zip(before, now, strict=True)] if len(now) == len(before) else []
+
+
 class LiveReader:
     """Reads one run, look by look. Without `may_ask` nothing is written into its folder."""
 
@@ -88,8 +157,8 @@ class LiveReader:
         self._attempt: Path | None = None
         self._live_time, self._live_seconds = 0.0, float("-inf")  # its agent's clock, and when we saw that change
         self._seen_live = False  # once: what was there before we came is old
-        self._events: dict[int, Growing] = {}
-        self._ranks: dict[int, History] = {}
+        self._events: dict[int, GrowingFile] = {}
+        self._ranks: dict[int, RankHistory] = {}
         self._steps: deque[Step] = deque(maxlen=HISTORY)
         self._saved: int | None = None
 
@@ -99,20 +168,21 @@ class LiveReader:
             self._attempt, self._seen_live, self._live_seconds = attempt, False, float("-inf")
             self._ranks = {}
         if self.may_ask and attempt is not None:
-            with suppress(OSError):  # a full disk: then we see what the ranks write
-                refresh(attempt / WATCHED)
+            # on a full disk we see what the ranks write
+            with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
+                os.utime(file.fileno())
         live = self._read_live(attempt) if attempt is not None else None
         with suppress(OSError):
             self._read_events(all_ranks=live is None)
-        for one in live.ranks if live is not None else ():
-            self._ranks.setdefault(one.rank, History(one.rank)).see_live(one)
+        for rank in live.ranks if live is not None else ():
+            self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).see_live(rank)
         machines = self._read_machines()
         rates = _rates(self._steps)
-        ranks = [history.now() for _, history in sorted(self._ranks.items())]
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
+        slowest = slow.rank if slow is not None else None
         return RunNow(
-            ranks=tuple(_with_use(one, machines, self._ranks[one.rank], slow and slow.rank) for one in ranks),
+            ranks=tuple(_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
@@ -123,34 +193,27 @@ class LiveReader:
             words=slow.words if slow is not None else "",
         )
 
-    def close(self) -> None:
-        """Let go of the files."""
-        for file in self._events.values():
-            file.close()
-        self._events = {}
-
     def _read_live(self, attempt: Path) -> Live | None:
-        try:
-            found = decode(attempt / LIVE, Live, limit_bytes=MAX_LIVE_BYTES)
-        except OSError:
+        live = decode_if_readable(attempt / LIVE, Live, limit_bytes=MAX_LIVE_BYTES)
+        if live is None:
             return None
         now = time.monotonic()
-        if found.unix_time != self._live_time:  # clocks of two machines are not compared: it has changed, that counts
+        if live.unix_time != self._live_time:  # clocks of two machines are not compared: it has changed, that counts
             if self._seen_live:
                 self._live_seconds = now
-            self._live_time = found.unix_time
+            self._live_time = live.unix_time
         self._seen_live = True
-        return found if now < self._live_seconds + SILENT_SECONDS else None
+        return live if now < self._live_seconds + SILENT_SECONDS else None
 
     def _read_events(self, *, all_ranks: bool) -> None:
         for rank in event_files(self.run_dir) if all_ranks else [0]:
-            file = self._events.setdefault(rank, Growing(self.run_dir / f"events-{rank}.jsonl"))
+            file = self._events.setdefault(rank, GrowingFile(self.run_dir / f"events-{rank}.jsonl"))
             for line in file.lines():
                 if (event := decode_event(line)) is not None:
                     self._take(rank, event, all_ranks=all_ranks)
 
     def _take(self, rank: int, event: Event, *, all_ranks: bool) -> None:
-        history = self._ranks.setdefault(rank, History(rank)) if all_ranks else None
+        history = self._ranks.setdefault(rank, RankHistory(rank)) if all_ranks else None
         match event:
             case Step():
                 if rank == 0:
@@ -168,19 +231,18 @@ class LiveReader:
                 pass
 
     def _read_machines(self) -> dict[int, MachineUse]:
-        found: dict[int, MachineUse] = {}
+        machines: dict[int, MachineUse] = {}
         with suppress(OSError):
             for node, path in machine_files(self.run_dir).items():
-                with closing(Growing(path)) as file:
-                    records = (decode_record(line) for line in reversed(file.lines()))
-                    newest = next((record for record in records if isinstance(record, MachineUse)), None)
+                records = map(decode_record, reversed(GrowingFile(path).lines()))
+                newest = next((record for record in records if isinstance(record, MachineUse)), None)
                 if newest is not None:
-                    found[node] = newest
-        return found
+                    machines[node] = newest
+        return machines
 
     def _spent(self) -> Spent:
-        found = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
-        return found if len(found) == len(self._ranks) else {}
+        known = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
+        return known if len(known) == len(self._ranks) else {}
 
 
 def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
@@ -192,22 +254,13 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
 
 
-def _with_use(one: RankNow, machines: dict[int, MachineUse], history: History, slowest: int | None) -> RankNow:
-    one = replace(one, slowest=slowest == one.rank)
+def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankNow:
+    now = history.now()
+    now = replace(now, slowest=slowest == now.rank)
     nodes = sorted(machines, key=lambda node: node != history.node)
-    machine = next((machines[node] for node in nodes if one.rank in machines[node].ranks), None)
+    machine = next((machines[node] for node in nodes if now.rank in machines[node].ranks), None)
     if machine is None:
-        return one
-    place = sorted(machine.ranks).index(one.rank)  # ranks take the GPUs of their node in order
+        return now
+    place = sorted(machine.ranks).index(now.rank)  # ranks take the GPUs of their node in order
     gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
-    return replace(one, host=one.host or machine.host, use=machine.ranks[one.rank], gpu=gpu)
-
-
-def refresh(path: Path) -> None:
-    """Make a file of ours, or make it younger.
-
-    Raises:
-        OSError: it cannot be done.
-    """
-    with os.fdopen(writing.keep(path), "r+b", 0) as file:
-        os.utime(file.fileno())
+    return replace(now, host=now.host or machine.host, use=machine.ranks[now.rank], gpu=gpu)

@@ -1,4 +1,4 @@
-"""A whole run as its folder tells it: what each rank did in each step, what was found, saved, said. In bounded memory.
+"""All that the folder of a run holds: the steps of each rank, what was found, saved and printed. In bounded memory.
 
 Whatever cannot be read is left out and noted: a page that lacks a part is better than none.
 """
@@ -17,19 +17,132 @@ import msgspec
 from paceline.contract.failure import Failure
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
-from paceline.report.rank_log import MOST_OF_A_KIND, RankLog
 from paceline.runs.console import clean
-from paceline.runs.events import Started, decode_event, event_files
+from paceline.runs.events import (
+    Anatomy,
+    Ended,
+    Event,
+    RolledBack,
+    Samples,
+    Started,
+    Step,
+    Traced,
+    decode_event,
+    event_files,
+)
 from paceline.runs.folder import CONFIG, attempt_number, failure_records, launched_attempt
 from paceline.runs.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.runs.reading import decode, decode_toml, folders, read_lines
 from paceline.runs.summary import Noted, Summary, notices, read_summary
 
+PHASES = ("data", "forward", "backward", "sync", "optimizer")
+MOST_OF_A_KIND, MOST_LISTED = 2000, 64  # records of a rank; micro-batches whose samples are listed
 MOST_RANKS, MOST_CHARS = 4096, 2000
 MOST_BYTES, MOST_TRACED = 1 << 30, 64 * MOST_OF_A_KIND  # of all ranks
 MOST_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # which may be longer
 MOST_SAMPLES = 20_000  # of a machine
 MOST_VERDICTS, MOST_NOTED = 100, 100
+
+
+class StepColumns:
+    """The steps of one rank, a column each, in the order in which they were written down: little memory for many."""
+
+    def __init__(self) -> None:
+        self.step, self.epoch = array("q"), array("q")
+        self.samples, self.consumed = array("q"), array("q")  # of the global batch; by this rank
+        self.ended, self.seconds = array("d"), array("d")  # ended: unix time, on node 0's clock
+        self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm is NaN if it is not known
+        self.follows = array("b")  # 1: nothing was between it and the row before
+        self.phases = tuple(array("d") for _ in PHASES)
+
+    def add(self, event: Step, *, follows: bool) -> None:
+        """Append a row."""
+        self.follows.append(follows)
+        self.step.append(event.step)
+        self.epoch.append(event.epoch)
+        self.samples.append(event.samples)
+        self.consumed.append(event.consumed)
+        self.ended.append(event.unix_time)
+        self.seconds.append(event.seconds)
+        self.loss.append(event.loss if not event.skipped else float("nan"))
+        self.lr.append(event.lr)
+        self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
+        spent, (data, forward, backward, sync, optimizer) = event.phase_seconds.get, self.phases
+        data.append(spent("data", event.data_seconds))  # no loop: there may be a million
+        forward.append(spent("forward", 0.0))
+        backward.append(spent("backward", 0.0))
+        sync.append(spent("sync", 0.0))
+        optimizer.append(spent("optimizer", 0.0))
+
+
+@dataclass
+class RankLog:
+    """What one rank has written down, over all starts."""
+
+    rank: int
+    most_traced: int = MOST_OF_A_KIND
+    started: list[Started] = field(default_factory=list[Started])
+    steps: StepColumns = field(default_factory=StepColumns)
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """rows of `steps` that count: later starts have not repeated them"""
+    thrown_away: int = 0
+    idle_seconds: float = 0.0  # between starts
+    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
+    samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
+    anatomy: Anatomy | None = None  # the newest
+    traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
+    events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
+    """evaluations, checkpoints, notices, steps left out, the end: when (as near as is known), and what"""
+
+    _after_step = False
+
+    def take(self, event: Event) -> None:
+        """Take in the next record."""
+        steps, follows = self.steps, self._after_step
+        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
+        match event:
+            case Step():
+                steps.add(event, follows=follows and event.steps == 1)
+                self._after_step = event.steps == 1
+                self.rows.append(len(steps.step) - 1)
+                self.share = event.share
+            case Samples():
+                if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MOST_LISTED):
+                    self.samples.append(event)
+            case Traced():
+                self.traced[event.step] = event
+                if len(self.traced) > self.most_traced:
+                    del self.traced[next(iter(self.traced))]
+            case Anatomy():
+                self.anatomy = event
+            case Started():
+                if self.started:
+                    self.idle_seconds += max(0.0, event.unix_time - self._last())
+                del self.started[MOST_OF_A_KIND:]
+                self.started.append(event)
+                self._back_to(event.start_step)
+            case RolledBack():
+                self._back_to(event.to)
+                self._keep(event)
+            case _:
+                self._keep(event)
+
+    def _back_to(self, step: int) -> None:
+        while self.rows and self.steps.step[self.rows[-1]] > step:
+            self.rows.pop()
+            self.thrown_away += 1
+
+    def _keep(self, event: Event) -> None:
+        own = event.unix_time if isinstance(event, Ended) else 0.0
+        if len(self.events) < MOST_OF_A_KIND:
+            self.events.append((own or self._last(), event))
+
+    def _last(self) -> float:
+        return max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
+
+    def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
+        """Those of `events` that are of a kind, with their times."""
+        return ((at, event) for at, event in self.events if isinstance(event, kind))
 
 
 @dataclass

@@ -24,7 +24,7 @@ ROWS_A_LOOK = 32  # of a higher terminal not every look is drawn: to draw a row 
 
 
 @dataclass(frozen=True)
-class Deeds:
+class Actions:
     """What the screen can have done; each may take seconds, and raises PacelineError or OSError where it cannot."""
 
     look: Callable[[], tuple[RunNow, RunState]]
@@ -57,9 +57,9 @@ class Details(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "back")]
 
-    def __init__(self, rank: int, deeds: Deeds) -> None:
+    def __init__(self, rank: int, actions: Actions) -> None:
         super().__init__()
-        self._rank, self._deeds = rank, deeds
+        self._rank, self._actions = rank, actions
 
     def compose(self) -> ComposeResult:
         """Two parts, each as long as it is."""
@@ -72,8 +72,8 @@ class Details(ModalScreen[None]):
 
     async def on_mount(self) -> None:
         """Ask for both; the answer about the stack may take seconds."""
-        self.run_worker(self._fill("log", self._deeds.log))
-        self.run_worker(self._fill("stack", self._deeds.stack))
+        self.run_worker(self._fill("log", self._actions.log))
+        self.run_worker(self._fill("stack", self._actions.stack))
 
     async def _fill(self, name: str, ask: Callable[[int], str]) -> None:
         text = await _told(lambda: ask(self._rank))
@@ -107,9 +107,9 @@ class WatchApp(App[None]):
         Binding("q,ctrl+c", "quit", "leave"),
     ]
 
-    def __init__(self, deeds: Deeds) -> None:
+    def __init__(self, actions: Actions) -> None:
         super().__init__()
-        self._deeds = deeds
+        self._actions = actions
         self._order = 0
         self._shown: list[tuple[int, list[Text]]] = []  # the table as it is: rank, cells
         self._form: list[str] = []  # its columns
@@ -135,7 +135,7 @@ class WatchApp(App[None]):
     async def _follow(self) -> None:
         for look in itertools.count():
             try:
-                self.seen = await asyncio.to_thread(self._deeds.look)
+                self.seen = await asyncio.to_thread(self._actions.look)
             except Exception as error:  # the folder has gone, say: told once the terminal is whole again
                 self.failure = error
                 self.exit()
@@ -159,7 +159,7 @@ class WatchApp(App[None]):
         self.screen_stack[0].query_one("#title", Static).update(title(standing))
         self.screen_stack[0].query_one("#progress", Static).update(progress(now, standing, self.size.width - 2))
         self._draw_table(now)
-        note = footnote(now, may_act=self._deeds.may_act)
+        note = footnote(now, may_act=self._actions.may_act)
         if self._order:
             note = Text("  ·  ", "dim").join([Text(ORDERS[self._order][0], "dim"), *([note] if note else [])])
         self.screen_stack[0].query_one("#note", Static).update(note)
@@ -203,11 +203,11 @@ class WatchApp(App[None]):
         """Enter, in the table: show the rank under the cursor."""
         row = self.query_one(RankTable).cursor_row
         if 0 <= row < len(self._shown):
-            self.push_screen(Details(self._shown[row][0], self._deeds))
+            self.push_screen(Details(self._shown[row][0], self._actions))
 
     def action_save(self) -> None:
         """Ask for a checkpoint."""
-        self.run_worker(self._do(self._deeds.save))
+        self.run_worker(self._do(self._actions.save))
 
     def action_stop(self) -> None:
         """Ask for the end, if that is meant."""
@@ -216,7 +216,7 @@ class WatchApp(App[None]):
 
         def then(sure: bool | None) -> None:
             if sure:
-                self.run_worker(self._do(self._deeds.stop))
+                self.run_worker(self._do(self._actions.stop))
 
         name = one_line(self.seen[1].name, 50)
         self.push_screen(Asked(f"End {name}? It saves its state first, and can be resumed."), then)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from paceline.report.live import RunNow
-from paceline.report.rank_now import RankNow
+from paceline.report.live import RankNow, RunNow
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.machine import GpuUse
 from paceline.runs.summary import LIVE, RunState

@@ -12,8 +12,7 @@ from statistics import median
 from paceline.bench.runs import Run, Spent, between_meetings
 from paceline.bench.shares import StepParts, take_apart
 from paceline.report.happened import wall
-from paceline.report.rank_log import PHASES, RankLog
-from paceline.report.run import WholeRun, thinned
+from paceline.report.run import PHASES, RankLog, WholeRun, thinned
 
 WARM_UP, MOST_STEPS, MOST_SPENT = 5, 1000, 200_000
 NAMED = 0.08  # of a step: waiting for less blames nobody
