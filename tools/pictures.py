@@ -30,7 +30,7 @@ from pathlib import Path
 
 from markupsafe import escape
 
-from paceline.report.explain import Drawing, drawings
+from paceline.report.figures import Drawing, drawings
 from paceline.report.run import whole_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from paceline.contract.facts import (
     SeenStep,
     kept_batches,
 )
-from paceline.runs.summary import Noted
+from paceline.runs.attempt import Noted
 from paceline.verify.finding import Remark, same_leaf, unlike
 from paceline.verify.script_page import judged, mistakes, script_page
 

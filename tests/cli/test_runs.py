@@ -15,9 +15,10 @@ from tests.errors import raises
 
 from paceline.cli import runs
 from paceline.cli.run_state import run_state
+from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.events import Evaluated, Started, Step
 from paceline.runs.folder import create_attempt_dir
-from paceline.runs.summary import Ended, RunState, Summary, write_ended, write_summary
+from paceline.runs.summary import RunState, Summary, write_summary
 from paceline.runs.writers import EventWriter
 
 

@@ -16,9 +16,9 @@ from tests.rendered import rendered
 from paceline.cli import analyze
 from paceline.report.analysis import Analysis, logged
 from paceline.report.run import whole_run
+from paceline.runs.attempt import TimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
 from paceline.runs.folder import create_attempt_dir
-from paceline.runs.log_times import TimesWriter
 from paceline.runs.writers import EventWriter
 
 LOSSES = [2.3 * 0.97**number for number in range(100)]
@@ -112,7 +112,7 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
     run.mkdir()
     log = create_attempt_dir(run)[1] / "rank-0.log"
     now = 1_000_000.0
-    monkeypatch.setattr("paceline.runs.log_times.time.time", lambda: now)
+    monkeypatch.setattr("paceline.runs.attempt.time.time", lambda: now)
     writer = TimesWriter(log)
     with log.open("a") as file:
         for number, loss in enumerate(LOSSES):

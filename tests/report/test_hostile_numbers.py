@@ -20,7 +20,7 @@ from paceline.cli.trace import trace_events
 from paceline.errors import UsageError
 from paceline.report import run as reading
 from paceline.report.analysis import Analyzer
-from paceline.report.explain import drawings
+from paceline.report.figures import drawings
 from paceline.report.page import report_page
 from paceline.report.run import whole_run
 from paceline.runs.console import sparkline

@@ -12,7 +12,7 @@ from tests.rendered import rendered
 from tests.report.folders import make_run
 
 from paceline.contract.failure import Failure
-from paceline.report.happened import breakdowns, learned, remedy, started_again
+from paceline.report.outcome import failures, learned, remedy, restarts
 from paceline.report.page import report_page
 from paceline.report.run import whole_run
 from paceline.runs.events import Started, Step
@@ -29,14 +29,14 @@ def test_a_loss_that_falls_and_one_that_does_not(tmp_path: Path) -> None:
 
 def test_restarts_are_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    assert started_again(whole_run(folder)) == ""
+    assert restarts(whole_run(folder)) == ""
     with EventWriter(folder / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 2, "n1", 2, "cpu", 2000.0, generation=1, start_step=30))
         writer.write(Step(31, 0, 1.0, 64, 1e-3, 0.1, 0.0, 2001.0))
     run = whole_run(folder)
-    rendered(started_again(run))
+    rendered(restarts(run))
     assert run.first is not None and (run.first.thrown_away, len(run.first.rows)) == (10, 31)
-    assert started_again(run) in report_page([run], "x")
+    assert restarts(run) in report_page([run], "x")
 
 
 @pytest.mark.parametrize("code", [5, 1, 3])
@@ -47,7 +47,7 @@ def test_a_failure_is_told_in_its_own_words_with_what_to_try(code: int, tmp_path
         (folder / "attempt-1" / f"error-{rank}.json").write_bytes(msgspec.json.encode(failure))
     run = whole_run(folder)
     run.state = "failed"
-    assert [who for who, _ in breakdowns(run)] == ["rank 1 (n1)"]  # not the one that only lost its peer
+    assert [who for who, _ in failures(run)] == ["rank 1 (n1)"]  # not the one that only lost its peer
     text = report_page([run], "x")
     assert html.escape("<b>broke</b>") + " and more" * 60 in text  # all that it said
     assert re.search("failed</td>.{0,30}>rank 1", text)

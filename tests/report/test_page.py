@@ -15,7 +15,7 @@ from tests.report.folders import make_run
 
 from paceline.cli import report
 from paceline.errors import UsageError
-from paceline.report.explain import drawings
+from paceline.report.figures import drawings
 from paceline.report.page import report_page
 from paceline.report.run import whole_run
 from paceline.runs.events import Samples

@@ -36,9 +36,9 @@ from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
 from paceline.runs import writing
+from paceline.runs.attempt import NodeNow, NodesNow, NodeState, write_nodes
 from paceline.runs.console import MAX_NAMES, say
 from paceline.runs.folder import INVITATION
-from paceline.runs.summary import NodeNow, NodesNow, NodeState, write_nodes
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0

@@ -50,8 +50,8 @@ from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, war
 from paceline.guard.sentences import named, verb
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.runs import writing
+from paceline.runs.attempt import Noted, note
 from paceline.runs.console import say
-from paceline.runs.summary import Noted, note
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning

@@ -36,7 +36,7 @@ from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
 from paceline.runs import writing
-from paceline.runs.log_times import TimesWriter
+from paceline.runs.attempt import TimesWriter
 
 OURS = "PACELINE_"
 THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run

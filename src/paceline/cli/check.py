@@ -13,8 +13,8 @@ from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts
 from paceline.contract.job import JobSpec
 from paceline.errors import ExitCode, UsageError
 from paceline.runs import reading, writing
+from paceline.runs.attempt import notices
 from paceline.runs.console import clean, say
-from paceline.runs.summary import notices
 from paceline.verify.script_page import judged, mistakes, script_page
 
 CHECKED = "paceline.worker.checked"

@@ -16,7 +16,7 @@ from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.report.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.report.logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 from paceline.runs.console import clock
 from paceline.runs.reading import is_file
 from paceline.runs.summary import LIVE

@@ -12,7 +12,7 @@ from paceline.cli.finding import find_run, newest_run
 from paceline.cli.flags import out_path
 from paceline.cli.run_state import standing
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.report.explain import drawings
+from paceline.report.figures import drawings
 from paceline.report.page import MARK, report_page
 from paceline.report.run import WholeRun, whole_run
 from paceline.runs import writing

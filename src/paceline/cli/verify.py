@@ -19,7 +19,7 @@ from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
-from paceline.runs.summary import read_ended
+from paceline.runs.attempt import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport

@@ -17,9 +17,9 @@ import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
 from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.runs.attempt import read_ended
 from paceline.runs.progress import REPORT_SECONDS, ProgressLine
 from paceline.runs.reading import read
-from paceline.runs.summary import read_ended
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.report.figures import Figure, line
-from paceline.report.rank_logs import log_times, rank_logs
+from paceline.report.logs import log_times, rank_logs
 from paceline.report.run import WholeRun
 from paceline.runs.console import clean
 from paceline.runs.events import Evaluated, Step, event_files, read_events

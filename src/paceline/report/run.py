@@ -17,6 +17,7 @@ import msgspec
 from paceline.contract.failure import Failure
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.runs.attempt import Noted, notices
 from paceline.runs.console import clean
 from paceline.runs.events import (
     Anatomy,
@@ -33,7 +34,7 @@ from paceline.runs.events import (
 from paceline.runs.folder import CONFIG, attempt_number, failure_records, launched_attempt
 from paceline.runs.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.runs.reading import decode, decode_toml, folders, read_lines
-from paceline.runs.summary import Noted, Summary, notices, read_summary
+from paceline.runs.summary import Summary, read_summary
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
 MOST_OF_A_KIND, MOST_LISTED = 2000, 64  # records of a rank; micro-batches whose samples are listed

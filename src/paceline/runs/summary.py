@@ -1,24 +1,15 @@
-"""How a run stands, as its folder tells it: summary.json of the run, and of each start ended.json (its end), nodes.json
-(which hosts are in it) and notices.jsonl (what the head's agent has found in a script).
-"""
+"""How a run stands and has ended: its summary.json, the state that people are shown, and its scores (no torch here)."""
 
 import math
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from paceline.runs import writing
-from paceline.runs.console import clean
 from paceline.runs.events import Count, Seconds
-from paceline.runs.reading import decode_if_readable, read_lines
-
-NOTICES = "notices.jsonl"
-MAX_NOTICES, MAX_NOTICE_CHARS, MAX_NODE_CHARS = 100, 500, 300
+from paceline.runs.reading import decode_if_readable
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,13 +79,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.run_dir).name
 
 
-class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a start ended, by the word of node 0's agent: its exit code, and in a line what it failed of."""
-
-    exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
-    words: str = ""
-
-
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write `run_dir`/summary.json whole, or not at all."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
@@ -104,88 +88,6 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 def read_summary(run_dir: Path) -> Summary | None:
     """The summary of a run; None if it has written none that can be read."""
     return decode_if_readable(run_dir / "summary.json", Summary)
-
-
-def write_ended(attempt_dir: Path, ended: Ended) -> None:
-    """Write attempt-N/ended.json: how the whole start ended, on all nodes, also of any script.
-
-    Whole or not at all; a full disk does not change how a run ends.
-    """
-    with suppress(OSError):
-        writing.replace(attempt_dir / "ended.json", msgspec.json.encode(ended))
-
-
-def read_ended(attempt_dir: Path) -> Ended | None:
-    """What `write_ended` wrote; None where the agent has written none: it still runs, or was killed."""
-    return decode_if_readable(attempt_dir / "ended.json", Ended)
-
-
-NodeState = Literal["in", "waits", "lost", "left", "refused"]
-
-
-class NodeNow(msgspec.Struct, frozen=True):
-    """One of them. `words` say why it is gone."""
-
-    node: int
-    host: str
-    state: NodeState
-    words: str = ""
-
-
-class NodesNow(msgspec.Struct, frozen=True):
-    """All of a run that was started with --nodes LEAST:MOST, other than 0."""
-
-    least: int
-    most: int
-    all: tuple[NodeNow, ...]
-
-    @property
-    def line(self) -> str:
-        """For people."""
-        inside = [one.host for one in self.all if one.state == "in"]
-        asked = f"--nodes {self.least}:{self.most}"
-        groups = [f"{len(inside)} in ({asked}): {', '.join(inside)}"]
-        for state in ("waits", "lost", "left", "refused"):
-            found = [one for one in self.all if one.state == state]
-            told = ", ".join(one.host + (f" ({one.words[:MAX_NODE_CHARS]})" if one.words else "") for one in found)
-            groups += [f"{state}: {told}"] if told else []
-        return clean("; ".join(groups))
-
-
-def write_nodes(attempt_dir: Path, nodes: NodesNow) -> None:
-    """Write it down, where the disk allows."""
-    with suppress(OSError):
-        writing.replace(attempt_dir / "nodes.json", msgspec.json.encode(nodes))
-
-
-def read_nodes(attempt_dir: Path) -> NodesNow | None:
-    """What was last written; None for a run whose hosts do not come and go."""
-    return decode_if_readable(attempt_dir / "nodes.json", NodesNow)
-
-
-class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line."""
-
-    unix_time: float
-    words: str
-    step: int = 0
-    kind: str = ""
-    """what was found: "diverged", "swallowed", ...; empty for what says nothing of the script"""
-
-
-def note(attempt_dir: Path, noted: Noted) -> None:
-    """Add one; a full disk does not keep a run from going on."""
-    with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
-        file.write(msgspec.json.encode(noted) + b"\n")
-
-
-def notices(attempt_dir: Path) -> Iterator[Noted]:
-    """What was found, the oldest first; at most a hundred."""
-    with suppress(OSError):
-        for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
-            with suppress(msgspec.MsgspecError):
-                found = msgspec.json.decode(line, type=Noted)
-                yield replace(found, words=clean(found.words)[:MAX_NOTICE_CHARS])
 
 
 def scores_line(metrics: Mapping[str, float | None]) -> str:

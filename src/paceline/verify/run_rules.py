@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from paceline.runs.summary import Noted
+from paceline.runs.attempt import Noted
 from paceline.verify.finding import Level, Remark
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paceline.contract.facts import ScriptFacts
-from paceline.runs.summary import Noted
+from paceline.runs.attempt import Noted
 from paceline.verify.data_rules import data_findings
 from paceline.verify.finding import LEVELS, Remark
 from paceline.verify.gradient_rules import joint_steps

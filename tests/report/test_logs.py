@@ -10,9 +10,9 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli import logs
-from paceline.report.rank_logs import FOLD_SECONDS, MAX_WAITING, LinesWanted, RankLine, RankLogs, folded
+from paceline.report.logs import FOLD_SECONDS, MAX_WAITING, LinesWanted, RankLine, RankLogs, folded
+from paceline.runs.attempt import RECORD, LogTimes, TimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
-from paceline.runs.log_times import RECORD, LogTimes, TimesWriter, times_path
 
 NOW = 1_780_000_000.0
 
@@ -111,13 +111,13 @@ def test_only_the_end_of_a_large_log_is_read_and_a_search_reads_all(
     found = RankLogs({0: tmp_path / "rank-0.log"})
     assert [line.text for line in found.lines(LinesWanted(last=2))] == ["line 199998", "line 199999"]
     assert [line.text for line in found.lines(LinesWanted(pattern=re.compile("^line 7$")))] == ["line 7"]
-    monkeypatch.setattr("paceline.report.rank_logs.MAX_ALL_BYTES", 24)
+    monkeypatch.setattr("paceline.report.logs.MAX_ALL_BYTES", 24)
     assert [line.text for line in found.lines(LinesWanted())] == ["line 199998", "line 199999"]
     assert found.cut(LinesWanted()) == [0]
 
 
 def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.runs.log_times.PAGE", 8)
+    monkeypatch.setattr("paceline.runs.attempt.PAGE", 8)
     log = tmp_path / "rank-0.log"
     log.touch()
     writer = TimesWriter(log)

@@ -9,8 +9,8 @@ import pytest
 from tests.rendered import rendered
 from tests.report.folders import make_run
 
+from paceline.report.outcome import COMPUTING, DATA, EXCHANGE, WAITING, find_bottleneck
 from paceline.report.run import whole_run
-from paceline.report.why import COMPUTING, DATA, EXCHANGE, WAITING, why
 
 CAUSES: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
     "data of one rank": ({"slow": {1: {"data": 0.03}}, "ranks": 3}, WAITING, 1, "data"),
@@ -28,7 +28,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_first_cause_is_the_one_that_was_injected(cause: str, tmp_path: Path) -> None:
     asked, wanted, rank, phase = CAUSES[cause]
-    found = why(whole_run(make_run(tmp_path / "run", **asked)))
+    found = find_bottleneck(whole_run(make_run(tmp_path / "run", **asked)))
     lost = {one: share for one, share in found.shares.items() if one != COMPUTING}
     assert max(lost, key=lambda one: lost[one]) == wanted
     assert wanted != WAITING or (found.slowest, found.slow_phase) == (rank, phase)
@@ -38,30 +38,32 @@ def test_the_first_cause_is_the_one_that_was_injected(cause: str, tmp_path: Path
 
 
 def test_more_threads_than_cores_come_first(tmp_path: Path) -> None:
-    found = why(whole_run(make_run(tmp_path / "run", threads=4, cores=2)))
+    found = find_bottleneck(whole_run(make_run(tmp_path / "run", threads=4, cores=2)))
     assert "--threads-per-rank" in found.advice[0]
-    assert "compete" not in why(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).first
-    more_ranks = why(whole_run(make_run(tmp_path / "more", ranks=3, threads=1, cores=2))).first
+    assert "compete" not in find_bottleneck(whole_run(make_run(tmp_path / "fine", threads=1, cores=2))).first
+    more_ranks = find_bottleneck(whole_run(make_run(tmp_path / "more", ranks=3, threads=1, cores=2))).first
     rendered([found.first, more_ranks])  # that there are more ranks is not what a rank can change, so not the first
 
 
 def test_a_run_that_nothing_held_up_says_so(tmp_path: Path) -> None:
-    found = why(whole_run(make_run(tmp_path / "run", slow={0: {"data": 0.0}, 1: {"data": 0.0}}, exchange=0.0)))
+    found = find_bottleneck(
+        whole_run(make_run(tmp_path / "run", slow={0: {"data": 0.0}, 1: {"data": 0.0}}, exchange=0.0))
+    )
     assert found.shares[COMPUTING] == pytest.approx(1) and not found.advice
     rendered(found.first)
 
 
 def test_who_waited_for_whom(tmp_path: Path) -> None:
-    waits = why(whole_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).waits
+    waits = find_bottleneck(whole_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).waits
     assert {rank: [*of] for rank, of in waits.items()} == {0: [1], 2: [1]}
     assert waits[0][1] == pytest.approx(waits[2][1])
 
 
 def test_too_little_is_said_to_be_too_little(tmp_path: Path) -> None:
-    found = [why(whole_run(make_run(tmp_path / "short", steps=4)))]
+    found = [find_bottleneck(whole_run(make_run(tmp_path / "short", steps=4)))]
     make_run(tmp_path / "run")
     for rank in (1, 0):
         (tmp_path / "run" / f"events-{rank}.jsonl").unlink()
-        found.append(why(whole_run(tmp_path / "run")))
+        found.append(find_bottleneck(whole_run(tmp_path / "run")))
     assert not any(one.shares for one in found)
     rendered(one.first for one in found)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.launch.tail import lines_of, start_of_last
-from paceline.runs.log_times import LogTimes
+from paceline.runs.attempt import LogTimes
 from paceline.runs.reading import names
 
 FOLD_SECONDS = 0.9  # an agent looks at the logs of all its ranks at once, every second
