@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_attempts
+from paceline.cli.finding import Means, NewestRunFlags, existing_run
 from paceline.cli.run_state import standing
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
@@ -18,6 +18,7 @@ from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
 from paceline.report.logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 from paceline.runs.console import clock
+from paceline.runs.folder import numbered_attempts
 from paceline.runs.reading import is_file
 from paceline.runs.summary import LIVE
 

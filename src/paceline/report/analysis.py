@@ -15,9 +15,8 @@ from paceline.report.logs import log_times, rank_logs
 from paceline.report.run import WholeRun
 from paceline.runs.console import clean
 from paceline.runs.events import Evaluated, Step, event_files, read_events
-from paceline.runs.folder import attempt_number
+from paceline.runs.folder import numbered_attempts
 from paceline.runs.owners import opened
-from paceline.runs.reading import folders
 
 BLOCK_BYTES, MOST_CHARS, MOST_RANKS = 1 << 18, 2000, 4096  # of a line at most so many characters are read
 MOST_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second
@@ -149,8 +148,8 @@ class Analyzer:
                     self.add(Reading("events", str(rank), {"loss": loss, **rate}))
                 elif isinstance(event, Evaluated) and "loss" in event.metrics:
                     self.add(Reading("events", str(rank), {"test loss": event.metrics["loss"]}))
-        for attempt in sorted((run_dir / name for name in folders(run_dir)), key=attempt_number) if not events else ():
-            for rank, path in rank_logs(attempt).items() if attempt_number(attempt) else ():
+        for attempt in numbered_attempts(run_dir).values() if not events else ():
+            for rank, path in rank_logs(attempt).items():
                 if (most_bytes := most_bytes - path.lstat().st_size) >= 0:
                     self.add_log(path, rank=str(rank))
 

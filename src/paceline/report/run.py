@@ -6,8 +6,8 @@ Whatever cannot be read is left out and noted: a page that lacks a part is bette
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from paceline.runs.events import (
     decode_event,
     event_files,
 )
-from paceline.runs.folder import CONFIG, attempt_number, failure_records, launched_attempt
+from paceline.runs.folder import CONFIG, failure_records, numbered_attempts
 from paceline.runs.machine import ClockAhead, MachineUse, decode_record, machine_files
 from paceline.runs.reading import decode, decode_toml, folders, read_lines
 from paceline.runs.summary import Summary, read_summary
@@ -258,21 +258,18 @@ def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
 
 def _read_starts(run: WholeRun) -> None:
     with _noting(run, "attempts"):
-        for name in sorted(folders(run.folder), key=lambda name: attempt_number(Path(name))):
-            if not attempt_number(Path(name)):
-                continue
+        for number, attempt in numbered_attempts(run.folder).items():
             run.starts += 1
-            attempt = launched_attempt(run.folder / name)
             run.noted += notices(attempt)
             for record in failure_records(attempt):
-                with _noting(run, f"{name}/{record}"):
+                with _noting(run, f"attempt-{number}/{record}"):
                     run.failures.append(decode(attempt / record, Failure))
-            for inner in folders(attempt):
-                found = inner.startswith("verdict-") and not inner.startswith("verdict-live")
-                if found and len(run.verdicts) < MOST_VERDICTS:
-                    with _noting(run, f"{name}/{inner}"):
-                        told = read_verdict(attempt / inner)
-                        run.verdicts.append(msgspec.structs.replace(told, evidence=()))
+            for name in folders(attempt):
+                is_verdict = name.startswith("verdict-") and not name.startswith("verdict-live")
+                if is_verdict and len(run.verdicts) < MOST_VERDICTS:
+                    with _noting(run, f"attempt-{number}/{name}"):
+                        verdict = read_verdict(attempt / name)
+                        run.verdicts.append(msgspec.structs.replace(verdict, evidence=()))
 
 
 def _align(run: WholeRun) -> None:
@@ -288,18 +285,16 @@ def _align(run: WholeRun) -> None:
             }
 
 
-class _noting(suppress):  # noqa: N801 - as `suppress`
+@contextmanager
+def _noting(run: WholeRun, what: str) -> Generator[None]:
     """Inside, what cannot be read is noted, and left out."""
-
-    def __init__(self, run: WholeRun, what: str) -> None:
-        super().__init__(OSError, PacelineError, ValueError)
-        self._run, self._what = run, what
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        known = isinstance(error, OSError | PacelineError | ValueError) and not isinstance(error, FileNotFoundError)
-        if known and len(self._run.missing) < MOST_NOTED:
-            self._run.missing.append(f"{self._what}: {clean(str(error))[:MOST_CHARS]}")
-        return super().__exit__(kind, error, trace)
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except (OSError, PacelineError, ValueError) as error:
+        if len(run.missing) < MOST_NOTED:
+            run.missing.append(f"{what}: {clean(str(error))[:MOST_CHARS]}")
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
 from paceline.runs.owners import check_ours
-from paceline.runs.reading import is_file, is_folder, names, read, real_path, symlinks
+from paceline.runs.reading import folders, is_file, is_folder, names, read, real_path, symlinks
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -185,6 +185,12 @@ def launched_attempt(attempt_dir: Path) -> Path:
         if launched.is_absolute() and attempt_number(launched) and names(launched):
             return launched
     return attempt_dir
+
+
+def numbered_attempts(run_dir: Path) -> dict[int, Path]:
+    """The folder of each start of a run, the newest last; see `launched_attempt`."""
+    own = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
+    return {number: launched_attempt(own[number]) for number in sorted(own) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
