@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.runs.events import Anatomy, Ended, Notice, Started, Step, Traced
+from paceline.runs.events import Ended, MemoryBreakdown, Notice, Started, Step, Traced
 from paceline.runs.machine import MachineUse, RankUse
 from paceline.runs.writers import EventWriter
 
@@ -65,7 +65,7 @@ def make_run(
                 writer.write(Step(number, 0, 2.0 / number, 64, 1e-3, lasts, phases["data"], ends,
                                   share=(rank, rank + 1), consumed=64 // ranks, phase_seconds=phases))  # fmt: skip
                 if number == 1:
-                    writer.write(Anatomy([("weight", [10, 3], 120)], 120, 120, 240, 0))
+                    writer.write(MemoryBreakdown([("weight", [10, 3], 120)], 120, 120, 240, 0))
                 borders, at = [], 0.0
                 for name, seconds in phases.items():
                     borders.append((name, at, seconds))

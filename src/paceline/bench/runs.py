@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.runs.events import Anatomy, Event, Started, Step, Traced, event_files, read_events
+from paceline.runs.events import Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
 
@@ -77,7 +77,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
             elif isinstance(event, Step) and event.steps == 1:  # nobody can take several apart
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
-            if not isinstance(event, Traced | Anatomy):
+            if not isinstance(event, Traced | MemoryBreakdown):
                 before = event
     size = max((one.world_size for one in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})

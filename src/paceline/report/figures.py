@@ -276,11 +276,11 @@ def _ms(seconds: float) -> str:
 
 def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     """Construct, forward, backward, optimizer: the diagram of DDP."""
-    anatomy = run.first.anatomy if run.first else None
-    if run.first is None or anatomy is None:
+    memory = run.first.memory if run.first else None
+    if run.first is None or memory is None:
         return
     several, batch = run.world_size > 1, run.first.steps.samples[-1] if run.first.rows else 0
-    numbers = sum(math.prod(shape, start=1.0) for _, shape, _ in anatomy.parameters)  # floats: a stranger's may be long
+    numbers = sum(math.prod(shape, start=1.0) for _, shape, _ in memory.parameters)  # floats: a stranger's may be long
     copies = ("; a shard on each rank" if run.strategy == "fsdp" else "; a copy on each rank") * several
     ranks = [
         {"rank": rank, "samples": max(1, round(batch / max(1, run.world_size))),
@@ -290,7 +290,7 @@ def _stages(run: WholeRun, steps: dict[int, Traced]) -> Iterator[Drawing]:
     sent = sum(size for name, _, _, size in next(iter(steps.values())).calls if not _is_control(name, size))
     svg = _draw(
         "stages", ranks=ranks, colours=PHASE_COLOURS, updates=UPDATES.get(run.strategy, "updates the weights"),
-        model=f"{plural(len(anatomy.parameters), 'tensor')}, {numbers:,.0f} numbers{copies}",
+        model=f"{plural(len(memory.parameters), 'tensor')}, {numbers:,.0f} numbers{copies}",
         reduced="all-reduce: gradients are summed over ranks" if several else "one rank exchanges nothing",
         sent=f"{sent / 1e6:,.2f} MB per rank" if sent and several else "",
     )  # fmt: skip

@@ -307,8 +307,8 @@ def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
 
 def sent_bytes(run: WholeRun) -> int:
     """What the gradients of a step are, in bytes; 0 where nobody has said."""
-    anatomy = run.first.anatomy if run.first else None
-    return anatomy.gradient_bytes if anatomy else 0
+    memory = run.first.memory if run.first else None
+    return memory.gradient_bytes if memory else 0
 
 
 def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:

@@ -274,10 +274,10 @@ def exchange(run: WholeRun) -> Iterable[Table]:
 
 def held(run: WholeRun) -> Iterable[Table]:
     """What a rank holds, by kind, and what it would hold under strategies that share it out."""
-    anatomy = run.first.anatomy if run.first else None
-    if anatomy is None:
+    memory = run.first.memory if run.first else None
+    if memory is None:
         return
-    size, own = run.world_size, (anatomy.weight_bytes, anatomy.gradient_bytes, anatomy.optimizer_bytes)
+    size, own = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
     shared = HOLDS.get(run.strategy, (False, False, False))
     whole = [b * (size if is_shared else 1) for b, is_shared in zip(own, shared, strict=True)]
     by_strategy: dict[str, Sequence[float]] = {"this run": own}

@@ -20,9 +20,9 @@ from paceline.guard.report import VerdictRecord, read_verdict
 from paceline.runs.attempt import Noted, notices
 from paceline.runs.console import clean
 from paceline.runs.events import (
-    Anatomy,
     Ended,
     Event,
+    MemoryBreakdown,
     RolledBack,
     Samples,
     Started,
@@ -90,7 +90,7 @@ class RankLog:
     idle_seconds: float = 0.0  # between starts
     share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
     samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
-    anatomy: Anatomy | None = None  # the newest
+    memory: MemoryBreakdown | None = None  # the newest
     traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
     events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
     """evaluations, checkpoints, notices, steps left out, the end: when (as near as is known), and what"""
@@ -100,7 +100,7 @@ class RankLog:
     def take(self, event: Event) -> None:
         """Take in the next record."""
         steps, follows = self.steps, self._after_step
-        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
+        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | MemoryBreakdown))
         match event:
             case Step():
                 steps.add(event, follows=follows and event.steps == 1)
@@ -114,8 +114,8 @@ class RankLog:
                 self.traced[event.step] = event
                 if len(self.traced) > self.most_traced:
                     del self.traced[next(iter(self.traced))]
-            case Anatomy():
-                self.anatomy = event
+            case MemoryBreakdown():
+                self.memory = event
             case Started():
                 if self.started:
                     self.idle_seconds += max(0.0, event.unix_time - self._last())

@@ -1,7 +1,7 @@
-"""What a run writes down as it goes: typed records, one JSON line each, one file per rank (no torch here).
+"""The events of a run: typed records, one JSON line for each, one file for each rank (no torch here).
 
-The only thing that observation and analysis share with training. Readers skip kinds they do not know, so that a newer
-run can be read by an older paceline.
+Training and analysis share nothing else. Readers skip kinds that they do not know, so that an older paceline can read
+a newer run.
 """
 
 import re
@@ -26,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="kind"):
 
 
 class Started(Event, frozen=True, tag="started"):
-    """A rank begins an attempt, or a generation of it, with the state after `start_step` steps."""
+    """A rank starts an attempt, or a generation of it, with the state after `start_step` steps."""
 
     attempt: Count
     rank: Few
@@ -37,14 +37,14 @@ class Started(Event, frozen=True, tag="started"):
     unix_time: Seconds
     generation: Count = 0
     start_step: Count = 0
-    num_samples: Count = 0  # 0: written by an older paceline
+    num_samples: Count = 0  # 0: an older paceline wrote it
     steps_per_epoch: Count = 0
-    own_order: bool = False  # of a DataLoader that was taken over: which samples are in which step, no plan says
-    stream_parts: Few = 0  # of a stream, in so many parts: it has neither num_samples nor steps_per_epoch
+    own_order: bool = False  # the samples come from the script's DataLoader; no plan knows which are in which step
+    stream_parts: Few = 0  # the number of parts of a stream, which has neither num_samples nor steps_per_epoch
 
 
 class Step(Event, frozen=True, tag="step"):
-    """An optimizer step, 1-based, over at `unix_time`. Loss and grad_norm are global; the seconds are this rank's."""
+    """An optimizer step, counted from 1, that ended at `unix_time`. loss and grad_norm are global, seconds local."""
 
     step: Count
     epoch: Count
@@ -56,39 +56,39 @@ class Step(Event, frozen=True, tag="step"):
     unix_time: Seconds
     grad_norm: float | None = None
     share: tuple[Few, Few] | None = None  # the virtual ranks [a, b) that this rank computed
-    consumed: Count = 0  # samples this rank used; stand-ins are not counted
-    fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
-    skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
-    phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
+    consumed: Count = 0  # samples that this rank used, without padding
+    fingerprint: str = ""  # of their indices, in hex
+    skipped: bool = False  # it changed no parameters; 0 replaces a loss that is not finite
+    phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty in old runs
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
-    """how many steps it stands for, those up to `step`: of a long run old ones are put together (`folding`). Then loss
-    and grad_norm are means, samples, consumed, fingerprint and all seconds sums"""
+    """number of steps, up to `step`, that this record covers. Old steps of a long run are merged: loss and grad_norm
+    are then means; samples, consumed, fingerprint and all seconds are sums"""
 
 
 class Skipped(Event, frozen=True, tag="skipped"):
-    """Step `step` did not change the parameters, on any rank: something in it was not finite. Before its Step."""
+    """Step `step` changed no parameters on any rank, because something in it was not finite. Precedes its step."""
 
     step: Count
     reason: str
-    samples: list[Count]  # that made it so, of all ranks, as far as they are known
+    samples: list[Count]  # of all ranks, that caused it, if they are known
 
 
-class Vouched(Event, frozen=True, tag="vouched"):
-    """This rank saves the state after `step` alone: `ranks` took part in it, and have not lived to write it down."""
+class UnloggedStep(Event, frozen=True, tag="vouched"):
+    """This rank alone saves the state after `step`. `ranks` took part in it, and ended before they logged it."""
 
     step: Count
     ranks: list[Few]
 
 
 class RolledBack(Event, frozen=True, tag="rolled-back"):
-    """The state is again that after step `to`; later steps of this start are taken once more."""
+    """The state is again that after step `to`. Later steps of this start are computed again."""
 
-    step: Count  # the last one before that
+    step: Count  # the last one before the rollback
     to: Count
 
 
 class Samples(Event, frozen=True, tag="samples"):
-    """Which samples a virtual rank's micro-batch held (written with --record-samples)."""
+    """The samples of a virtual rank's micro-batch (written with --record-samples)."""
 
     step: Count
     epoch: Count
@@ -98,7 +98,7 @@ class Samples(Event, frozen=True, tag="samples"):
 
 
 class Evaluated(Event, frozen=True, tag="evaluated"):
-    """The results of a split, over all ranks, after `step`; those that are no finite number are left out."""
+    """The results of a split, over all ranks, after `step`, without those that are not finite."""
 
     step: Count
     metrics: dict[str, float]
@@ -107,27 +107,27 @@ class Evaluated(Event, frozen=True, tag="evaluated"):
 
 
 class Checkpointed(Event, frozen=True, tag="checkpointed"):
-    """A checkpoint of the state after `step` is on disk, or why not (rank 0 only)."""
+    """A checkpoint of the state after `step` was published, or failed (rank 0 only)."""
 
     step: Count
-    failure: str
-    stall_seconds: Seconds  # that training stood still
-    write_seconds: Seconds  # until it was published, while training went on
+    failure: str  # empty: it was published
+    stall_seconds: Seconds  # for which training was stopped
+    write_seconds: Seconds  # until it was published, while training continued
     size_bytes: Count
 
 
 class Snapshotted(Event, frozen=True, tag="snapshotted"):
-    """All snapshots in memory that this rank took."""
+    """All snapshots in memory of this rank."""
 
     count: Count
-    seconds: Seconds  # all together
-    size_bytes: Count  # of each, this rank's part
+    seconds: Seconds  # total
+    size_bytes: Count  # of this rank's part of one
 
 
-class Anatomy(Event, frozen=True, tag="anatomy"):
-    """What this rank holds; once in each start, after its first step."""
+class MemoryBreakdown(Event, frozen=True, tag="anatomy"):
+    """The tensors in this rank's memory; once in each start, after its first step."""
 
-    parameters: list[tuple[str, list[Count], Count]]  # name, shape, bytes; in the model's order
+    parameters: list[tuple[str, list[Count], Count]]  # name, shape, bytes, in the model's order
     weight_bytes: Count
     gradient_bytes: Count
     optimizer_bytes: Count
@@ -135,31 +135,31 @@ class Anatomy(Event, frozen=True, tag="anatomy"):
 
 
 class Traced(Event, frozen=True, tag="traced"):
-    """A step of this rank in detail. Of many steps fewer and fewer are; the last ones always."""
+    """A step of this rank in detail. A long run has details of few steps, and always of the last ones."""
 
     step: Count
-    unix_time: Seconds  # when it began
-    phases: list[tuple[str, Seconds, Seconds]]  # name, from when, for how long: seconds since it began
+    unix_time: Seconds  # at which it began
+    phases: list[tuple[str, Seconds, Seconds]]  # name, begin (since unix_time), duration
     calls: list[tuple[str, Seconds, Seconds, Count]] = []
-    """collectives, likewise, until they were seen to be over (-1: not yet); and bytes of their tensors, 0: unknown"""
+    """collectives: name, begin, duration until the observed end (-1: none was), bytes of tensors (0: unknown)"""
 
 
 class Notice(Event, frozen=True, tag="notice"):
-    """Something that people were shown."""
+    """A line that the rank printed."""
 
     text: str
 
 
 class Ended(Event, frozen=True, tag="ended"):
-    """A rank ends in good order."""
+    """A rank ended without an error."""
 
     step: Count
     unix_time: Seconds
 
 
 _Known = (
-    Started | Step | Skipped | RolledBack | Vouched | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy
-    | Traced | Notice | Ended
+    Started | Step | Skipped | RolledBack | UnloggedStep | Samples | Evaluated | Checkpointed | Snapshotted
+    | MemoryBreakdown | Traced | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_Known).decode
 
@@ -174,16 +174,16 @@ def event_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The records of a file, in order; unknown kinds and a torn last line are skipped.
+    """The records of a file, in order, without unknown kinds and without a torn last line.
 
     Raises:
-        OSError: it is not there; as Unreadable, in words: it is no file of events.
+        OSError: it does not exist. As Unreadable, with an explanation: it is no file of events.
     """
     return _decode_lines(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
-    """The last records of a file, the newest first, whatever its size; decoded as they are asked for.
+    """The last records of a file of any size, the newest first, decoded at their use.
 
     Raises:
         OSError: as `read_events`.

@@ -1,6 +1,6 @@
-"""What a machine does, once a second: machine-<node>.jsonl in a run's folder (no torch here).
+"""The use of each machine, once a second: machine-<node>.jsonl in a run's folder (no torch here).
 
-One file a node, written by its agent, or by local rank 0 where no agent of ours is. Bounded: see `runs.writers`.
+The agent of a node writes its file, or local rank 0 if the node has no agent. Its size is bounded (`runs.writers`).
 """
 
 import re
@@ -17,7 +17,7 @@ _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
 
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One GPU, as its driver sees it; None: the driver does not say."""
+    """One GPU, as its driver reports it; none: the driver does not report it."""
 
     index: Few
     name: str = ""
@@ -28,33 +28,33 @@ class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
     degrees: float | None = None  # Celsius
     mhz: float | None = None
     most_mhz: float | None = None
-    held_back: str = ""  # by heat, by power, in words
+    held_back: str = ""  # the reason why its clock is reduced: heat, power
 
 
 class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank's process uses."""
+    """The use of a rank's process."""
 
-    cores: float  # of processor time, all its threads together; 1.0: one core wholly
+    cores: float  # processor time of all its threads, in cores
     memory_bytes: Count  # resident
 
 
 class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
-    """A machine at `unix_time`; what is a rate, is one since the record before."""
+    """A machine at `unix_time`. Rates are since the record before."""
 
     unix_time: Seconds
     host: str
     cores: Few
-    cores_busy: float  # 0..cores, whoever uses them
-    memory_bytes: Count  # in use, as the kernel counts what is not available
+    cores_busy: float  # 0..cores, of all processes
+    memory_bytes: Count  # in use: total less what the kernel calls available
     memory_total_bytes: Count
-    sent_bytes: float = 0.0  # a second, over all interfaces but the loopback
+    sent_bytes: float = 0.0  # per second, over all interfaces except the loopback
     received_bytes: float = 0.0
     ranks: dict[Few, RankUse] = {}
     gpus: tuple[GpuUse, ...] = ()
 
 
 class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
-    """By how much a node's clock is ahead of node 0's, and how wrong that may be; written by node 0."""
+    """The lead of a node's clock over node 0's, and the error of that number; written by node 0."""
 
     unix_time: Seconds
     node: Few
@@ -67,7 +67,7 @@ _decode = msgspec.json.Decoder(Record).decode
 
 
 def file_name(node: int) -> str:
-    """What a node's file is called."""
+    """The name of a node's file."""
     return f"machine-{node}.jsonl"
 
 
@@ -81,16 +81,16 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_machine(path: Path) -> Iterator[Record]:
-    """The records of a file, in order; what cannot be read is skipped.
+    """The records of a file, in order, without those that cannot be read.
 
     Raises:
-        OSError: it is not there, or is no such file.
+        OSError: it does not exist, or is no such file.
     """
     return (record for line in read_lines(path) if (record := decode_record(line)) is not None)
 
 
 def decode_record(line: bytes) -> Record | None:
-    """The record in a line; None if it is torn, or of a kind that is not known."""
+    """The record in a line; None if it is torn or of an unknown kind."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode(line)
     return None

@@ -19,7 +19,7 @@ from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.host.machine_log import MachineLog
 from paceline.runs import events
-from paceline.runs.events import Anatomy, Event, Traced
+from paceline.runs.events import Event, MemoryBreakdown, Traced
 from paceline.runs.summary import finite, scores_line
 from paceline.runs.trackers import Tracking, tracker_names
 from paceline.runs.writers import EventWriter
@@ -193,12 +193,12 @@ def size_of(shapes: str, dtypes: str) -> int:
     return total * width
 
 
-def anatomy(replicas: Sequence[Replica]) -> Anatomy:
+def anatomy(replicas: Sequence[Replica]) -> MemoryBreakdown:
     """What this rank holds of all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [held.tensor for replica in replicas for held in replica.gradients()]
-    return Anatomy(
+    return MemoryBreakdown(
         parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MOST_PARAMETERS]],
         weight_bytes=held_bytes(p for _, p in named),
         gradient_bytes=held_bytes(gradients) or held_bytes(trained),

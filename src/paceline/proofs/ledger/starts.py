@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, Vouched, event_files, read_events
+from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Log:
     ended: list[int] = field(default_factory=list[int])
     undone: list[int] = field(default_factory=list[int])  # steps that were taken back
     vouched: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """step -> ranks that took part in it, and did not live to write it down: see events.Vouched"""
+    """step -> ranks that took part in it, and did not live to write it down: see events.UnloggedStep"""
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, which were taken back: they are taken once more."""
@@ -117,7 +117,7 @@ def read_starts(run_dir: Path) -> list[RunStart]:
                 log.roll_back(event.to)
             elif isinstance(event, Samples):
                 log.samples.setdefault(event.step, []).extend(event.indices)
-            elif isinstance(event, Vouched):
+            elif isinstance(event, UnloggedStep):
                 log.vouched[event.step] = event.ranks
             elif isinstance(event, Ended):
                 log.ended.append(event.step)
