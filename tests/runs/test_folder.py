@@ -15,7 +15,6 @@ from paceline.runs.folder import (
     attempt_number,
     check_not_finished,
     create_attempt_dir,
-    create_run_dir,
     lock_run_dir,
     move_aside,
     open_run_dir,
@@ -153,7 +152,7 @@ def filled(folder: Path, names: list[str]) -> Path:
 @pytest.mark.parametrize("names", NEVER_BEGAN, ids=str)
 def test_a_start_that_failed_before_its_first_step_can_be_tried_again(tmp_path, names):
     folder = filled(tmp_path / "run", names)
-    assert create_run_dir(folder, "task") == folder
+    assert open_run_dir(folder, "task") == folder
     assert open_run_dir(folder, "task", resume=True) == folder
 
 
@@ -161,7 +160,7 @@ def test_a_start_that_failed_before_its_first_step_can_be_tried_again(tmp_path, 
 def test_what_could_be_lost_is_never_written_over(tmp_path, names):
     folder = filled(tmp_path / "run", names)
     with raises("run-dir-holds-run" if "config.toml" in names else "run-dir-not-empty") as caught:
-        create_run_dir(folder, "task")
+        open_run_dir(folder, "task")
     assert ("--resume auto" in str(caught.value)) == ("config.toml" in names)
     assert all((folder / name).exists() for name in names)
 

@@ -52,14 +52,18 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
         UsageError: if it holds something that would be written over, no run, or links; if others could have written
             it, or it cannot be written.
     """
-    if not resume:
-        run_dir = create_run_dir(asked, task)
+    if not resume and asked is None:
+        run_dir = new_run_dir(task)
     elif asked is None:
         raise UsageError(code="resume-without-run-dir")
     else:
         run_dir = real_path(asked)
-        check_is_run(run_dir, trust=trust)
-        _make(run_dir, exist_ok=True)
+        if resume:
+            check_is_run(run_dir, trust=trust)
+        elif is_folder(run_dir) and not _never_began(run_dir):
+            there = is_file(run_dir / CONFIG)
+            raise UsageError(code="run-dir-holds-run" if there else "run-dir-not-empty", run_dir=asked)
+    _make(run_dir, exist_ok=asked is not None)
     _check_private(run_dir, trust=trust)
     return run_dir
 
@@ -125,20 +129,6 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
-
-
-def create_run_dir(asked: Path | None, task: str) -> Path:
-    """Make the folder of a new run and return its absolute path."""
-    if asked is not None:
-        run_dir = real_path(asked)
-        if is_folder(run_dir) and not _never_began(run_dir):
-            there = is_file(run_dir / CONFIG)
-            raise UsageError(code="run-dir-holds-run" if there else "run-dir-not-empty", run_dir=asked)
-        _make(run_dir, exist_ok=True)
-        return run_dir
-    run_dir = new_run_dir(task)
-    _make(run_dir, exist_ok=False)
-    return run_dir
 
 
 def new_run_dir(task: str, where: Path = Path("runs")) -> Path:

@@ -76,7 +76,10 @@ def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator
         found = os.fstat(descriptor)
         if not folder and not stat.S_ISREG(found.st_mode):
             raise Unreadable(path, "is not a plain file")
-        strangers = _last(path, found, descriptor) or strangers
+        if found.st_uid != os.geteuid():
+            strangers = f"{path} belongs to {_whose(found.st_uid)}"
+        else:
+            strangers = _others(path, found, descriptor) or strangers
         if ours and strangers:
             raise NotOurs(path, f"is not to be trusted: {strangers}")
         yield Opened(descriptor, found, strangers)
@@ -100,23 +103,25 @@ def check_ours(folder: Path) -> None:
     Raises:
         UsageError: says who, and what to do.
     """
-    if whose := other_writers(folder) or _left_there(folder):
+    if whose := _strangers(folder):
         raise UsageError(code="run-of-others", whose=whose)
 
 
 def note_strangers(folder: Path) -> bool:
     """Say, if anybody else could have written what lies in a folder, that it is only looked at; whether that is so."""
-    if whose := other_writers(folder) or _left_there(folder):
+    if whose := _strangers(folder):
         words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
         print(f"paceline: {words}: shown read-only", file=sys.stderr)
     return bool(whose)
 
 
-def _left_there(folder: Path) -> str:
-    """What in a folder is another user's, or a folder that others can write, in words; empty: nothing.
+def _strangers(folder: Path) -> str:
+    """Who else could have written what is in a folder, in words; empty: nobody.
 
-    A folder of ours may have been open to others once.
+    A folder of ours may have been open to others once: then something in it is theirs, or a folder that they can write.
     """
+    if whose := other_writers(folder):
+        return whose
     with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
         for entry in entries:
             found = entry.stat(follow_symlinks=False)
@@ -180,13 +185,6 @@ def _below(folder: Path, descriptor: int, strange: str) -> str:
     return _others(folder, found, descriptor) or ("" if found.st_uid == us else strange)
 
 
-def _last(path: Path, found: os.stat_result, descriptor: int) -> str:
-    """Who else could have written this very file, or can write into this very folder."""
-    if found.st_uid != os.geteuid():
-        return f"{path} belongs to {_whose(found.st_uid)}"
-    return _others(path, found, descriptor)
-
-
 def _whose(uid: int) -> str:
     return f"user {user_name(uid)}, and we are {user_name(os.geteuid())}"
 
@@ -196,15 +194,11 @@ def _others(path: Path, found: os.stat_result, descriptor: int) -> str:
     if found.st_mode & stat.S_IWOTH:
         who = "everybody"
     elif found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid, descriptor):
-        who = f"group {_group_name(found.st_gid)}"
+        try:
+            who = f"group {grp.getgrgid(found.st_gid).gr_name}"
+        except KeyError:
+            who = f"group number {found.st_gid}"
     return who and f"{path} can be written by {who} (`chmod go-w` ends that)"
-
-
-def _group_name(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return f"number {gid}"
 
 
 def _is_private_group(gid: int, descriptor: int) -> bool:

@@ -67,15 +67,13 @@ class Display:
         self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int | None
     ) -> None:
         """After each step: the global loss, the learning rate, samples/s over all ranks (None while warming up)."""
-        due = step % self._interval == 0 or step == self._total
-        if self._bar is None and not due:
-            return
-        fast = speed(rate, samples_left)
         if self._bar is not None:  # short: it must fit into 80 columns
-            self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}  loss {loss:.4f}  {fast}")
-        else:
-            text = f"step {step}{self._of}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {fast}"
-            self._console.print(text, markup=False)
+            text = f"epoch {epoch + 1}  loss {loss:.4f}  {speed(rate, samples_left)}"
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self._interval == 0 or step == self._total:
+            self.say(
+                f"step {step}{self._of}  epoch {epoch + 1}  loss {loss:.4f}  lr {lr:.2e}  {speed(rate, samples_left)}"
+            )
 
 
 class Throughput:
@@ -85,11 +83,8 @@ class Throughput:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._steps = 0
-        self._paused = 0.0
+        self._clock, self._steps, self._samples, self._paused = clock, 0, 0, 0.0
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS + 1)  # (time, samples so far)
-        self._samples = 0
         self._first: tuple[float, int] | None = None
 
     def step(self, samples: int) -> None:
@@ -107,16 +102,15 @@ class Throughput:
 
     def recent(self) -> float | None:
         """Samples per second over the last 50 steps; None during the warm-up."""
-        return self._rate(self._marks[0], self._marks[-1]) if len(self._marks) > 1 else None
+        return self._rate_since(self._marks[0]) if self._marks else None
 
     def overall(self) -> float | None:
         """Samples per second since the warm-up; None if the run was no longer than that."""
-        return self._rate(self._first, self._marks[-1]) if self._first and len(self._marks) > 1 else None
+        return self._rate_since(self._first) if self._first else None
 
-    @staticmethod
-    def _rate(start: tuple[float, int], end: tuple[float, int]) -> float | None:
-        seconds = end[0] - start[0]
-        return (end[1] - start[1]) / seconds if seconds > 0 else None
+    def _rate_since(self, start: tuple[float, int]) -> float | None:
+        (now, samples), (before, samples_before) = self._marks[-1], start
+        return (samples - samples_before) / (now - before) if now > before else None
 
 
 class ProgressRecord(msgspec.Struct, frozen=True):

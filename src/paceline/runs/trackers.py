@@ -22,10 +22,9 @@ Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], objec
 """(logs numbers of the state after so many steps, keeps all that was logged)"""
 
 
-def _tensorboard(folder: Path, settings: Mapping[str, Any]) -> Tracker:
+def _tensorboard(folder: Path, _: Mapping[str, Any]) -> Tracker:
     from tensorboard.summary import Writer
 
-    del settings
     writer = Writer(str(folder / "tensorboard"))
 
     def log(step: int, values: Mapping[str, float]) -> None:
