@@ -1,1 +1,1 @@
-"""What a run's folder tells: a page, a live view, logs, a trace, a machine's use (no torch here)."""
+"""Reports of a run from its folder: an HTML page, the live view, logs and their analysis (no torch here)."""

@@ -1,1 +1,1 @@
-"""The folder of a run: who may change it, its files, and what people see of a run on the screen. No torch."""
+"""The run folder, its files and who may change them, trackers, and the console (no torch here)."""

@@ -1,9 +1,8 @@
-"""Files of one start of a run, attempt-N: how it ended, which hosts are in it, what its agent has found, and when the
-lines of its logs were written (no torch here).
+"""Files of one start of a run, attempt-N: its end, its hosts, its agent's findings, and the times of the lines of its
+logs (no torch here).
 
-rank-<r>.times beside rank-<r>.log has records of 16 bytes: how many bytes the log had (little-endian, unsigned), and
-when that was seen (Unix time, double). The agent looks once a second and writes one where the log has grown; the log
-itself stays what the worker has printed.
+rank-<r>.times has records of 16 bytes: the size of rank-<r>.log (little-endian, unsigned) and a time (Unix time,
+double). The agent looks once a second and writes one if the log has grown. The log has only the worker's output.
 """
 
 import math
@@ -32,23 +31,20 @@ PAGE = 4096  # records of times that are read at a time
 
 
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a start ended, by the word of node 0's agent: its exit code, and in a line what it failed of."""
+    """The end of a start, from node 0's agent: its exit code, and one line about its failure."""
 
     exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
     words: str = ""
 
 
 def write_ended(attempt_dir: Path, ended: Ended) -> None:
-    """Write attempt-N/ended.json: how the whole start ended, on all nodes, also of any script.
-
-    Whole or not at all; a full disk does not change how a run ends.
-    """
+    """Write attempt-N/ended.json, completely or not at all, for tasks and scripts. A full disk raises no error."""
     with suppress(OSError):
         writing.replace(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
 
 def read_ended(attempt_dir: Path) -> Ended | None:
-    """What `write_ended` wrote; None where the agent has written none: it still runs, or was killed."""
+    """The end of a start; None if its agent still runs, or was killed."""
     return decode_if_readable(attempt_dir / "ended.json", Ended)
 
 
@@ -56,7 +52,7 @@ NodeState = Literal["in", "waits", "lost", "left", "refused"]
 
 
 class NodeNow(msgspec.Struct, frozen=True):
-    """One of them. `words` say why it is gone."""
+    """A node, and in `words` the reason if it has left."""
 
     node: int
     host: str
@@ -65,7 +61,7 @@ class NodeNow(msgspec.Struct, frozen=True):
 
 
 class NodesNow(msgspec.Struct, frozen=True):
-    """All of a run that was started with --nodes LEAST:MOST, other than 0."""
+    """All nodes except 0 of a run that was started with --nodes LEAST:MOST."""
 
     least: int
     most: int
@@ -73,7 +69,7 @@ class NodesNow(msgspec.Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """For people."""
+        """All in one line."""
         inside = [one.host for one in self.all if one.state == "in"]
         asked = f"--nodes {self.least}:{self.most}"
         groups = [f"{len(inside)} in ({asked}): {', '.join(inside)}"]
@@ -85,34 +81,34 @@ class NodesNow(msgspec.Struct, frozen=True):
 
 
 def write_nodes(attempt_dir: Path, nodes: NodesNow) -> None:
-    """Write it down, where the disk allows."""
+    """Write nodes.json. A full disk raises no error."""
     with suppress(OSError):
         writing.replace(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
 def read_nodes(attempt_dir: Path) -> NodesNow | None:
-    """What was last written; None for a run whose hosts do not come and go."""
+    """The nodes when they last changed; None for a run with a fixed number of nodes."""
     return decode_if_readable(attempt_dir / NODES, NodesNow)
 
 
 class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line."""
+    """A finding of the head's agent in a script: a line of notices.jsonl."""
 
     unix_time: float
     words: str
     step: int = 0
     kind: str = ""
-    """what was found: "diverged", "swallowed", ...; empty for what says nothing of the script"""
+    """its type: "diverged", "swallowed", ...; empty if it is not about the script"""
 
 
 def note(attempt_dir: Path, noted: Noted) -> None:
-    """Add one; a full disk does not keep a run from going on."""
+    """Append a finding. A full disk raises no error."""
     with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
         file.write(msgspec.json.encode(noted) + b"\n")
 
 
 def notices(attempt_dir: Path) -> Iterator[Noted]:
-    """What was found, the oldest first; at most a hundred."""
+    """The findings, the oldest first; at most a hundred."""
     with suppress(OSError):
         for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
@@ -121,12 +117,12 @@ def notices(attempt_dir: Path) -> Iterator[Noted]:
 
 
 def times_path(log: Path) -> Path:
-    """Where the times of this log are."""
+    """The file with the times of a log."""
     return log.with_suffix(".times")
 
 
 class TimesWriter:
-    """Notes how a log grows. A disk that is full costs the times, and nothing else."""
+    """Records the growth of a log. A full disk raises no error; the times are then missing."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
@@ -134,7 +130,7 @@ class TimesWriter:
             self._descriptor = writing.keep(times_path(log))
 
     def look(self, *, last: bool = False) -> None:
-        """Note what has come since; at most once a second, but for the `last` time."""
+        """Record the growth since the last look; at most once a second, except the `last` time."""
         now = time.monotonic()
         if self._descriptor < 0 or (now < self._due_seconds and not last):
             return
@@ -142,23 +138,23 @@ class TimesWriter:
         with suppress(OSError):
             size = self._log.stat().st_size
             if size > self._size:
-                end = os.fstat(self._descriptor).st_size // RECORD.size * RECORD.size  # what was torn is written over
+                end = os.fstat(self._descriptor).st_size // RECORD.size * RECORD.size  # a torn record is overwritten
                 os.pwrite(self._descriptor, RECORD.pack(size, time.time()), end)
                 self._size = size
 
     def close(self) -> None:
-        """No more is noted."""
+        """Close the file of times."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class LogTimes:
-    """When each part of a log was written, to the second; the file of times is read a page at a time.
+    """The time of each part of a log, to the second. The file of times is read a page at a time.
 
     Raises:
-        FileNotFoundError: it has none; an older paceline has written it.
-        Unreadable: in words, why it cannot be read.
+        FileNotFoundError: there is none: an older paceline wrote the log.
+        Unreadable: it cannot be read.
     """
 
     def __init__(self, log: Path) -> None:
@@ -166,10 +162,10 @@ class LogTimes:
         with opened(self._path) as it:
             self._count = it.found.st_size // RECORD.size
         with opened(log) as it:
-            self._last_seconds = it.found.st_mtime  # of what has come since the agent looked last
+            self._last_seconds = it.found.st_mtime  # of the lines after the agent's last look
 
     def at(self, offset: int) -> float:
-        """When the byte at `offset` was written, as Unix time: within a second before."""
+        """The time (Unix time) by which the byte at `offset` was written, at most a second late."""
         page = self._page
         if not page or not page[0][0] <= offset < page[-1][0]:
             index = bisect_right(range(self._count), offset, key=lambda i: self._record(i)[0])
@@ -177,7 +173,7 @@ class LogTimes:
         return page[bisect_right(page, offset, key=lambda record: record[0])][1]
 
     def offset(self, since: float) -> int:
-        """From where on the log was written at `since` or later."""
+        """The offset from which the log was written at `since` or later."""
         if self._last_seconds < since:
             return 2**63 - 1
         index = bisect_left(range(self._count), since, key=lambda i: self._record(i)[1])
@@ -195,5 +191,5 @@ class LogTimes:
 
 
 def _sane(seconds: float) -> float:
-    """A time that can be shown; whoever writes a folder can give it any."""
+    """A valid time; 0 for other numbers, which a folder may have."""
     return seconds if math.isfinite(seconds) and 0 <= seconds < 2e10 else 0.0

@@ -1,4 +1,4 @@
-"""Text for people: without what would steer a terminal, and numbers as they are read in a line (no torch here)."""
+"""Text for the console: without control sequences, and numbers in readable units (no torch here)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
+# C0 except tab and newline, C1, marks of direction: a worker's output must not control the terminal, or hide text
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
-# of bytes, which may be UTF-8: all of C0 but tab, newline, return and colours; C1 follows \xc2 there
+# of bytes, which may be UTF-8: C0 except tab, newline, return and colours; C1 follows \xc2 there
 STEERS = re.compile(
     rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
     rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
@@ -29,7 +29,7 @@ MAX_NAMES = 24  # in a list
 
 
 def say(text: str) -> None:
-    """Write to stderr, cleaned, for the words may be others'. Never an error: the terminal may be gone."""
+    """Write to stderr without control sequences. Raises no error: the terminal may be gone."""
     with suppress(OSError):
         data = harmless(f"{text}\n".encode(errors="replace"))
         while data:
@@ -37,51 +37,51 @@ def say(text: str) -> None:
 
 
 def escaped(json: str) -> str:
-    """JSON with what could steer a terminal written as JSON writes it."""
+    """JSON with control characters as JSON escapes."""
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
 def clean(text: str) -> str:
-    """`text` without what would steer a terminal."""
+    """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """When that was, here; empty where no clock shows it: whoever writes a folder can give it any time."""
+    """A time in the local time zone; empty for a number that is no time: a folder may have any."""
     with suppress(OSError, OverflowError, ValueError):
         return time.strftime(form, time.localtime(unix_time)) if unix_time else ""
     return ""
 
 
 def last_drawn(line: str) -> str:
-    """What a line shows in the end: a progress bar returns to its beginning (\\r) and draws over it."""
+    """The final state of a line: a progress bar returns to its beginning (\\r) and overwrites it."""
     drawn = [part for part in line.split("\r") if part]
     return drawn[-1] if drawn else ""
 
 
 def harmless(data: bytes) -> bytes:
-    """`data` without what would steer a terminal, but for colours and \\r; nor does what is left come to mean that."""
+    """`data` without control sequences except colours and \\r, also without those that a removal creates."""
     while (less := STEERS.sub(b"", data)) != data:
         data = less
     return data
 
 
 class LiveFilter:
-    """What passes of a stream of bytes to a terminal: text, colours, and \\r, by which progress bars are drawn.
+    """Filters a stream of bytes for a terminal: text, colours, and \\r, with which progress bars are drawn, pass.
 
-    A sequence may be cut between two reads: what may still become one is held back until it is whole, or too long.
+    A sequence may be split between two reads: its beginning is kept until it is complete or too long.
     """
 
     def __init__(self) -> None:
         self._held = b""
 
     def passed(self, data: bytes) -> bytes:
-        """What can be shown of the bytes so far."""
+        """The bytes that can be shown now."""
         data = self._held + data
         cut = BEGUN.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
         shown = harmless(data[: len(data) - len(self._held)])
-        if shown.endswith(b"\xc2"):  # what was taken out stood between it and what comes next
+        if shown.endswith(b"\xc2"):  # the removed part was between it and the next byte
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
 
@@ -94,7 +94,7 @@ def table_console(width: int = 132) -> Console:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values, each a bar of one to eight eighths: from the least to the most of them."""
+    """The last `width` values as bars, from the smallest to the largest of them."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
     if not shown:
         return ""
@@ -125,7 +125,7 @@ def format_duration(seconds: float) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Somebody else's words in one line of at most so many characters, without what would steer a terminal."""
+    """Text in one line of at most `most` characters, without control sequences."""
     line = " ".join(clean(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 

@@ -1,18 +1,18 @@
-"""The run folder: everything a run leaves behind, made once and never written over.
+"""The run folder: all files of a run, created once and never overwritten.
 
 runs/mnist-cnn-20260131-093000/
     config.toml         every setting, resolved: `paceline train --config` repeats the run
     environment.json    versions, host, device, threads
-    events-<rank>.jsonl what happened, step by step
-    machine-<node>.jsonl what each node did, once a second
-    checkpoints/        step-<steps done>/ each, see store/store.py
+    events-<rank>.jsonl the events of each step, see events.py
+    machine-<node>.jsonl the use of each node, once a second, see machine.py
+    checkpoints/        step-<steps done>/ for each, see checkpoint/format.py
     model.safetensors   the weights
-    summary.json        how it ended
-    .lock               held by the processes of the run that is active here
-    attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
-                        error-<r>.json, ended.json (the exit code and the verdict); of a run whose hosts come
-                        and go nodes.json, and join.json while it takes some; launch.txt: see launched_attempt
-    submit-1/           of each start on other machines, see launch/submission.py
+    summary.json        the result, see summary.py
+    .lock               held by the processes of the active run
+    attempt-1/          files of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
+                        error-<r>.json, ended.json (the exit code and the verdict); nodes.json if hosts can join
+                        and leave, and join.json while they can join; launch.txt: see launched_attempt
+    submit-1/           files of each start on other machines, see launch/submission.py
 """
 
 import os
@@ -31,8 +31,8 @@ SUMMARY = "summary.json"
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
 CHECKPOINTS = "checkpoints"
-INVITATION = "join.json"  # in an attempt: what `paceline join` reads, the secret of the run included
-LAUNCHED = "launch.txt"  # in an attempt of a session that has its own folder under `paceline launch`
+INVITATION = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
+LAUNCHED = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
 LOCK = ".lock"
 FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
 MOST_STARTS = 999_999  # numbers of attempts
@@ -40,17 +40,17 @@ LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a mom
 
 
 def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
-    """The absolute path of the folder to write into: a new run's, or with `resume` also that of a run that has ended.
+    """The absolute path of the folder of a new run, or with `resume` also of a run that has ended.
 
     Args:
         asked: the folder; None: a new one under runs/.
-        task: what a new one is called after.
-        resume: whether it may hold a run.
-        trust: whether it may be one that others own or could have written.
+        task: the name for a new one.
+        resume: accept a folder with a run.
+        trust: accept a folder that other users own or could have written.
 
     Raises:
-        UsageError: if it holds something that would be written over, no run, or links; if others could have written
-            it, or it cannot be written.
+        UsageError: it has files that would be overwritten, no run, or links; other users could have written it; or we
+            cannot write it.
     """
     if not resume and asked is None:
         run_dir = new_run_dir(task)
@@ -69,7 +69,7 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 
 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
-    """Refuse a folder that others could have written, or with links that lead our writing elsewhere."""
+    """Check that no other user could have written a folder, and that no link in it redirects our files."""
     if not trust:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
@@ -80,10 +80,10 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
 
 
 def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
-    """Refuse to resume in a folder that holds something other than a run; a new or empty one will do.
+    """Check that a folder has a run, or is new or empty.
 
     Raises:
-        UsageError: says what is missing, or that others could have written it.
+        UsageError: it has other files, or another user could have written it.
     """
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
@@ -92,7 +92,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
 
 
 def move_aside(run_dir: Path) -> None:
-    """Move what a run has saved out of the way of a fresh start. Only with the folder's lock."""
+    """Rename a run's checkpoints and weights before a fresh start. The caller holds the folder's lock."""
     for name in (CHECKPOINTS, WEIGHTS):
         if os.path.lexists(run_dir / name):
             stem = name.partition(".")[0]
@@ -101,20 +101,20 @@ def move_aside(run_dir: Path) -> None:
 
 
 def check_not_finished(run_dir: Path) -> None:
-    """Refuse to start at step 0 where a finished run's weights would be written over.
+    """Check that a start at step 0 would not overwrite the weights of a finished run.
 
     Raises:
-        UsageError: says what to do.
+        UsageError: it would; with the fix.
     """
     if os.path.lexists(run_dir / WEIGHTS):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 
 def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
-    """Take the folder for this run; the lock is held as long as any process has the returned descriptor open.
+    """Lock the folder for this run while any process has the returned descriptor open.
 
     Raises:
-        UsageError: if another run has it, naming that one.
+        UsageError: another run has locked it; with that run's process.
     """
     try:
         descriptor = writing.keep(run_dir / LOCK)
@@ -125,14 +125,14 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         os.close(descriptor)
         raise UsageError(code="run-is-active", run_dir=run_dir, holder=holder)
     holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with suppress(OSError):  # on a full disk the lock holds all the same, without a name
+    with suppress(OSError):  # on a full disk the lock has no name
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
 
 
 def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
-    """The folder for a run without --run-dir; it is not made."""
+    """The path of the folder for a run without --run-dir. The folder is not made."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
     stem = where.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
@@ -143,7 +143,7 @@ def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
 
 
 def _never_began(run_dir: Path) -> bool:
-    """Whether all that is there was left by starts that failed before the first step, so that nothing can be lost."""
+    """Whether a folder has only files of starts that failed before the first step: no work can be lost."""
     ours = (CONFIG, "environment.json", SUMMARY, LOCK)
     starts = ("attempt-", "submit-", "agent-", "machine-")
     return all(
@@ -156,7 +156,7 @@ def _never_began(run_dir: Path) -> bool:
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
-    """Make the folder of a run's next start, numbered from 1; `launched`: see `launched_attempt`."""
+    """Make the folder of a run's next start; its number, from 1, and its path. `launched`: see `launched_attempt`."""
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
@@ -169,7 +169,7 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
 
 
 def launched_attempt(attempt_dir: Path) -> Path:
-    """The attempt that has the logs, errors and reports: for a session under `paceline launch` the launch's."""
+    """The attempt with the logs, errors and reports: that of the launch for a session under `paceline launch`."""
     with suppress(OSError, ValueError):
         launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
         if launched.is_absolute() and attempt_number(launched) and names(launched):
@@ -184,7 +184,7 @@ def numbered_attempts(run_dir: Path) -> dict[int, Path]:
 
 
 def _fenced_attempt(run_dir: Path) -> int:
-    """The attempt that may publish checkpoints, by their fence: it counts even if its folder was deleted."""
+    """The attempt that may publish checkpoints, by their fence, even if its folder was deleted."""
     try:
         return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):
@@ -192,17 +192,17 @@ def _fenced_attempt(run_dir: Path) -> int:
 
 
 def shelve_summary(run_dir: Path, attempt: int) -> None:
-    """Move the last start's summary into its folder: this start ends in its own way."""
+    """Move the last start's summary into that start's folder."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
         writing.rename(run_dir / SUMMARY, last / SUMMARY)
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml whole, or not at all: other ranks and restarted workers read it.
+    """Write `folder`/config.toml completely or not at all: other ranks and restarted workers read it.
 
     Raises:
-        TrainingError: if the disk is full, say.
+        TrainingError: it failed, for example on a full disk.
     """
     try:
         writing.replace(folder / CONFIG, text.encode())
@@ -211,13 +211,13 @@ def write_settings(folder: Path, text: str) -> None:
 
 
 def attempt_number(folder: Path, kind: str = "attempt") -> int:
-    """Which start of the run a folder belongs to, of those called `kind`-N; 0 if its name does not say."""
+    """The N of a folder named `kind`-N; 0 for other names."""
     match = re.fullmatch(rf"{kind}-([0-9]{{1,9}})", folder.name)
     return int(match[1]) if match else 0
 
 
 def failure_records(attempt: Path) -> list[str]:
-    """The files in which a start's workers have recorded their failures; which came first only its agent knows."""
+    """The files in which a start's workers have recorded their failures, in no order of time."""
     return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
 
 

@@ -1,13 +1,13 @@
-"""Who else may have put a file there: judged on open descriptors, from the root of the file system down to the file.
+"""Which other users could have written a file, from open descriptors of all folders from the root down to the file.
 
-    /               root's, nobody else writes                nothing to say
-    /tmp            root's, everybody writes, but sticky      nobody can exchange what is ours in it: start afresh
-    /tmp/shared     everybody writes                          whoever likes can exchange what lies below ...
-    /tmp/shared/me  ours alone                                ... but not in here: start afresh
-    run/config.toml ours, nobody else may write               ours
+    /               root's, only root writes            no other user
+    /tmp            root's, all write, but sticky       others cannot replace our entries: forget the folders above
+    /tmp/shared     all write                           anyone can replace the entries below ...
+    /tmp/shared/me  ours, only we write                 ... but not in here: forget the folders above
+    run/config.toml ours, only we write                 ours
 
-What is above the nearest folder that is ours alone, or sticky, does not count: another folder put into its place is
-not ours, and seen to be none. Root has no exemption: what another user has left is not root's word.
+The folders above the nearest one that is only ours, or sticky, do not count: a folder that replaces it is not ours,
+which we detect. Root has no exemption: files that another user left are not root's.
 """
 
 import errno
@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 
 ROOT = 0
 SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: to open a pipe that somebody left there would wait for its writer; O_NOCTTY: nor is a terminal to be ours
+# O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal must not become ours
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 WORDS = {
     errno.ENOENT: "is missing",
@@ -36,7 +36,7 @@ WORDS = {
 
 
 class Unreadable(UsageError, OSError):  # noqa: N818 - it says what the file is
-    """What must not be read: `strerror` says why, `filename` which. To a person who named it, wrong use."""
+    """A file that must not be read: `strerror` has the reason, `filename` the path. A UsageError for its user."""
 
     def __init__(self, path: Path, why: str) -> None:
         OSError.__init__(self, errno.EPERM, why, str(path))
@@ -46,12 +46,12 @@ class Unreadable(UsageError, OSError):  # noqa: N818 - it says what the file is
 
 
 class NotOurs(Unreadable):
-    """Somebody else could have written it."""
+    """A file that another user could have written."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A file or folder that is open, and who else could have changed it, in words; empty: nobody."""
+    """An open file or folder, and a sentence about the users who could have changed it; empty: only we."""
 
     descriptor: int
     found: os.stat_result
@@ -60,16 +60,16 @@ class Opened:
 
 @contextmanager
 def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator[Opened]:
-    """Open a plain file, or a folder, through no link at all: `path` must be resolved as far as links are meant.
+    """Open a plain file or a folder without following any link.
 
     Args:
-        path: what to open.
-        folder: whether it is to be a folder.
-        ours: refuse what anybody else could have changed.
+        path: the file, with all links resolved that may be followed.
+        folder: expect a folder.
+        ours: raise an error if another user could have changed it.
 
     Raises:
-        FileNotFoundError: it is not there.
-        Unreadable: in words: it is something else, not for us to read, or (NotOurs) not ours.
+        FileNotFoundError: it does not exist.
+        Unreadable: it is of another type, we may not read it, or (NotOurs) another user could have changed it.
     """
     descriptor, strangers = descend(path.absolute(), folder=folder)
     try:
@@ -88,27 +88,27 @@ def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator
 
 
 def other_writers(folder: Path) -> str:
-    """Who else can change what lies in `folder`, in words for people; empty: nobody.
+    """A sentence about the users who can change the files in `folder`; empty: only we can.
 
     Raises:
-        OSError: there is no such folder.
+        OSError: the folder does not exist.
     """
     with opened(folder, folder=True) as it:
         return it.strangers
 
 
 def check_ours(folder: Path) -> None:
-    """Refuse to act on what lies in a folder that anybody else could have written, or has.
+    """Check that no other user owns or could have written the files in a folder.
 
     Raises:
-        UsageError: says who, and what to do.
+        UsageError: another user could; with the user and the fix.
     """
     if whose := _strangers(folder):
         raise UsageError(code="run-of-others", whose=whose)
 
 
 def note_strangers(folder: Path) -> bool:
-    """Say, if anybody else could have written what lies in a folder, that it is only looked at; whether that is so."""
+    """Print that a folder is only read if another user could have written its files; whether that is the case."""
     if whose := _strangers(folder):
         words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
         print(f"paceline: {words}: shown read-only", file=sys.stderr)
@@ -116,9 +116,9 @@ def note_strangers(folder: Path) -> bool:
 
 
 def _strangers(folder: Path) -> str:
-    """Who else could have written what is in a folder, in words; empty: nobody.
+    """A sentence about the users who could have written the files in a folder; empty: only we.
 
-    A folder of ours may have been open to others once: then something in it is theirs, or a folder that they can write.
+    A folder of ours may have been open to others before: they may own an entry, or can write into a subfolder.
     """
     if whose := other_writers(folder):
         return whose
@@ -133,7 +133,7 @@ def _strangers(folder: Path) -> str:
 
 
 def user_name(uid: int) -> str:
-    """What people call a user."""
+    """The name of a user, or the number if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -141,7 +141,7 @@ def user_name(uid: int) -> str:
 
 
 def descend(path: Path, *, folder: bool) -> tuple[int, str]:
-    """Open each part of the path in the one before it; a descriptor of the last, and who can exchange it."""
+    """Open each part of a path inside its parent; a descriptor of the last, and who else can replace it."""
     strange = ""
     at, *parts = path.parts
     descriptor = os.open(at, SEARCH if parts else READ)
@@ -163,7 +163,7 @@ def descend(path: Path, *, folder: bool) -> tuple[int, str]:
 
 
 def _in_words(path: Path, part: Path, error: OSError) -> OSError:
-    if error.errno == errno.ENOENT:  # as always: it is not there
+    if error.errno == errno.ENOENT:
         return FileNotFoundError(error.errno, error.strerror, str(path))
     linked = False
     with suppress(OSError):
@@ -176,7 +176,7 @@ def _in_words(path: Path, part: Path, error: OSError) -> OSError:
 
 
 def _below(folder: Path, descriptor: int, strange: str) -> str:
-    """Who can exchange what lies in an open folder, given who can exchange the folder itself."""
+    """Who else can replace the entries of an open folder; `strange`: who can replace the folder."""
     found, us = os.fstat(descriptor), os.geteuid()
     if found.st_uid not in (us, ROOT):
         return f"{folder} belongs to {_whose(found.st_uid)}"
@@ -202,9 +202,9 @@ def _others(path: Path, found: os.stat_result, descriptor: int) -> str:
 
 
 def _is_private_group(gid: int, descriptor: int) -> bool:
-    """Whether the group has our name and nobody else in it, as most systems give each user one (with umask 002).
+    """Whether the group has our name and no other member, as most systems give each user one (with umask 002).
 
-    Where there is an access list, the mode's bits for the group cover all that it names.
+    If there is an access list, the mode's group bits cover all its entries.
     """
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

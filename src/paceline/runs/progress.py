@@ -1,5 +1,5 @@
-"""The progress of a training: on rank 0 a bar or plain lines, and for the caller of `paceline.run` one line below what
-its ranks print. Elsewhere than on a terminal or in a notebook that line is printed now and then.
+"""The progress of a run: a bar or plain lines on rank 0, and one line below the output of the ranks for the caller of
+`paceline.run`. Without a terminal or notebook that line is printed every few seconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from paceline.runs.reading import decode
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
 WINDOW_STEPS = 50
 REPORT_SECONDS = 0.2
-PLAIN_SECONDS = 10.0  # between two lines where none can be drawn anew
+PLAIN_SECONDS = 10.0  # between two lines if a line cannot be redrawn
 CELLS = 10
 
 
 class Display:
-    """Shows progress towards `total_steps`, on rank 0 only: every `interval` steps a line, or a bar on a terminal.
-
-    `total_steps` is 0 where nobody knows.
-    """
+    """Shows progress towards `total_steps` (0: unknown): every `interval` steps a line, or a bar on a terminal."""
 
     def __init__(self, *, total_steps: int, interval: int, shown: bool) -> None:
         from rich.console import Console
@@ -66,7 +63,7 @@ class Display:
     def step(
         self, step: int, *, epoch: int, loss: float, lr: float, rate: float | None, samples_left: int | None
     ) -> None:
-        """After each step: the global loss, the learning rate, samples/s over all ranks (None while warming up)."""
+        """Show a step: the global loss, the learning rate, samples/s over all ranks (None during the warm-up)."""
         if self._bar is not None:  # short: it must fit into 80 columns
             text = f"epoch {epoch + 1}  loss {loss:.4f}  {speed(rate, samples_left)}"
             self._bar.update(self._task, completed=step, description=text)
@@ -77,10 +74,7 @@ class Display:
 
 
 class Throughput:
-    """Samples per second of the global batch, over a window, after a warm-up.
-
-    Fed once a step; time that is not training (evaluation) is taken out with `pause`.
-    """
+    """Samples per second of the global batch over a window of steps, without a warm-up and without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._steps, self._samples, self._paused = clock, 0, 0, 0.0
@@ -88,7 +82,7 @@ class Throughput:
         self._first: tuple[float, int] | None = None
 
     def step(self, samples: int) -> None:
-        """A step on `samples` samples, over all ranks, has just ended."""
+        """Count a step on `samples` samples, over all ranks, that has just ended."""
         self._steps += 1
         self._samples += samples
         if self._steps >= WARMUP_STEPS:
@@ -97,7 +91,7 @@ class Throughput:
             self._marks.append(mark)
 
     def pause(self, seconds: float) -> None:
-        """`seconds` since the last step were not spent on training."""
+        """Exclude `seconds` since the last step, for example of an evaluation."""
         self._paused += seconds
 
     def recent(self) -> float | None:
@@ -105,7 +99,7 @@ class Throughput:
         return self._rate_since(self._marks[0]) if self._marks else None
 
     def overall(self) -> float | None:
-        """Samples per second since the warm-up; None if the run was no longer than that."""
+        """Samples per second since the warm-up; None if the run was shorter."""
         return self._rate_since(self._first) if self._first else None
 
     def _rate_since(self, start: tuple[float, int]) -> float | None:
@@ -114,14 +108,14 @@ class Throughput:
 
 
 class ProgressRecord(msgspec.Struct, frozen=True):
-    """A pass over the data, after its `step`-th step of `steps`."""
+    """The progress after `step` of the `steps` of an epoch."""
 
     epoch: int  # from 0
-    epochs: int  # 0: nobody has said
+    epochs: int  # 0: unknown
     step: int
-    steps: int  # 0: nobody knows
+    steps: int  # 0: unknown
     loss: float | None  # None: not finite
-    rate: float | None  # samples/s over all ranks; None while warming up
+    rate: float | None  # samples/s over all ranks; None during the warm-up
     samples_left: int
 
     def __str__(self) -> str:
@@ -134,24 +128,21 @@ class ProgressRecord(msgspec.Struct, frozen=True):
 
 
 def speed(rate: float | None, samples_left: int | None) -> str:
-    """Samples per second, and the time that is left, if it is known; `rate` is None while warming up."""
+    """Samples per second, and the remaining time if it is known; `rate` is None during the warm-up."""
     left = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
     return f"{rate:,.0f} samples/s{left}" if rate else "warming up"
 
 
 class ProgressWriter:
-    """Writes down how far a training is, a few times a second, and at the end of each pass."""
+    """Writes the progress to a file, a few times a second and at the end of each epoch."""
 
-    here: ClassVar[ProgressWriter | None] = None  # this process's; None where nobody looks
+    here: ClassVar[ProgressWriter | None] = None  # this process's; None if no caller shows it
 
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf
 
     def step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
-        """After each step: write a report whole, in the last one's place, if it is time for it or the pass is over.
-
-        A full disk does not end a training.
-        """
+        """Replace the file if it is due or the epoch is over. A full disk raises no error."""
         if time.monotonic() >= self._due_seconds or step == steps:
             self._due_seconds = time.monotonic() + REPORT_SECONDS
             with suppress(OSError):
@@ -159,16 +150,16 @@ class ProgressWriter:
 
 
 class ProgressLine:
-    """Shows what ranks print, and below it how far they are, as a ProgressWriter has written into `path`."""
+    """Shows the output of the ranks, and below it their progress, which a ProgressWriter writes to `path`."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path, self._stream = path, stream
         self._live = stream.isatty() or type(stream).__module__.startswith("ipykernel")
-        self._line, self._drawn = "", 0  # characters of the line that can be drawn anew
+        self._line, self._drawn = "", 0  # characters of the line on the screen
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
     def show(self, text: str) -> None:
-        """What the ranks have printed: above the line."""
+        """Print output of the ranks above the line."""
         if not text:
             return
         self._stream.write(f"{self._wiped()}{text}")
@@ -176,7 +167,7 @@ class ProgressLine:
         self._draw()
 
     def look(self) -> None:
-        """Show how far they are, if there is news."""
+        """Show the progress if it has changed."""
         with suppress(OSError):  # there is none yet
             line = str(decode(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
@@ -184,7 +175,7 @@ class ProgressLine:
             self._draw()
 
     def end(self) -> None:
-        """Leave what it shows last."""
+        """Print the last state."""
         self.look()
         if self._drawn:
             self._stream.write("\n")

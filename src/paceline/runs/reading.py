@@ -1,7 +1,7 @@
-"""One door for everything that is read from a run: plain files, through no link, of bounded size, depth and length.
+"""All reads from a run folder: plain files, without following links, of bounded size, depth and line length.
 
-What comes through it is data, whoever wrote it. Whether it may be acted on is another question: `ours=True` refuses
-what anybody else could have changed (owners.py).
+The files may be another user's, so their contents are only data. `ours=True` raises an error for files that another
+user could have changed (owners.py).
 """
 
 import errno
@@ -33,7 +33,7 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
     """The contents of a small file.
 
     Raises:
-        OSError: it is not there; as Unreadable, in words: it is no plain file, too large, or not `ours`.
+        OSError: it does not exist. As Unreadable: it is no plain file, too large, or not `ours`.
     """
     with opened(path, ours=ours) as it:
         if it.found.st_size > limit_bytes:
@@ -49,10 +49,10 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
 
 
 def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
-    """The record of this kind that a JSON file holds.
+    """The record of this type in a JSON file.
 
     Raises:
-        OSError: as `read`; Unreadable also where it holds something else.
+        OSError: see `read`. Unreadable also if it has other contents.
     """
     data = read(path, limit_bytes=limit_bytes, ours=ours)
     try:
@@ -62,17 +62,17 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
 
 
 def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
-    """The record that a JSON file holds; None if it is not there, or cannot be read."""
+    """The record in a JSON file; None if it does not exist or cannot be read."""
     with suppress(OSError):
         return decode(path, kind, limit_bytes=limit_bytes)
     return None
 
 
 def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
-    """The table that a TOML file holds.
+    """The table in a TOML file.
 
     Raises:
-        OSError: as `read`; Unreadable also where it is no TOML, or nested too deeply.
+        OSError: see `read`. Unreadable also if it is no TOML, or nested too deeply.
     """
     data = read(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
@@ -84,10 +84,10 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
-    """The lines of a file that may be long, each of bounded length; only those in its last `from_end_bytes`.
+    """The lines of a file of any size, each of bounded length; only those in its last `from_end_bytes`.
 
     Raises:
-        OSError: as `read`; Unreadable also at a line that is too long, or where most of the file was never written.
+        OSError: see `read`. Unreadable also at a line that is too long, or if most of the file is a hole.
     """
     with opened(path) as it:
         if it.found.st_size > LARGE_BYTES and it.found.st_blocks * 512 < it.found.st_size // MOST_HOLLOW:
@@ -96,7 +96,7 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
         os.lseek(it.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
         rest_bytes = 0
-        torn = skipped > 0  # what the first line began with is not read
+        torn = skipped > 0  # the beginning of the first line is not read
         while block := os.read(it.descriptor, BLOCK_BYTES):
             *whole, last = block.split(b"\n")
             if whole:
@@ -112,24 +112,24 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
 
 
 def real_path(path: Path) -> Path:
-    """The path that is meant, without links; of links in a circle, the path itself, which nobody can open."""
+    """The path with all links resolved; for links in a circle the path itself, which cannot be opened."""
     return Path(os.path.realpath(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder, also behind links.
+    """Whether it is a folder, or a link to one.
 
     Raises:
-        Unreadable: we may not know.
+        Unreadable: no permission to find out.
     """
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a plain file, also behind links.
+    """Whether it is a plain file, or a link to one.
 
     Raises:
-        Unreadable: we may not know.
+        Unreadable: no permission to find out.
     """
     return stat.S_ISREG(_mode(path))
 
@@ -144,10 +144,10 @@ def _mode(path: Path) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder, in the order of the names; nothing if it is not there.
+    """The names in a folder, sorted; none if it does not exist.
 
     Raises:
-        Unreadable: it is no folder, or holds too much.
+        Unreadable: it is no folder, or has too many entries.
     """
     return _listed(folder, lambda _: True)
 

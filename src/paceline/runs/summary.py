@@ -1,4 +1,4 @@
-"""How a run stands and has ended: its summary.json, the state that people are shown, and its scores (no torch here)."""
+"""The state of a run: its summary.json, the state that commands print, and its scores (no torch here)."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from paceline.runs.reading import decode_if_readable
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Written once, at the end; a run that failed has what was known by then, and `exit` is not 0."""
+    """Written once, at the end. The summary of a failed run may lack fields, and its `exit` is not 0."""
 
     task: str
     exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
@@ -29,8 +29,8 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
     validation_metrics: Mapping[str, float | None] | None = None
     best: dict[str, Any] | None = None
-    """with --keep-best or --patience: the best evaluation's step, and what it was judged by"""
-    ended_early: str | None = None  # why there were fewer steps than planned, though nothing failed
+    """with --keep-best or --patience: the best evaluation's step and scores"""
+    ended_early: str | None = None  # the reason for fewer steps than planned, without a failure
     samples_per_second: float | None = None
     seconds: Seconds | None = None
     weights_sha256: str | None = None
@@ -38,7 +38,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     threads_per_rank: Count | None = None
     allocator: str | None = None  # tuned or system; of rank 0
     data_share: float | None = None
-    """the part of the time of all steps that the rank which waits most for its data has waited for them"""
+    """the fraction of the time of all steps for which the rank that waits longest for data has waited"""
     peak_memory_bytes: Count | None = None  # the largest resident memory of any rank
     peak_gpu_memory_bytes: Count | None = None
     bits_hold_for: dict[str, Any] | None = None
@@ -51,14 +51,14 @@ LIVE = ("queued", "running")
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What `paceline status --json` prints, and `paceline runs --json` of each run."""
+    """The output of `paceline status --json`, and of `paceline runs --json` for each run."""
 
     run_dir: str
     state: State
     words: str = ""  # more about the state
     on: str = "local"
     hosts: tuple[str, ...] = ()
-    nodes: str = ""  # where hosts come and go: who is in, waits, was lost
+    nodes: str = ""  # if hosts can join and leave: the state of each
     slurm_job: str = ""
     attempts: int = 0
     step: int | None = None
@@ -68,25 +68,25 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     strategy: str = ""
     world_size: int | None = None
-    epochs: float | None = None  # that are done
+    epochs: float | None = None  # completed
     metrics: dict[str, float | None] = {}  # the newest; null: not finite
-    found: tuple[str, ...] = ()  # by the agent, in the newest start: a slow rank, replicas that drift
-    unix_time: float = 0.0  # when it last wrote something
+    found: tuple[str, ...] = ()  # the agent's findings in the newest start: a slow rank, replicas that drift
+    unix_time: float = 0.0  # of the last write
 
     @property
     def name(self) -> str:
-        """Its folder's."""
+        """The name of its folder."""
         return Path(self.run_dir).name
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Write `run_dir`/summary.json whole, or not at all."""
+    """Write `run_dir`/summary.json completely or not at all."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
     writing.replace(run_dir / "summary.json", encoded)
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """The summary of a run; None if it has written none that can be read."""
+    """The summary of a run; None if there is none that can be read."""
     return decode_if_readable(run_dir / "summary.json", Summary)
 
 
@@ -97,5 +97,5 @@ def scores_line(metrics: Mapping[str, float | None]) -> str:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that can be written down: JSON has no other numbers."""
+    """The scores that are finite: JSON has no other numbers."""
     return {name: score for name, score in metrics.items() if math.isfinite(score)}

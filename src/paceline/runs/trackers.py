@@ -1,7 +1,7 @@
-"""Reports a run to the trackers that people know, beside its own records: tensorboard, wandb, mlflow (no torch here).
+"""Reports a run to trackers, in addition to its records: tensorboard, wandb, mlflow (no torch here).
 
-A tracker is a guest: it gets its numbers in a thread of its own, and whatever goes wrong there (no network, a full
-disk, a server that does not answer) is told once and never stops a training.
+Trackers run in a separate thread. Their errors (no network, a full disk, a server that does not answer) are printed
+once and never stop training.
 """
 
 import os
@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 30.0  # at the end of the run
 
 
 Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
-"""(logs numbers of the state after so many steps, keeps all that was logged)"""
+"""(logs a step and its numbers, closes the tracker)"""
 
 
 def _tensorboard(folder: Path, _: Mapping[str, Any]) -> Tracker:
@@ -37,7 +37,7 @@ def _tensorboard(folder: Path, _: Mapping[str, Any]) -> Tracker:
 def _wandb(folder: Path, settings: Mapping[str, Any]) -> Tracker:
     import wandb
 
-    # without a key wandb would ask for one on the terminal, and wait for an answer
+    # without a key wandb would prompt for one and wait
     has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "paceline"),
@@ -72,14 +72,14 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
     "wandb": ("wandb", _wandb),
     "mlflow": ("mlflow", _mlflow),
 }
-"""by name: the package that must be installed, and what begins a run there"""
+"""by name: the package that must be installed, and the function that starts a run there"""
 
 
 def tracker_names(track: str | None) -> list[str]:
-    """The trackers named in `track`, separated by commas.
+    """The trackers in `track`, separated by commas.
 
     Raises:
-        UsageError: one of them is not known, or its package is not installed.
+        UsageError: one of them is unknown, or its package is not installed.
     """
     names = [name.strip() for name in (track or "").split(",") if name.strip()]
     for name in names:
@@ -103,7 +103,7 @@ class Tracking:
             self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand on numbers of the state after `step` steps; never waits, never raises."""
+        """Queue numbers of the state after `step` steps; never waits, never raises an error."""
         if not self._thread.is_alive():
             return
         self._logged += 1
@@ -113,7 +113,7 @@ class Tracking:
             self._dropped += 1
 
     def close(self) -> None:
-        """Wait a while for what is on its way, and say what was lost; never raises."""
+        """Wait a limited time for the queue, and print which numbers were lost; never raises an error."""
         if self._thread.ident is None:
             return
         if self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""Files of JSON lines that stay small however long a run is: a rank's events, and what a machine does."""
+"""Files of JSON lines of bounded size: the events of a rank and the use of a machine (no torch here)."""
 
 import os
 import threading
@@ -15,17 +15,17 @@ from paceline.runs.console import say
 from paceline.runs.events import MOST_FOLDED, RolledBack, Step, decode_event
 from paceline.runs.reading import read_lines
 
-LIMIT_BYTES = 32 << 20  # of a file: then the older half of its steps are put together, two by two
+LIMIT_BYTES = 32 << 20  # of a file: then pairs of steps in its older half are merged
 SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # of the usual step; of all steps
 _STEP = b'{"kind":"step"'
 _STARTED, _BACK = b'{"kind":"started"', b'{"kind":"rolled-back"'
 MACHINE_BYTES = 1 << 20
 Thinned = Callable[[list[bytes], list[bytes]], list[bytes]]
-"""(older half of the lines, newer half) -> what stays of the older one"""
+"""(older half of the lines, newer half) -> the lines that remain of the older half"""
 
 
 class LineFile:
-    """JSON lines appended to a file, each whole; at its limit it keeps what `thinned` leaves of the older half."""
+    """Appends JSON lines to a file, each in one write; at its limit `thinned` reduces the older half."""
 
     def __init__(self, path: Path, limit_bytes: int, thinned: Thinned, *, sync: bool) -> None:
         self._path, self._limit_bytes, self._thinned, self._sync = path, limit_bytes, thinned, sync
@@ -36,14 +36,14 @@ class LineFile:
         """Append `record`.
 
         Raises:
-            OSError: if the disk is full, say.
+            OSError: it failed, for example on a full disk.
         """
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"
         if self._size_bytes + len(line) > self._limit_bytes:
             self._thin()
-        self._size_bytes += os.write(self._descriptor, line)  # whole, or the disk is full: readers skip a torn one
+        self._size_bytes += os.write(self._descriptor, line)  # a full disk may tear it: readers skip that
 
     def _open(self) -> None:
         self._descriptor = writing.keep(self._path, append=True)
@@ -66,7 +66,7 @@ class LineFile:
 
 
 class EventWriter(LineFile):
-    """Appends records to one rank's file; each is whole on disk's side of the process before `write` returns."""
+    """Appends the events of one rank to its file; each has left the process when `write` returns."""
 
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
         super().__init__(path, limit_bytes, fold, sync=True)
@@ -75,16 +75,16 @@ class EventWriter(LineFile):
     def _thin(self) -> None:
         try:
             super()._thin()
-        except OSError:  # no room for a second one: it grows on
+        except OSError:  # no room for a second file: this one keeps growing
             self._limit_bytes *= 2
-        else:  # much may be no step
+        else:  # much of it may not be steps
             self._limit_bytes = max(self._limit_bytes, self._size_bytes + self._limit_bytes // 8)
 
     def flush(self) -> None:
-        """Return when all records are on the disk itself: a checkpoint must never be newer than they are.
+        """Sync the file: a checkpoint must never be newer than the events on the disk.
 
         Raises:
-            OSError: if the disk fails.
+            OSError: it failed.
         """
         os.fsync(self._descriptor)
 
@@ -96,42 +96,41 @@ class EventWriter(LineFile):
 
 
 class BoundedWriter(LineFile):
-    """Appends records from any thread. What goes wrong is said once, and ends nothing but the writing.
+    """Appends records from any thread. An error is printed once and only ends the writing.
 
-    Every second record of the older half is dropped: after days the last minutes are there second by second, and the
-    first hours every few minutes.
+    Thinning drops every second record of the older half: after days the file has all records of the last minutes, and
+    one for every few minutes of the first hours.
     """
 
     def __init__(self, path: Path, *, limit_bytes: int = MACHINE_BYTES, warn: Callable[[str], object] = say) -> None:
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
         self.failed = False
-        """whether it has given up"""
+        """whether an error has ended the writing"""
 
     def write(self, record: msgspec.Struct) -> None:
-        """Append `record`; nothing is written any more once that has failed."""
+        """Append `record`, unless an earlier write has failed."""
         with self._lock:
             if self.failed:
                 return
             try:
                 super().write(record)
-            except Exception as error:  # a full disk, a folder that is gone: never the end of a training
+            except Exception as error:  # a full disk or a deleted folder must not end training
                 self.failed = True
                 self._let_go()
                 self._warn(f"warning: {self._path.name} is not written any more: {error}")
 
     def close(self) -> None:
-        """Let go of the file; a later record opens it again."""
+        """Close the file; a later record opens it again."""
         with self._lock:
             self._let_go()
 
 
 def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
-    """The lines `old` of a file of events with about half as many steps; `new` are those after them.
+    """The lines `old` of a file of events with pairs of consecutive steps merged; `new` are the lines after them.
 
-    Two that follow each other become one that stands for both. What a proof needs is kept in sums: how many samples
-    were used, and their fingerprint. Steps that were left out and the slowest stay whole; so do those of earlier
-    starts: a later one has taken some of them again, and only they say which.
+    A merged step has the sums that `paceline ledger` needs: the number of samples and their fingerprint. Skipped steps,
+    the slowest steps, and steps of earlier starts are not merged: a later start has repeated some of those.
     """
     events = [decode_event(line) if line.startswith(_STEP) else None for line in old]
     steps = [event for event in events if isinstance(event, Step)]
@@ -142,7 +141,7 @@ def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     earlier = min(starts[-1] if starts else 0, len(old))
     encode = msgspec.json.encode
     kept: list[bytes] = [*old[:earlier]]
-    before: Step | None = None  # the last line of `kept`, if it may still become one with the next
+    before: Step | None = None  # the last line of `kept`, if it can be merged with the next one
     for line, event in zip(old[earlier:], events[earlier:], strict=True):
         step = event if isinstance(event, Step) and not event.skipped and _mean_seconds(event) < slow else None
         if before is not None and step is not None and before.step not in undone and _follow(before, step):
@@ -158,7 +157,7 @@ def _mean_seconds(step: Step) -> float:
 
 
 def _slow_seconds(steps: Sequence[Step]) -> float:
-    """How long a step takes that is kept whole."""
+    """The duration from which a step is not merged."""
     if not steps:
         return 0.0
     each = sorted(map(_mean_seconds, steps))
@@ -187,7 +186,7 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _sum(a: str, b: str) -> str:
-    """As data.consumed.add, which needs torch; empty where one is no fingerprint: then nothing is proven by it."""
+    """As data.consumed.add, which needs torch; empty if one is no fingerprint."""
     try:
         return f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"
     except ValueError:

@@ -1,4 +1,4 @@
-"""One door for everything that is written into a run: private whatever the umask, new, and never through a link."""
+"""All writes into a run folder: new and private files, independent of the umask, without following links."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 @contextmanager
 def _inside(path: Path) -> Generator[tuple[int, str]]:
-    """The folder that `path` is in, open and reached through no link, and the name in it: nobody leads us astray."""
+    """A descriptor of the folder of `path`, opened without following links, and the name in it."""
     whole = path.absolute()
     descriptor, _ = descend(whole.parent, folder=True)
     try:
@@ -32,10 +32,10 @@ def _inside(path: Path) -> Generator[tuple[int, str]]:
 
 
 def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder, and those above it that are missing.
+    """Make a folder and its missing parents.
 
     Raises:
-        OSError: it cannot be made; FileExistsError if it is there already and that is not ok, or is something else.
+        OSError: it cannot be made. FileExistsError: it exists (unless `exist_ok`), or is no folder.
     """
     for path in reversed(folder.absolute().parents):
         if not path.exists():
@@ -55,10 +55,10 @@ def _mkdir(folder: Path, *, exist_ok: bool) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Give a file or folder another name; the new path.
+    """Rename a file or folder; the new path.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: it failed.
     """
     with _inside(source) as (parent, name), _inside(target) as (there, other):
         os.rename(name, other, src_dir_fd=parent, dst_dir_fd=there)
@@ -66,10 +66,10 @@ def rename(source: Path, target: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder and all that is in it.
+    """Remove a file, or a folder with its contents.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: it failed.
     """
     with _inside(path) as (parent, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
@@ -82,20 +82,20 @@ def create(path: Path) -> int:
     """A descriptor of a new file.
 
     Raises:
-        OSError: it is there already, or cannot be made.
+        OSError: it exists, or cannot be made.
     """
     with _inside(path) as (parent, name):
         return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file. When this returns, the whole file is on the disk, even after a power failure.
+    """Write a new file. When this returns, the whole file survives a power failure.
 
     Returns:
-        Its size in bytes, and the sha256 of the chunks (not of what the disk stores).
+        Its size in bytes, and the sha256 of the chunks (not of the stored bytes).
 
     Raises:
-        OSError: if anything fails (the disk is full; the file exists). A part of the file may then be there.
+        OSError: it failed (the disk is full; the file exists). A part of the file may remain.
     """
     digest = hashlib.sha256()
     size_bytes = 0
@@ -123,7 +123,7 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, st
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` outlive a power failure; syncing a file does not do that."""
+    """Make the names in `folder` survive a power failure; syncing a file does not do that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -135,10 +135,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
-    """A descriptor, to read and to write, of a file that is made if it is not there (and `make`): a log, a lock.
+    """A descriptor, for reading and writing, of a file; it is made if it does not exist and `make` is set.
 
     Raises:
-        OSError: it is a link, no plain file, or cannot be opened.
+        OSError: it is a link or no plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
     with _inside(path) as (parent, name):
@@ -146,7 +146,7 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
 
 
 def lock(descriptor: int, seconds: float) -> bool:
-    """Take a file's lock; False where another process still holds it after `seconds`."""
+    """Take a file's lock; False if another process still holds it after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(BlockingIOError):
@@ -173,12 +173,12 @@ def _private(descriptor: int, path: Path) -> int:
 
 
 def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file whole, or not at all; see `replacing`.
+    """Write a file completely or not at all; see `replacing`.
 
     Args:
-        path: of the file; an older one of that name is replaced.
-        data: all of its contents.
-        sync: return only when it is on the disk itself: other machines read it.
+        path: the file; an existing one is replaced.
+        data: its contents.
+        sync: return when it is on the disk: other machines read it.
     """
     with replacing(path) as (folder, partial):
         descriptor = _private(os.open(partial, NEW, FILE, dir_fd=folder), path)
@@ -191,12 +191,12 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[tuple[int, str]]:
-    """An open folder, and the name in it of a file to be written, which takes the place of `path` at the end.
+    """A folder's descriptor, and the name in it of a file to write, which replaces `path` at the end.
 
-    Whoever reads `path` sees the old one or the new one.
+    Readers of `path` see the old file or the new one.
 
     Raises:
-        OSError: the disk is full, say; the older file is then still there.
+        OSError: it failed, for example on a full disk; the old file remains.
     """
     with _inside(path) as (folder, name):
         partial = f".{name}.{secrets.token_hex(4)}.partial"
