@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli import logs
-from paceline.report.logs import FOLD_SECONDS, MAX_WAITING, LinesWanted, RankLine, RankLogs, folded
+from paceline.report.logs import FOLD_SECONDS, MAX_WAITING, LineFilter, RankLine, RankLogs, fold_lines
 from paceline.runs.attempt import RECORD, LogTimes, TimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
 
@@ -18,7 +18,7 @@ NOW = 1_780_000_000.0
 
 
 def said(*lines: tuple[float, int, str]) -> list[tuple[list[int], str]]:
-    return [(line.ranks, line.text) for line in folded(RankLine(*line) for line in lines)]
+    return [(line.ranks, line.text) for line in fold_lines(RankLine(*line) for line in lines)]
 
 
 def write(log: Path, *lines: tuple[float, str]) -> None:
@@ -109,11 +109,11 @@ def test_only_the_end_of_a_large_log_is_read_and_a_search_reads_all(
 ) -> None:
     (tmp_path / "rank-0.log").write_text("".join(f"line {number}\n" for number in range(200_000)))
     found = RankLogs({0: tmp_path / "rank-0.log"})
-    assert [line.text for line in found.lines(LinesWanted(last=2))] == ["line 199998", "line 199999"]
-    assert [line.text for line in found.lines(LinesWanted(pattern=re.compile("^line 7$")))] == ["line 7"]
+    assert [line.text for line in found.lines(LineFilter(last=2))] == ["line 199998", "line 199999"]
+    assert [line.text for line in found.lines(LineFilter(pattern=re.compile("^line 7$")))] == ["line 7"]
     monkeypatch.setattr("paceline.report.logs.MAX_ALL_BYTES", 24)
-    assert [line.text for line in found.lines(LinesWanted())] == ["line 199998", "line 199999"]
-    assert found.cut(LinesWanted()) == [0]
+    assert [line.text for line in found.lines(LineFilter())] == ["line 199998", "line 199999"]
+    assert found.cut(LineFilter()) == [0]
 
 
 def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.report.logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
 from paceline.runs.console import clock
 from paceline.runs.folder import numbered_attempts
 from paceline.runs.reading import is_file
@@ -58,7 +58,7 @@ class _Asked:
     """The flags, understood."""
 
     ranks: tuple[range, ...]  # empty: all
-    wanted: LinesWanted
+    wanted: LineFilter
     attempt: int | None
     times: bool
 
@@ -101,7 +101,7 @@ def _understood(config: LogsConfig) -> _Asked:
             raise UsageError(code="grep-invalid", value=config.grep, reason=str(error)) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
-    wanted = LinesWanted(last if config.lines is None else config.lines, since, pattern)
+    wanted = LineFilter(last if config.lines is None else config.lines, since, pattern)
     return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
 
 
@@ -172,7 +172,7 @@ def _print_all(found: RankLogs, asked: _Asked) -> None:
     _print(found.lines(asked.wanted), asked, prefixed=len(found.logs) > 1)
 
 
-def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
+def _print(lines: Iterable[MergedLine], asked: _Asked, *, prefixed: bool) -> None:
     for line in lines:
         when = f"{clock(line.unix_time) or '-':19} " if asked.times else ""
         who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
@@ -192,7 +192,7 @@ def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None
                     waiting.append(RankLine(time.time(), rank, text))
         due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
         if due or to_the_end or len(tails) == 1:
-            _print(put_together(waiting), asked, prefixed=len(tails) > 1)
+            _print(merge_lines(waiting), asked, prefixed=len(tails) > 1)
             waiting.clear()
 
     while True:

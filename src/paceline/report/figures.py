@@ -41,19 +41,19 @@ class Figure:
 
     name: str  # an identifier
     title: str
-    words: str  # what is seen in it, for those who do not
+    words: str  # a description, for readers who do not see it
     traces: list[dict[str, Any]]
     x: str = ""
     y: str = ""
     kind: str = "lines"  # lines, bars, matrix, marks
     axes: list[str] = field(default_factory=list[str])
-    """names of other x axes that a trace has, as x0, x1, ...: the reader can choose"""
+    """names of the x axes x0, x1, ... of its traces: the reader can choose one"""
     from_zero: bool = False  # whether the y axis begins at 0
-    log: bool = False  # whether a logarithmic y axis is worth offering
+    log: bool = False  # whether the page offers a logarithmic y axis
 
 
 def points(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
-    """Which points stand for all: the lowest and the highest of each stretch, the first and the last."""
+    """The rows to draw: the lowest and the highest point of each interval, the first and the last."""
     known = [row for row, y in enumerate(ys) if math.isfinite(y) and math.isfinite(xs[row])]
     if len(known) <= POINTS:
         return known
@@ -66,7 +66,7 @@ def points(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
 
 
 def line(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
-    """A line over the first of its x axes; the others can be chosen."""
+    """A line, thinned over the first of its x axes."""
     rows = points(axes[0], ys)
     trace: dict[str, Any] = {
         "name": clean(name)[:80], "colour": COLOURS[style % len(COLOURS)],
@@ -76,7 +76,7 @@ def line(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style:
 
 
 def shown_number(number: float) -> float | None:
-    """With the digits that can be seen in a figure; None for what JSON has no number for."""
+    """A number with the digits that are visible in a figure; None if it is not finite."""
     if not math.isfinite(number):
         return None
     return round(number, 2) if abs(number) >= 1e6 else float(f"{number:.6g}")
@@ -93,7 +93,7 @@ def _axes(log: RankLog) -> list[list[float]]:
 
 
 def _rates(log: RankLog) -> list[float]:
-    """Samples a second over windows, which a single step's noise does not show in."""
+    """Samples per second over windows of steps."""
     steps, window, rates = log.steps, max(1, len(log.rows) // 200), list[float]()
     for number in range(0, len(log.rows), window):
         rows = log.rows[number : number + window]
@@ -155,7 +155,7 @@ def _scores(runs: Sequence[WholeRun]) -> Iterable[Figure]:
 
 
 def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
-    """How a step's time is spent: a bar for each rank, or each run."""
+    """The mean step by phase: a bar for each rank, or for each run."""
     rows: list[tuple[str, list[float]]] = []
     for run in runs:
         logs = [log for log in run.latest() if log.rows][:MOST_ROWS]
@@ -177,7 +177,7 @@ def phases(runs: Sequence[WholeRun]) -> Iterable[Figure]:
 
 
 def waiting(run: WholeRun, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
-    """Who waited for whom; `waits` as in Why."""
+    """The matrix of waiting between ranks; `waits` as in Bottleneck."""
     ranks = sorted(log.rank for log in run.latest())[:MOST_ROWS]
     if len(ranks) < 3 or not waits:  # of two, the first sentence says it
         return
@@ -212,7 +212,7 @@ DEVICES: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[str, float | 
 
 
 def devices(run: WholeRun) -> Iterable[Figure]:
-    """What the machines did meanwhile: a line for each host, or GPU."""
+    """The use of the machines: a line for each host, rank or GPU."""
     began = run.first.started[0].unix_time if run.first and run.first.started else min(
         (records[0].unix_time for records in run.machines.values() if records), default=0.0)  # fmt: skip
     for name, title, y, values in DEVICES:
@@ -238,7 +238,7 @@ class Drawing:
 
 
 def drawings(run: WholeRun) -> list[Drawing]:
-    """All that can be drawn of the run."""
+    """The drawings of a run that its events allow."""
     steps = _typical(run)
     return [*(_stages(run, steps) if steps else ()), *(_one_step(run, steps) if steps else ()), *_samples(run)]
 

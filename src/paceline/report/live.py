@@ -1,7 +1,7 @@
-"""A run while it runs: each rank's phase, speed and waiting, read at each look from what is new in its folder.
+"""The live state of a run: each rank's phase, speed and waiting, from the new records in its folder at each look.
 
-The head agent of a run, if it is asked, writes how each rank is at this moment (`Live` in contract/evidence.py). Other
-runs have what the ranks themselves write: their last step, and for how long nothing has come.
+The head agent of a run writes the state of each rank on request (`Live` in contract/evidence.py). Other runs only have
+the events of the ranks: their last step, and the time since then.
 """
 
 import os
@@ -22,24 +22,24 @@ from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, ma
 from paceline.runs.owners import opened
 from paceline.runs.reading import decode_if_readable
 
-FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # from its end at first, then at most at each look
-SILENT_SECONDS = 5.0  # an agent that writes each second
+FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # the end of a file at the first look; the most of each later look
+SILENT_SECONDS = 5.0  # an agent writes each second
 WINDOW_STEPS = 50
 HISTORY = 120
-RECENT = 10  # looks over which shares are taken
+RECENT = 10  # looks over which times are averaged
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """A rank as it is shown."""
+    """The state of a rank."""
 
     rank: int
     host: str = ""
-    phase: str = ""  # empty: nobody says
+    phase: str = ""  # empty: unknown
     ended: str = ""
     step: int = 0
-    work_seconds: tuple[float, ...] = ()  # of its own work in a step, at the last looks
-    waits: float | None = None  # the part of its time that it waits for others
+    work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last looks
+    waits: float | None = None  # the fraction of its time in which it waits for others
     still_seconds: float = 0.0
     use: RankUse | None = None
     gpu: GpuUse | None = None
@@ -48,33 +48,33 @@ class RankNow:
 
 @dataclass(frozen=True)
 class RunNow:
-    """A run as it is shown: its ranks, and what rank 0 has written of its steps."""
+    """The state of a run: its ranks, and rank 0's last steps."""
 
     ranks: tuple[RankNow, ...] = ()
-    live: bool = False  # by the word of its agent
+    live: bool = False  # from its agent
     step: int | None = None
     losses: tuple[float, ...] = ()
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     saved_step: int | None = None  # of the last checkpoint on disk
     machines: dict[int, MachineUse] = field(default_factory=dict[int, MachineUse])
-    words: str = ""  # who is slow
+    words: str = ""  # about the slow rank
 
 
 class GrowingFile:
-    """The new lines of a file, at each look; at the first one those at its end."""
+    """The new lines of a file at each look; at the first look the lines at its end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
 
     def lines(self) -> Sequence[bytes]:
-        """The whole lines that are new."""
+        """The new complete lines."""
         with suppress(OSError), opened(self._path) as file:
             size = file.found.st_size
-            if file.found.st_ino != self._inode:  # after the first look: thinned, old ones are put together
+            if file.found.st_ino != self._inode:  # the first look, or a writer has replaced it to merge old records
                 self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
                 self._inode = file.found.st_ino
-            if size - self._offset > LOOK_BYTES:  # more than anybody reads in a second: what is old is left out
+            if size - self._offset > LOOK_BYTES:  # more than a person reads in a second: skip the older part
                 self._offset, self._rest = size - LOOK_BYTES, b""
             data = os.pread(file.descriptor, LOOK_BYTES, self._offset)
             self._offset += len(data)
@@ -86,7 +86,7 @@ class GrowingFile:
 
 
 class RankHistory:
-    """What was seen of one rank at the last looks."""
+    """The states of one rank at the last looks."""
 
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
@@ -96,9 +96,9 @@ class RankHistory:
         self._last: Step | None = None
 
     def see_live(self, rank: LiveRank) -> None:
-        """Take in what its agent says."""
+        """Add a state from its agent."""
         ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
-        # restarted, or gone back; or what it has written itself was all that was known
+        # it was restarted or rolled back, or only its events were known
         if self._last is not None or (self._looks and rank.step < self._looks[-1][0]):
             self._looks.clear()
             self._last = None
@@ -113,8 +113,8 @@ class RankHistory:
         )
 
     def see_step(self, step: Step) -> None:
-        """Take in a step that it has written down."""
-        if self._last is None:  # its agent has fallen silent
+        """Add a step from its events."""
+        if self._last is None:  # its agent no longer writes
             self._looks.clear()
         self._last = step
         seconds = {**step.phase_seconds} or {"forward": step.seconds}
@@ -125,7 +125,7 @@ class RankHistory:
         self._now = replace(self._now, step=step.step)
 
     def spent(self) -> tuple[float, ...] | None:
-        """Seconds a step in each phase, lately; None where nobody says."""
+        """Seconds of a recent step in each phase; None: unknown."""
         if len(self._looks) < 2 or not (steps := self._looks[-1][0] - self._looks[0][0]):
             return None
         if any(len(seconds) != len(Phase) for _, seconds, _ in self._looks):
@@ -133,12 +133,12 @@ class RankHistory:
         return tuple(seconds / steps for seconds in _differences(self._looks[0][1], self._looks[-1][1]))
 
     def now(self) -> RankNow:
-        """How it is to be shown."""
+        """The state now."""
         spent, still = self.spent(), self._now.still_seconds
         of_steps = sum(spent[phase] for phase in (*OWN, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:
             waits = spent[Phase.SYNC] / of_steps
-        else:  # a script: how often its watcher saw it wait
+        else:  # a script: the fraction of looks at which it waited
             waits = sum(waiting for _, _, waiting in self._looks) / len(self._looks) if self._looks else None
         if self._last is not None and not self._now.phase:
             still = max(0.0, time.time() - self._last.unix_time)
@@ -150,25 +150,25 @@ def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
 
 
 class LiveReader:
-    """Reads one run, look by look. Without `may_ask` nothing is written into its folder."""
+    """Reads the state of a run at each look. `may_ask`: request it from the agent, with a file in the run folder."""
 
     def __init__(self, run_dir: Path, *, may_ask: bool) -> None:
         self.run_dir, self.may_ask = run_dir, may_ask
         self._attempt: Path | None = None
-        self._live_time, self._live_seconds = 0.0, float("-inf")  # its agent's clock, and when we saw that change
-        self._seen_live = False  # once: what was there before we came is old
+        self._live_time, self._live_seconds = 0.0, float("-inf")  # its agent's clock, and the time of its last change
+        self._seen_live = False  # the first state may be old
         self._events: dict[int, GrowingFile] = {}
         self._ranks: dict[int, RankHistory] = {}
         self._steps: deque[Step] = deque(maxlen=HISTORY)
         self._saved: int | None = None
 
     def look(self, attempt: Path | None) -> RunNow:
-        """The run now; `attempt` is its newest start's folder."""
+        """The state now; `attempt` is the folder of the newest start."""
         if attempt != self._attempt:
             self._attempt, self._seen_live, self._live_seconds = attempt, False, float("-inf")
             self._ranks = {}
         if self.may_ask and attempt is not None:
-            # on a full disk we see what the ranks write
+            # on a full disk only events are shown
             with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
                 os.utime(file.fileno())
         live = self._read_live(attempt) if attempt is not None else None
@@ -198,7 +198,7 @@ class LiveReader:
         if live is None:
             return None
         now = time.monotonic()
-        if live.unix_time != self._live_time:  # clocks of two machines are not compared: it has changed, that counts
+        if live.unix_time != self._live_time:  # only changes count: the clocks of two machines may differ
             if self._seen_live:
                 self._live_seconds = now
             self._live_time = live.unix_time
@@ -246,7 +246,7 @@ class LiveReader:
 
 
 def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
-    """Samples and steps a second over the last steps; evaluations and checkpoints take their time, too."""
+    """Samples and steps per second over the last steps, including evaluations and checkpoints."""
     recent = [*steps][-WINDOW_STEPS:]
     seconds = recent[-1].unix_time - recent[0].unix_time if recent else 0.0
     if not seconds > 0:

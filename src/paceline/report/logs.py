@@ -1,4 +1,4 @@
-"""What the ranks of a start have printed, as one: merged by time, and the same line of several ranks shown once."""
+"""The output of the ranks of a start: merged by time, with equal lines of several ranks shown once."""
 
 import heapq
 import re
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 from paceline.launch.tail import lines_of, start_of_last
 from paceline.runs.attempt import LogTimes
-from paceline.runs.reading import names
+from paceline.runs.reading import numbered_files
 
 FOLD_SECONDS = 0.9  # an agent looks at the logs of all its ranks at once, every second
-MAX_WAITING = 20_000  # lines that may still be said by others
-MAX_ALL_BYTES = 64 << 20  # what is shown of a log at most, unless it is searched
-LOG = re.compile(r"rank-([0-9]{1,9})\.log")
+MAX_WAITING = 20_000  # lines that other ranks may still print
+MAX_ALL_BYTES = 64 << 20  # the largest part of a log that is shown, unless it is searched
+_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
 class RankLine(NamedTuple):
     """A line of one rank."""
 
-    unix_time: float  # 0: nobody knows
+    unix_time: float  # 0: unknown
     rank: int
     text: str
 
 
-class Together(NamedTuple):
+class MergedLine(NamedTuple):
     """A line of one rank or several."""
 
     unix_time: float
@@ -35,8 +35,8 @@ class Together(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinesWanted:
-    """Which lines are asked for; `last` of each rank, or 0: all."""
+class LineFilter:
+    """The lines to show: the `last` ones (0: all), since a time, that match a pattern."""
 
     last: int = 0
     since: float | None = None
@@ -49,18 +49,17 @@ def rank_logs(attempt: Path) -> dict[int, Path]:
     Raises:
         OSError: the folder cannot be read.
     """
-    matches = (LOG.fullmatch(name) for name in names(attempt))
-    return dict(sorted((int(match[1]), attempt / match[0]) for match in matches if match))
+    return numbered_files(attempt, _LOG)
 
 
-def put_together(lines: Sequence[RankLine]) -> Iterator[Together]:
-    """Lines of about the same time: each rank's in their order, the same ones of several ranks as one.
+def merge_lines(lines: Sequence[RankLine]) -> Iterator[MergedLine]:
+    """Lines of about the same time: each rank's in their order, equal lines of several ranks as one.
 
-    A rank's own lines come before the next one that others say as well: ranks that say "step 5" after a loss of their
-    own each are shown as the losses, one after the other, and one "step 5".
+    Lines of one rank come before the next line that others print as well: if each rank prints its loss and then
+    "step 5", the losses are shown one after the other, and then one "step 5".
     """
     queues: dict[int, deque[RankLine]] = {}
-    left: dict[str, Counter[int]] = {}  # how often each rank will still say a text
+    left: dict[str, Counter[int]] = {}  # how often each rank will still print a text
     for said in lines:
         queues.setdefault(said.rank, deque()).append(said)
         left.setdefault(said.text, Counter())[said.rank] += 1
@@ -73,58 +72,61 @@ def put_together(lines: Sequence[RankLine]) -> Iterator[Together]:
             del ranks[rank]
         return said
 
-    moved, at = sorted(queues), dict[str, list[int]]()  # at: which ranks stand at a line that others say, too
+    moved, at = (
+        sorted(queues),
+        dict[str, list[int]](),
+    )  # at: the ranks whose next line has this text, which others print as well
     while moved or at:
         for rank in moved:
             while queues[rank] and len(left[queues[rank][0].text]) == 1:
                 said = taken(rank)
-                yield Together(said.unix_time, [rank], said.text)
+                yield MergedLine(said.unix_time, [rank], said.text)
             if queues[rank]:
                 at.setdefault(queues[rank][0].text, []).append(rank)
         if not at:
             return
-        # the line for which the fewest ranks are still to come
+        # the line for which the fewest ranks are missing
         moved = sorted(at.pop(min(at, key=lambda text: (len(left[text]) - len(at[text]), min(at[text])))))
         several = [taken(rank) for rank in moved]
-        yield Together(several[0].unix_time, moved, several[0].text)
+        yield MergedLine(several[0].unix_time, moved, several[0].text)
 
 
-def folded(lines: Iterable[RankLine]) -> Iterator[Together]:
-    """Lines in the order of time, the same ones of several ranks together."""
+def fold_lines(lines: Iterable[RankLine]) -> Iterator[MergedLine]:
+    """Lines in the order of time, equal lines of several ranks as one."""
     batch: list[RankLine] = []
     for said in lines:
         if batch and (said.unix_time >= batch[0].unix_time + FOLD_SECONDS or len(batch) == MAX_WAITING):
-            yield from put_together(batch)
+            yield from merge_lines(batch)
             batch = []
         batch.append(said)
-    yield from put_together(batch)
+    yield from merge_lines(batch)
 
 
 class RankLogs:
-    """The logs of some ranks as they are now. `ends` is how far each goes: from there on they can be followed."""
+    """The logs of some ranks at this moment. `ends` has their sizes, from which on they can be followed."""
 
     def __init__(self, logs: dict[int, Path]) -> None:
         self.logs = logs
         self.ends = {rank: path.stat().st_size for rank, path in logs.items()}
         self.without_times = [rank for rank, path in logs.items() if log_times(path) is None]
 
-    def lines(self, wanted: LinesWanted) -> Iterator[Together]:
-        """What is wanted of them, merged; without times, one rank after the other.
+    def lines(self, wanted: LineFilter) -> Iterator[MergedLine]:
+        """The lines to show, merged by time; if times are missing, one rank after the other.
 
         Raises:
-            OSError: if one of them cannot be read.
+            OSError: a log cannot be read.
         """
         streams = [self._of(rank, wanted) for rank in self.logs]
-        found = folded(heapq.merge(*streams, key=lambda said: (said.unix_time, said.rank)))
+        found = fold_lines(heapq.merge(*streams, key=lambda said: (said.unix_time, said.rank)))
         return iter(deque(found, wanted.last)) if wanted.last else found
 
-    def cut(self, wanted: LinesWanted) -> Sequence[int]:
-        """The ranks of whose logs only the end is shown."""
+    def cut(self, wanted: LineFilter) -> Sequence[int]:
+        """The ranks whose logs are shown only from a later point."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_ALL_BYTES]
 
-    def _of(self, rank: int, wanted: LinesWanted) -> Iterator[RankLine]:
+    def _of(self, rank: int, wanted: LineFilter) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
         times = log_times(path) if not self.without_times or wanted.since is not None else None
         start = 0
@@ -138,15 +140,15 @@ class RankLogs:
         for line in lines_of(path, start, end):
             if wanted.pattern is not None and wanted.pattern.search(line.text) is None:
                 continue
-            if len(self.logs) > 1 and not line.text.strip():  # among others an empty line separates nothing
+            if len(self.logs) > 1 and not line.text.strip():  # empty lines separate nothing in a merged log
                 continue
-            if times is not None and not self.without_times:  # a clock that was set back changes no rank's order
+            if times is not None and not self.without_times:  # a clock that was set back does not change the order
                 newest = max(newest, times.at(line.end))
             yield RankLine(newest, rank, line.text)
 
 
 def log_times(log: Path) -> LogTimes | None:
-    """The times of a log's lines; None if there are none, or they cannot be read."""
+    """The times of a log's lines; None if they are missing or cannot be read."""
     try:
         return LogTimes(log)
     except OSError:

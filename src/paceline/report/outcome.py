@@ -1,7 +1,7 @@
-"""How a run went: what happened beside its steps, whether it learned, what broke it, and why it was as fast as it was.
+"""The outcome of a run: its events, whether its loss fell, its failures, and its bottleneck.
 
-A step = computing + waiting for data + waiting for the slowest rank + exchange + between steps + rest, as
-`paceline scale` takes steps apart, here of one run alone.
+A step = computing + waiting for data + waiting for the slowest rank + exchange + between steps + rest, as in
+`paceline scale`.
 """
 
 import math
@@ -19,10 +19,10 @@ from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
 
-SHORT_SECONDS = 2.0  # of a run over so soon there is nothing to draw
+SHORT_SECONDS = 2.0  # a shorter run has no timeline
 MOST_MARKS = 256  # of a kind
-FEW = 10  # steps: of fewer, nothing can be said
-FELL = 0.98  # of what it was at first: less has fallen
+FEW = 10  # steps: with fewer, the trend of the loss is unknown
+FELL = 0.98  # a smaller fraction of the first loss is a fall
 REMEDIES = {
     ExitCode.NOT_FINITE: "The learning rate was {lr:g}: try a lower one, --clip-norm 1, or look at the samples that "
     "are named here; --not-finite skip leaves such steps out",
@@ -31,14 +31,14 @@ REMEDIES = {
     ExitCode.DIVERGED: "Replicas have drifted apart: look at the machine that is named below, its memory first",
 }
 WARM_UP, MOST_STEPS, MOST_SPENT = 5, 1000, 200_000
-NAMED = 0.08  # of a step: waiting for less blames nobody
-WORTH = 0.03  # of a step: less is not worth a word
-MUCH, LONG_SECONDS = 0.15, 20.0  # of the clock's time, in a run that is not over at once
-CROWDED = 1.25  # threads for each core, from which on they are in each other's way
-LITTLE = 0.75  # of the processor time that the others get
+NAMED = 0.08  # of a step: a shorter wait names no rank
+WORTH = 0.03  # of a step: a smaller cause is not mentioned
+MUCH, LONG_SECONDS = 0.15, 20.0  # a fraction of the wall time that is mentioned, in a run of this duration
+CROWDED = 1.25  # threads for each core that slow each other down
+LITTLE = 0.75  # of the processor time of the other ranks
 COMPUTING, DATA, WAITING, EXCHANGE = "computing", "waiting for data", "waiting for the slowest rank", "the exchange"
 BETWEEN, REST = "between steps", "not explained"
-BESIDE = {  # remedies for what takes long beside steps
+BESIDE = {  # remedies for long times between steps
     "evaluations": "Evaluate less often, or on fewer samples: --eval-every STEPS",
     "checkpoints": "Save less often: --checkpoint-every 10min",
 }
@@ -50,7 +50,7 @@ PLAIN = {  # a cause in words, and its remedy
 
 
 def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
-    """What happened beside steps: seconds since the beginning, kind, words; in order."""
+    """The events of a run except steps, in order: seconds since the beginning, kind, words."""
     first = run.first
     began = first.started[0].unix_time if first else min(
         (record.unix_time for record in (*run.verdicts, *run.noted)), default=0.0)  # fmt: skip
@@ -86,7 +86,7 @@ def happenings(run: WholeRun) -> list[tuple[float, str, str]]:
 
 
 def timeline(moments: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
-    """The same as marks over time."""
+    """The events as marks over time."""
     of_kind: dict[str, list[tuple[float, str]]] = {}
     for at, kind, words in moments:
         if kind != "notice":
@@ -103,7 +103,7 @@ def timeline(moments: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
 
 
 def wall_seconds(run: WholeRun) -> dict[str, float]:
-    """Where the hours of the clock went, in seconds: steps, evaluations, checkpoints, work thrown away, the rest."""
+    """The seconds of the wall time by use: steps, evaluations, checkpoints, repeated steps, the rest."""
     if not (first := run.first) or not first.rows:
         return {}
     steps, started = first.steps, first.started
@@ -119,7 +119,7 @@ def wall_seconds(run: WholeRun) -> dict[str, float]:
 
 
 def learned(run: WholeRun) -> str:
-    """Whether the loss has fallen, and what it has reached, in a sentence; empty where there are no steps."""
+    """A sentence about the fall of the loss and the test scores; empty without steps."""
     if not (first := run.first) or not first.rows:
         return ""
     losses = [loss for row in first.rows if math.isfinite(loss := first.steps.loss[row])]
@@ -134,7 +134,7 @@ def learned(run: WholeRun) -> str:
 
 
 def restarts(run: WholeRun) -> str:
-    """That it was started more than once, and from where it went on; empty where it was not."""
+    """A sentence about the starts after the first; empty if there are none."""
     again = run.first.started[1:] if run.first else []
     if not again:
         return ""
@@ -144,13 +144,13 @@ def restarts(run: WholeRun) -> str:
 
 
 def failures(run: WholeRun) -> list[tuple[str, str]]:
-    """Who failed and of what; not those that only lost another rank."""
+    """The ranks that failed, with their errors; not those that only lost another rank."""
     culprits = [failure for failure in run.failures if not failure.victim] or run.failures
     return [(f"rank {f.rank} ({clean(f.host)})", clean(f.message or f.type)) for f in culprits[:20]]
 
 
 def remedy(run: WholeRun) -> list[str]:
-    """What to try after a failure."""
+    """Advice after a failure."""
     code = run.failures[0].exit_code if run.failures else run.summary.exit if run.summary else 0
     text = REMEDIES.get(ExitCode(code)) if code in {*ExitCode} else None
     if text is None:
@@ -161,23 +161,23 @@ def remedy(run: WholeRun) -> list[str]:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What held a run up."""
+    """The largest causes of lost time in a run."""
 
     first: str
-    """one sentence: how much of their time the ranks worked, and what took most of the rest"""
+    """one sentence: the fraction of the time in which ranks computed, and the largest causes of the rest"""
     advice: list[str] = field(default_factory=list[str])
-    """what to try, the most promising first"""
+    """advice, the most promising first"""
     shares: dict[str, float] = field(default_factory=dict[str, float])
     """of a step's time, by cause; together 1"""
     slowest: int | None = None
     slow_phase: str = ""
-    """in which the slowest rank loses most"""
+    """the phase in which the slowest rank loses most"""
     waits: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
-    """who waited for whom: seconds in all steps looked at, by the rank that waited and the one it waited for"""
+    """seconds of the examined steps, by the rank that waited and the rank for which it waited"""
 
 
 def find_bottleneck(run: WholeRun) -> Bottleneck:
-    """Judge a run by its newest start."""
+    """The bottleneck of a run's newest start."""
     logs = [log for log in run.latest() if log.rows]
     size = run.world_size
     if not logs:
@@ -203,7 +203,7 @@ def find_bottleneck(run: WholeRun) -> Bottleneck:
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, Spent]]:
-    """Steps that all ranks of the newest start have, without warm-up and without what stood beside them; not all."""
+    """Thinned steps that all ranks of the newest start have, after the warm-up; directly after another if possible."""
     start = logs[0].started[-1].start_step
     rows = [{log.steps.step[row]: row for row in log.rows if log.steps.step[row] > start + WARM_UP} for log in logs]
     common = sorted(set(rows[0]).intersection(*rows[1:]))
@@ -238,7 +238,7 @@ def _waits(steps: Sequence[dict[int, Spent]]) -> dict[int, dict[int, float]]:
 def _in_words(
     run: WholeRun, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
 ) -> tuple[str, list[str]]:
-    """The first sentence, and what to try."""
+    """The sentence, and the advice."""
     size, worked, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
         if share >= WORTH:
@@ -258,7 +258,7 @@ def _in_words(
 
 
 def _beside_steps(run: WholeRun) -> tuple[str, list[str]]:
-    """What took much of the clock's time beside steps, and what to do about it."""
+    """A sentence about large uses of the wall time between steps, and the advice."""
     spent = wall_seconds(run)
     total = sum(spent.values())
     much = {name: seconds / total for name, seconds in spent.items() if name != "steps" and seconds > MUCH * total}
@@ -306,13 +306,13 @@ def _exchange(run: WholeRun, parts: StepParts) -> tuple[str, str]:
 
 
 def sent_bytes(run: WholeRun) -> int:
-    """What the gradients of a step are, in bytes; 0 where nobody has said."""
+    """The bytes of the gradients of a step; 0: unknown."""
     memory = run.first.memory if run.first else None
     return memory.gradient_bytes if memory else 0
 
 
 def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
-    """What the machine's records say of a rank that is slow."""
+    """The reason in the machines' records why a rank is slow; empty: none."""
     records = [record for of_node in run.machines.values() for record in of_node]
     cores = {log.rank: [record.ranks[log.rank].cores for record in records if log.rank in record.ranks] for log in logs}
     got = {other: median(used) for other, used in cores.items() if used}
@@ -325,7 +325,7 @@ def _held_back(run: WholeRun, rank: int, logs: Sequence[RankLog]) -> str:
 
 
 def crowding(run: WholeRun) -> tuple[float, int, str]:
-    """Threads for each core on the fullest host, those of a rank, and that in words; 0 where it is not known."""
+    """Threads for each core on the fullest host, threads of a rank, and a sentence; 0: unknown."""
     known = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
     threads = known if isinstance(known, int) else 0
     cores = {record.host: record.cores for records in run.machines.values() for record in records[-1:]}

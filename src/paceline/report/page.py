@@ -1,4 +1,4 @@
-"""The page of a run, or of several beside each other: one file of HTML that needs nothing else and asks nobody."""
+"""The HTML page of a run, or of several runs side by side: one file without other resources or requests."""
 
 import base64
 import hashlib
@@ -35,25 +35,25 @@ from paceline.runs.summary import Summary, scores_line
 
 COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
-MARK = "a page of paceline report"  # by which one is known, and may be written over
+MARK = "a page of paceline report"  # pages with it may be overwritten
 GOOD, BAD = ("done", "saved", "running", "queued"), ("failed", "lost", "cancelled")
 MOST_ROWS, MOST_CELL = 500, 300
 KINDS = ("weights", "gradients", "optimizer")
-HOLDS = {  # which part of weights, gradients and optimizer state a rank of N has (docs/memory.md); 1: all
+HOLDS = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
     "all on every rank": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table; cells are words."""
+    """One table of texts."""
 
     title: str
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list[list[str]])
     words: str = ""
     numbers: bool = False  # all but the first column are
-    folded: bool = False  # shown when it is asked for
+    folded: bool = False  # collapsed at first
 
 
 @dataclass
@@ -77,8 +77,8 @@ def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawi
 
     Args:
         runs: at least one.
-        command: what it was made by.
-        drawings: how it works, drawn from the run (`explain`).
+        command: the command that makes the page, for display.
+        drawings: the drawings of the run.
     """
     bottlenecks = [find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
@@ -163,7 +163,7 @@ def _template(name: str) -> str:
 
 
 def _plotly() -> str:
-    """plotly's JavaScript, as its package brings it along; that ends no script of the page."""
+    """plotly's JavaScript from its package, escaped so that it cannot end the script element."""
     text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return text.replace("</script", "<\\/script")
 
@@ -176,7 +176,7 @@ def _cell(value: Any) -> str:
 
 
 def results(runs: Sequence[WholeRun]) -> Table:
-    """What each run is, and what it reached: a column each."""
+    """The description and results of the runs, a column for each."""
     columns = [_result(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
@@ -209,7 +209,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
 
 
 def setting_differences(runs: Sequence[WholeRun]) -> Table:
-    """The settings that are not the same in all runs."""
+    """The settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
     rows = [row for row in rows if len({*row[1:]}) > 1]
@@ -218,7 +218,7 @@ def setting_differences(runs: Sequence[WholeRun]) -> Table:
 
 
 def settings_tables(run: WholeRun) -> Iterable[Table]:
-    """All settings, and what they ran on."""
+    """All settings, and the environment."""
     for title, head, table in (("All settings", "setting", run.settings), ("What it ran on", "what", run.environment)):
         if table:
             rows = [[_cell(name), _cell(value)] for name, value in table.items()]
@@ -239,7 +239,7 @@ def repeat(run: WholeRun) -> str:
 
 
 def time_spent(run: WholeRun) -> Iterable[Table]:
-    """Where the hours of the clock went."""
+    """The wall time by use."""
     spent = wall_seconds(run)
     if (total := sum(spent.values())) > 0:
         rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
@@ -247,7 +247,7 @@ def time_spent(run: WholeRun) -> Iterable[Table]:
 
 
 def exchange(run: WholeRun) -> Iterable[Table]:
-    """What ranks exchange in a step: bytes, how often, how long, and how much of it while backward computes."""
+    """The collectives of a step: bytes, number, duration, and overlap with backward."""
     traced = [*run.first.traced.values()][-100:] if run.first else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
@@ -273,7 +273,7 @@ def exchange(run: WholeRun) -> Iterable[Table]:
 
 
 def held(run: WholeRun) -> Iterable[Table]:
-    """What a rank holds, by kind, and what it would hold under strategies that share it out."""
+    """The tensors in a rank's memory, and a computed value for strategies that shard them."""
     memory = run.first.memory if run.first else None
     if memory is None:
         return
@@ -293,7 +293,7 @@ def held(run: WholeRun) -> Iterable[Table]:
 
 
 def ledger(run: WholeRun) -> Iterable[Table]:
-    """How many samples each epoch has used, over all ranks."""
+    """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
         for row in log.rows:
@@ -311,7 +311,7 @@ def ledger(run: WholeRun) -> Iterable[Table]:
 
 
 def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
-    """What happened beside steps, in order."""
+    """The events of a run except steps, in order."""
     rows = [[format_duration(max(0.0, at)), kind, words] for at, kind, words in found]
     if len(rows) > MOST_ROWS:
         half = MOST_ROWS // 2

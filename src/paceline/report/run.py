@@ -1,6 +1,6 @@
-"""All that the folder of a run holds: the steps of each rank, what was found, saved and printed. In bounded memory.
+"""The contents of a run folder, in bounded memory: steps of each rank, evaluations, checkpoints, failures, machines.
 
-Whatever cannot be read is left out and noted: a page that lacks a part is better than none.
+Parts that cannot be read are missing, with the reason: a report without a part is better than none.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ MOST_VERDICTS, MOST_NOTED = 100, 100
 
 
 class StepColumns:
-    """The steps of one rank, a column each, in the order in which they were written down: little memory for many."""
+    """The steps of one rank in the order of its file, as columns, which need little memory."""
 
     def __init__(self) -> None:
         self.step, self.epoch = array("q"), array("q")
         self.samples, self.consumed = array("q"), array("q")  # of the global batch; by this rank
         self.ended, self.seconds = array("d"), array("d")  # ended: unix time, on node 0's clock
         self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm is NaN if it is not known
-        self.follows = array("b")  # 1: nothing was between it and the row before
+        self.follows = array("b")  # 1: immediately after the row before
         self.phases = tuple(array("d") for _ in PHASES)
 
     def add(self, event: Step, *, follows: bool) -> None:
@@ -69,7 +69,7 @@ class StepColumns:
         self.lr.append(event.lr)
         self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
         spent, (data, forward, backward, sync, optimizer) = event.phase_seconds.get, self.phases
-        data.append(spent("data", event.data_seconds))  # no loop: there may be a million
+        data.append(spent("data", event.data_seconds))  # no loop: a file may have a million steps
         forward.append(spent("forward", 0.0))
         backward.append(spent("backward", 0.0))
         sync.append(spent("sync", 0.0))
@@ -78,14 +78,14 @@ class StepColumns:
 
 @dataclass
 class RankLog:
-    """What one rank has written down, over all starts."""
+    """The events of one rank over all starts."""
 
     rank: int
     most_traced: int = MOST_OF_A_KIND
     started: list[Started] = field(default_factory=list[Started])
     steps: StepColumns = field(default_factory=StepColumns)
     rows: array[int] = field(default_factory=lambda: array("q"))
-    """rows of `steps` that count: later starts have not repeated them"""
+    """rows of `steps` that later starts have not repeated"""
     thrown_away: int = 0
     idle_seconds: float = 0.0  # between starts
     share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
@@ -93,12 +93,12 @@ class RankLog:
     memory: MemoryBreakdown | None = None  # the newest
     traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
     events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
-    """evaluations, checkpoints, notices, steps left out, the end: when (as near as is known), and what"""
+    """evaluations, checkpoints, notices, skipped steps and the end, with their approximate times"""
 
     _after_step = False
 
     def take(self, event: Event) -> None:
-        """Take in the next record."""
+        """Add the next event of the file."""
         steps, follows = self.steps, self._after_step
         self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | MemoryBreakdown))
         match event:
@@ -142,13 +142,13 @@ class RankLog:
         return max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
 
     def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
-        """Those of `events` that are of a kind, with their times."""
+        """The `events` of a type, with their times."""
         return ((at, event) for at, event in self.events if isinstance(event, kind))
 
 
 @dataclass
 class WholeRun:
-    """All of a run's folder."""
+    """The contents of a run folder."""
 
     folder: Path
     state: str = ""  # done, failed, running, ...: see `paceline status`
@@ -162,22 +162,22 @@ class WholeRun:
     clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
     """by node: its newest reading"""
     failures: list[Failure] = field(default_factory=list[Failure])
-    """of all starts, in the ranks' own words"""
+    """of all starts, as the ranks have recorded them"""
     verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
     noted: list[Noted] = field(default_factory=list[Noted])
-    """what the agent has found while it ran, of all starts"""
+    """the agent's findings, of all starts"""
     starts: int = 0
     missing: list[str] = field(default_factory=list[str])
-    """what could not be read, and why"""
+    """the parts that could not be read, with the reasons"""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name of the folder, for display."""
         return clean(self.folder.name)[:120] or str(self.folder)
 
     @property
     def first(self) -> RankLog | None:
-        """The lowest rank that has written anything: what is global is taken from it."""
+        """The lowest rank with events: global values come from it."""
         return next((log for log in self.ranks.values() if log.started), None)
 
     @property
@@ -187,32 +187,32 @@ class WholeRun:
 
     @property
     def world_size(self) -> int:
-        """Of the newest start; 0 where nobody says."""
-        told = self.summary.world_size if self.summary else None
-        return (self.newest.world_size if self.newest else told) or 0
+        """The number of ranks of the newest start; 0: unknown."""
+        of_summary = self.summary.world_size if self.summary else None
+        return (self.newest.world_size if self.newest else of_summary) or 0
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Where each rank of the newest start was."""
+        """The host of each rank of the newest start."""
         size = self.world_size
         return {rank: log.started[-1].host for rank, log in self.ranks.items() if log.started and rank < size}
 
     @property
     def strategy(self) -> str:
-        """Which one it was."""
-        told = self.summary.strategy if self.summary else None
-        return str(told or self.settings.get("strategy") or "")
+        """The strategy of the run."""
+        of_summary = self.summary.strategy if self.summary else None
+        return str(of_summary or self.settings.get("strategy") or "")
 
     def latest(self) -> list[RankLog]:
-        """The ranks that the newest start has, if all of them have written."""
+        """The ranks of the newest start that have events."""
         return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].started]
 
 
 def whole_run(folder: Path) -> WholeRun:
-    """The run in `folder`.
+    """Read the run in `folder`.
 
     Raises:
-        UsageError: nothing of a run can be read there.
+        UsageError: no part of a run can be read.
     """
     run = WholeRun(folder)
     with _noting(run, CONFIG):
@@ -247,7 +247,7 @@ def whole_run(folder: Path) -> WholeRun:
 
 
 def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """A file's lines, without those that are longer than any of ours; so many bytes of them."""
+    """The first `most_bytes` of a file's lines, without lines that are longer than any that paceline writes."""
     for line in read_lines(path):
         most_bytes -= len(line)
         if most_bytes < 0:
@@ -273,7 +273,7 @@ def _read_starts(run: WholeRun) -> None:
 
 
 def _align(run: WholeRun) -> None:
-    """Put all times on node 0's clock, where it is known by how much another host's is ahead."""
+    """Convert all times to node 0's clock, for the hosts whose lead is known."""
     ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
              for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
     for log in run.ranks.values():
@@ -287,7 +287,7 @@ def _align(run: WholeRun) -> None:
 
 @contextmanager
 def _noting(run: WholeRun, what: str) -> Generator[None]:
-    """Inside, what cannot be read is noted, and left out."""
+    """Record errors of reading in `run.missing` instead of raising them."""
     try:
         yield
     except FileNotFoundError:
@@ -305,7 +305,7 @@ def _flat(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def thinned(rows: Sequence[int], most: int) -> Sequence[int]:
-    """At most so many of `rows`, evenly, the first and the last among them."""
+    """At most `most` of the rows, evenly spaced, with the first and the last."""
     if len(rows) <= most:
         return rows
     return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]

@@ -1,4 +1,4 @@
-"""`paceline watch` on a terminal: a head line, a table with a line per rank, and keys. Nothing in it is markup."""
+"""`paceline watch` on a terminal: a title, a table with a row for each rank, and keys. No text is parsed as markup."""
 
 import asyncio
 import itertools
@@ -20,12 +20,12 @@ from paceline.runs.console import one_line
 from paceline.runs.summary import LIVE, RunState
 
 EVERY_SECONDS = 1.0
-ROWS_A_LOOK = 32  # of a higher terminal not every look is drawn: to draw a row takes half a millisecond
+ROWS_A_LOOK = 32  # higher terminals do not draw each look: a row takes half a millisecond
 
 
 @dataclass(frozen=True)
 class Actions:
-    """What the screen can have done; each may take seconds, and raises PacelineError or OSError where it cannot."""
+    """The actions of the keys. Each may take seconds, and raises PacelineError or OSError if it fails."""
 
     look: Callable[[], tuple[RunNow, RunState]]
     stack: Callable[[int], str]
@@ -53,7 +53,7 @@ class Asked(ModalScreen[bool]):
 
 
 class Details(ModalScreen[None]):
-    """What one rank does now, and the last lines that it has printed."""
+    """The stack of one rank and the last lines of its log."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "back")]
 
@@ -71,18 +71,18 @@ class Details(ModalScreen[None]):
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Ask for both; the answer about the stack may take seconds."""
+        """Request both; the stack may take seconds."""
         self.run_worker(self._fill("log", self._actions.log))
         self.run_worker(self._fill("stack", self._actions.stack))
 
     async def _fill(self, name: str, ask: Callable[[int], str]) -> None:
-        text = await _told(lambda: ask(self._rank))
+        text = await _result_of(lambda: ask(self._rank))
         if self.is_attached:
             self.query_one(f"#{name}", Static).update(Text(text))
 
 
 class RankTable(DataTable[Text]):
-    """The table; it says in the footer what Enter does."""
+    """The table of ranks, with Enter in the footer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "stack and log")]
 
@@ -117,7 +117,7 @@ class WatchApp(App[None]):
         self.seen: tuple[RunNow, RunState] | None = None
         """the last look"""
         self.failure: BaseException | None = None
-        """why it ended by itself"""
+        """the error that ended it"""
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
@@ -136,7 +136,7 @@ class WatchApp(App[None]):
         for look in itertools.count():
             try:
                 self.seen = await asyncio.to_thread(self._actions.look)
-            except Exception as error:  # the folder has gone, say: told once the terminal is whole again
+            except Exception as error:  # for example a deleted folder: printed after the terminal is restored
                 self.failure = error
                 self.exit()
                 return
@@ -165,7 +165,7 @@ class WatchApp(App[None]):
         self.screen_stack[0].query_one("#note", Static).update(note)
 
     def _draw_table(self, now: RunNow) -> None:
-        """Only what has changed is drawn anew: of 200 ranks that is little."""
+        """Update only the cells that have changed: with 200 ranks they are few."""
         table = self.screen_stack[0].query_one("#ranks", RankTable)
         width = self.size.width
         columns = [one for one in COLUMNS if one.least_width <= width and _is_used(one.title, now)]
@@ -195,12 +195,12 @@ class WatchApp(App[None]):
         self._shown = rows
 
     def action_sort(self) -> None:
-        """Take the next order."""
+        """Sort by the next order."""
         self._order = (self._order + 1) % len(ORDERS)
         self._draw()
 
     def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
-        """Enter, in the table: show the rank under the cursor."""
+        """Show the rank under the cursor."""
         row = self.query_one(RankTable).cursor_row
         if 0 <= row < len(self._shown):
             self.push_screen(Details(self._shown[row][0], self._actions))
@@ -210,7 +210,7 @@ class WatchApp(App[None]):
         self.run_worker(self._do(self._actions.save))
 
     def action_stop(self) -> None:
-        """Ask for the end, if that is meant."""
+        """Stop the run after a confirmation."""
         if self.seen is None:
             return
 
@@ -221,20 +221,20 @@ class WatchApp(App[None]):
         name = one_line(self.seen[1].name, 50)
         self.push_screen(Asked(f"End {name}? It saves its state first, and can be resumed."), then)
 
-    async def _do(self, deed: Callable[[], str]) -> None:
-        self.notify(await _told(deed), markup=False, timeout=8)
+    async def _do(self, action: Callable[[], str]) -> None:
+        self.notify(await _result_of(action), markup=False, timeout=8)
 
 
-async def _told(deed: Callable[[], str]) -> str:
-    """What it says, or why it cannot be done."""
+async def _result_of(action: Callable[[], str]) -> str:
+    """The result of an action, or its error."""
     try:
-        return await asyncio.to_thread(deed)
+        return await asyncio.to_thread(action)
     except (PacelineError, OSError) as error:
         return str(error)
 
 
 def _is_used(name: str, now: RunNow) -> bool:
-    """Whether a column has anything to say of this run."""
+    """Whether a column has values for this run."""
     if name.startswith("GPU"):
         return any(one.gpu is not None for one in now.ranks)
     if name == "still":

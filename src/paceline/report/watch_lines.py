@@ -1,4 +1,4 @@
-"""What `paceline watch` says of a run, in lines and cells; how they are drawn is `watch_app`'s business."""
+"""The lines and cells of `paceline watch`; `watch_app` draws them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "
 
 
 def title(standing: RunState) -> Text:
-    """Which run, and how it stands."""
+    """The run and its state."""
     text = Text(one_line(standing.name, 60), "bold")
     words = [one_line(word, 40) for word in (Path(standing.task).name, standing.strategy) if word]
     ranks = f"{standing.world_size} ranks" if standing.world_size else ""
@@ -31,7 +31,7 @@ def title(standing: RunState) -> Text:
 
 
 def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
-    """How far it is, and how fast; with a curve of the loss where `width` leaves room for one."""
+    """Step, loss, speed and scores; with a curve of the loss if `width` has room for it."""
     step = now.step if now.step is not None else standing.step
     parts: list[str] = []
     if step is not None:
@@ -60,7 +60,7 @@ def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
 
 
 def footnote(now: RunNow, *, may_act: bool) -> Text:
-    """Who is slow, where the numbers are from, and what the machines suffer from."""
+    """The slow rank, problems of the machines, and the source of the numbers."""
     said = [now.words] if now.words else []
     for node, machine in sorted(now.machines.items()):
         held = [f"GPU {gpu.index} {gpu.held_back}" for gpu in machine.gpus if gpu.held_back]
@@ -75,7 +75,7 @@ def footnote(now: RunNow, *, may_act: bool) -> Text:
 
 @dataclass(frozen=True)
 class Column:
-    """One of the table."""
+    """A column of the table."""
 
     title: str
     cell: Callable[[RankNow], Text]
@@ -113,7 +113,7 @@ def _gpu(one: RankNow) -> Text:
 
 
 def gpu_words(gpu: GpuUse) -> Text:
-    """Memory, power, heat, clock, and what holds it back."""
+    """Memory, power, temperature, clock, and the reason for a reduced clock."""
     words = [
         f"{format_size(gpu.memory_bytes)} of {format_size(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
         f"{gpu.watts:.0f} W" if gpu.watts is not None else "",
@@ -149,7 +149,7 @@ ORDERS: tuple[tuple[str, Callable[[RankNow], tuple[float, ...]]], ...] = (
 
 
 def summary_line(now: RunNow, standing: RunState) -> str:
-    """All in one plain line."""
+    """The state in one plain line."""
     ranks = [one for one in now.ranks if one.still_seconds >= STILL_SECONDS and not one.ended]
     goes_on = standing.state in (*LIVE, "unknown")
     still = f"  {len(ranks)} of {len(now.ranks)} ranks stand still" if ranks and goes_on else ""
