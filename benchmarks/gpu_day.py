@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 from race.figures import machine
 
 ROOT = Path(__file__).parents[1]

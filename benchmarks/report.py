@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.observe.events import Event, Started, Step, Traced, event_files, read_events
-from paceline.observe.writers import EventWriter
+from paceline.runs.events import Event, Started, Step, Traced, event_files, read_events
+from paceline.runs.writers import EventWriter
 
 
 def replay(source: Path, folder: Path, ranks: int, events: int) -> int:

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.view.run import whole_run
-from paceline.view.why import why
+from paceline.report.outcome import find_bottleneck
+from paceline.report.run import whole_run
 from race.figures import machine
 from race.quiet import wait_until_idle
 from scale_here import IDLE_SECONDS, LIMIT_SECONDS, TASKS, half_a_core
@@ -39,7 +39,7 @@ LINK = "the exchange between"
 
 def judged(folder: Path, wanted: str) -> dict[str, Any]:
     """What is said of a run, and whether it is right: the wanted cause is the first that is named."""
-    found = why(whole_run(folder))
+    found = find_bottleneck(whole_run(folder))
     causes = found.first.partition("; ")[2]
     first = found.first if "compete" in wanted else causes.split(",")[0].split(" and ")[0]
     total = sum(share for cause, share in found.shares.items() if cause != "not explained")

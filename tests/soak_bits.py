@@ -38,9 +38,9 @@ from tests.launch.launch_harness import MARK, carriers, kill_all, survivors
 
 from paceline.cli import ledger
 from paceline.data.mnist import Split, read_mnist
-from paceline.observe.events import Step, read_events
-from paceline.observe.folder import CONFIG
-from paceline.observe.summary import read_summary
+from paceline.runs.events import Step, read_events
+from paceline.runs.folder import CONFIG
+from paceline.runs.summary import read_summary
 
 TRANSFORMER = Path(__file__).parents[1] / "examples/own_transformer.py"
 SHM = Path("/dev/shm")

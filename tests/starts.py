@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.observe.events import Started, read_events
+from paceline.runs.events import Started, read_events
 
 
 def start_steps(run: Path) -> list[int]:

@@ -30,12 +30,12 @@ from pathlib import Path
 
 from markupsafe import escape
 
-from paceline.view.explain import Drawing, drawings
-from paceline.view.run import whole_run
+from paceline.report.figures import Drawing, drawings
+from paceline.report.run import whole_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-STYLE = ROOT / "src" / "paceline" / "view" / "templates" / "report.css"
+STYLE = ROOT / "src" / "paceline" / "report" / "templates" / "report.css"
 PACELINE = (sys.executable, "-m", "paceline")
 MOST_BYTES = {".png": 150_000, ".svg": 100_000}
 LONGEST_SECONDS, QUIET_SECONDS = 600, 120

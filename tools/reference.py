@@ -2,7 +2,7 @@
 
 commands.md     the options of each command, as --help-all has them
 settings.md     the keys of config.toml, from the docstrings of config.py
-events.md       the records of a run folder, from observe/events.py and observe/machine.py
+events.md       the records of a run folder, from runs/events.py and runs/machine.py
 """
 
 from __future__ import annotations
@@ -45,15 +45,20 @@ docstrings of `src/paceline/config.py` by `python tools/reference.py`; a test sa
 """
 EVENTS = """# Events
 
-What a run writes down as it goes: `events-RANK.jsonl`, one line of JSON for each record, one file for each rank; and
-`machine-NODE.jsonl`, what the machines do. `kind` says which record it is. Readers skip kinds that they do not know.
-Written from `src/paceline/observe/events.py` and `machine.py` by `python tools/reference.py`; a test says when it is
-stale. What else is in the folder: [the run folder](../run-folder.md).
+A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its machines in
+`machine-NODE.jsonl`. Each record is one line of JSON, and `kind` is its type. Readers skip kinds that they do not know.
+`python tools/reference.py` writes this page from `src/paceline/runs/events.py` and `machine.py`, and a test fails if it
+is stale. [The run folder](../run-folder.md) describes the other files.
 
-Times of the day are seconds since 1970 (`unix_time`), durations are in seconds.
+`unix_time` is in seconds since 1970. Durations are in seconds.
 
 """
-COUNTS = {"Count": "int, 0 or more", "Few": "int, 0 to 1,000,000", "Seconds": "float, up to 1e12"}
+COUNTS = {
+    "Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)]": "int, 1 or more",
+    "Count": "int, 0 or more",
+    "Few": "int, 0 to 1,000,000",
+    "Seconds": "float, up to 1e12",
+}
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -201,14 +206,14 @@ def events() -> str:
     parts = [EVENTS]
     for title, module in (("Of each rank", "events"), ("Of each machine", "machine")):
         parts.append(f"## {title}: `{'events-RANK' if module == 'events' else 'machine-NODE'}.jsonl`\n\n")
-        for record in records(SOURCE / "observe" / f"{module}.py"):
+        for record in records(SOURCE / "runs" / f"{module}.py"):
             name = f"`{record.tag}`" if record.tag else f"`{record.name}`, inside another record"
             parts.append(f"### {name}\n\n{_plain(record.words)}\n\n")
             rows = [
                 (f"`{name}`", kind if kind in COUNTS.values() else f"`{kind}`", _plain(words))
                 for name, kind, _, words in record.fields
             ]
-            parts.append(table(("field", "type", "says"), rows) + "\n")
+            parts.append(table(("field", "type", "meaning"), rows) + "\n")
     return "".join(parts).rstrip() + "\n"
 
 

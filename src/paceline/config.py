@@ -18,13 +18,13 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
-from paceline.disk.owners import NotOurs
-from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
 from paceline.ladder import COMPRESS, DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
 from paceline.launchers import LauncherName
 from paceline.mesh import Mesh, mesh_of
 from paceline.rhythm import steps_or_seconds
+from paceline.runs.owners import NotOurs
+from paceline.runs.reading import decode_toml
 
 DEFAULT_BATCH_SIZE = 64
 OPTIMIZERS = ("adamw", "sgd")

@@ -23,7 +23,7 @@ from paceline.agent.joining import Newcomers, refuse_differences
 from paceline.contract.job import Host, NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
-from paceline.observe.nodes import read_nodes
+from paceline.runs.attempt import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
 STEPS = """

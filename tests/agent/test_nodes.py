@@ -19,7 +19,7 @@ import pytest
 from tests.agent.nodes_harness import Nodes, several
 
 from paceline.contract.job import Host
-from paceline.observe.machine import ClockAhead, read_machine
+from paceline.runs.machine import ClockAhead, read_machine
 
 pytestmark = pytest.mark.sample(3)
 

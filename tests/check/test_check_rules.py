@@ -26,7 +26,7 @@ from paceline.contract.facts import (
 )
 from paceline.lab.check.findings import Remark, same_leaf, unlike
 from paceline.lab.check.report import judged, mistakes, script_page
-from paceline.observe.notices import Noted
+from paceline.runs.attempt import Noted
 
 ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])
 AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])

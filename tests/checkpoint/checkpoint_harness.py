@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.checkpoint.format import FORMAT, Manifest, Piece, ShardFile
 from paceline.checkpoint.manager import Checkpoints
-from paceline.disk.writing import write_new
+from paceline.runs.writing import write_new
 
 SIZE = 3000  # elements of one shard, a byte each
 HEADER = 128  # bytes before them, which say so

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.checkpoint.checkpoint_harness import SIZE, leftovers, newest, shard_bytes, shard_name
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.disk.writing import write_new
+from paceline.runs.writing import write_new
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:

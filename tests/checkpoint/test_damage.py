@@ -18,7 +18,7 @@ from tests.checkpoint.damage import kill_trial, trial
 
 from paceline.checkpoint.format import Damaged
 from paceline.checkpoint.manager import Checkpoints
-from paceline.disk.owners import user_name
+from paceline.runs.owners import user_name
 
 NOBODY = 65534
 

@@ -17,8 +17,8 @@ from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.contract.birth import WorkerBirth
-from paceline.disk.writing import write_new
 from paceline.errors import PacelineError
+from paceline.runs.writing import write_new
 from paceline.train.run import _origin
 from paceline.worker.world import World
 

@@ -14,7 +14,7 @@ from tests.errors import ended_with, raises
 
 from paceline.cli.elsewhere import check_cluster
 from paceline.config import ClusterConfig
-from paceline.observe.folder import lock_run_dir
+from paceline.runs.folder import lock_run_dir
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tests.errors import raises
 from tests.sessions.test_resume import start
 
 from paceline.cli import export
-from paceline.disk.reading import names
 from paceline.errors import UsageError
-from paceline.observe.summary import Summary, read_summary, write_summary
+from paceline.runs.reading import names
+from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.train.weights import load, save
 
 TASK = Path(__file__).with_name("tasks_to_export.py")

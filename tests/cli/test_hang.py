@@ -16,7 +16,7 @@ from paceline.cli import hang, main
 from paceline.contract.evidence import Evidence, Frame, Op, Stack
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
-from paceline.observe.folder import create_attempt_dir
+from paceline.runs.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
 

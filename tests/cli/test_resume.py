@@ -13,8 +13,8 @@ from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.errors import ended_with
 from tests.starts import start_steps
 
-from paceline.observe.events import Started, Step, read_events
-from paceline.observe.folder import lock_run_dir
+from paceline.runs.events import Started, Step, read_events
+from paceline.runs.folder import lock_run_dir
 
 TASK = """
 import os
@@ -30,7 +30,7 @@ task = Task(lambda: nn.Linear(1, 1), data, lambda outputs, targets: (outputs[:, 
 # Waits for a lock 0.2 s instead of 10.
 IMPATIENT = WITHOUT_TORCH.replace(
     "import sys\n",
-    "import sys\nfrom paceline.observe.folder import lock_run_dir\nlock_run_dir.__kwdefaults__['wait_seconds'] = 0.2\n",
+    "import sys\nfrom paceline.runs.folder import lock_run_dir\nlock_run_dir.__kwdefaults__['wait_seconds'] = 0.2\n",
 )
 
 

@@ -15,10 +15,11 @@ from tests.errors import raises
 
 from paceline.cli import runs
 from paceline.cli.run_state import run_state
-from paceline.observe.events import Evaluated, Started, Step
-from paceline.observe.folder import create_attempt_dir
-from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
-from paceline.observe.writers import EventWriter
+from paceline.runs.attempt import Ended, write_ended
+from paceline.runs.events import Evaluated, Started, Step
+from paceline.runs.folder import create_attempt_dir
+from paceline.runs.summary import RunState, Summary, write_summary
+from paceline.runs.writers import EventWriter
 
 
 def made(folder: Path, seconds: float, summary: Summary | None = None, words: str = "", **scores: float) -> Path:

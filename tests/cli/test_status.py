@@ -26,10 +26,11 @@ from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
-from paceline.observe.events import Started, Step
-from paceline.observe.folder import create_attempt_dir
-from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
-from paceline.observe.writers import EventWriter
+from paceline.runs.attempt import Ended, write_ended
+from paceline.runs.events import Started, Step
+from paceline.runs.folder import create_attempt_dir
+from paceline.runs.summary import RunState, Summary, write_summary
+from paceline.runs.writers import EventWriter
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from paceline.cli.train_start import failed_summary
 from paceline.config import DataConfig, TrainConfig
-from paceline.observe.events import Step
-from paceline.observe.summary import Summary, write_summary
-from paceline.observe.writers import EventWriter
+from paceline.runs.events import Step
+from paceline.runs.summary import Summary, write_summary
+from paceline.runs.writers import EventWriter
 
 CONFIG = TrainConfig(task="t", data=DataConfig(batch_size=8))
 

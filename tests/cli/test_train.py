@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.errors import codes
 
 from paceline.config import load
-from paceline.observe.events import Samples, Step, read_events
+from paceline.runs.events import Samples, Step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90), pytest.mark.sample(2)]
 TORCHRUN = ("-m", "torch.distributed.run")

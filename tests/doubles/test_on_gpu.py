@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.doubles import gpu
 
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.doubles import nccl
 
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
 TASK = f"{ROOT / 'examples' / 'own_task.py'}:task"

@@ -14,7 +14,7 @@ from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
 from paceline.host.gpu_use import SLOWED, GpuReader, gpu_answer
 from paceline.host.machine_log import MachineLog, Sampler
-from paceline.observe.machine import MachineUse, read_machine
+from paceline.runs.machine import MachineUse, read_machine
 
 
 def test_a_sample_says_what_the_machine_and_its_ranks_use() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.hostile.users import PACELINE, User, two_users
 
-from paceline.observe.events import Step, read_events
+from paceline.runs.events import Step, read_events
 
 MOST_SLOWER = 1.02
 NEIGHBOUR = r"""

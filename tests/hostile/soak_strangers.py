@@ -22,7 +22,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import PACELINE, words
 
-from paceline.observe.events import Step, read_events
+from paceline.runs.events import Step, read_events
 
 MOST_SLOWER = 1.05
 HOSTS, STRANGER = ("n2", "n3"), "n4"

@@ -40,9 +40,9 @@ from paceline.lab.scale import (
     parts_of,
     read_run,
 )
-from paceline.observe.events import Evaluated, Event, Started, Step
-from paceline.observe.writers import EventWriter
-from paceline.view.step_parts import Run, Spent, StepParts, backward_per_forward, take_apart
+from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, take_apart
+from paceline.runs.events import Evaluated, Event, Started, Step
+from paceline.runs.writers import EventWriter
 
 
 @dataclass(frozen=True)

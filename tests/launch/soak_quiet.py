@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from paceline.observe.notices import notices
+from paceline.runs.attempt import notices
 
 SCENES = Path(__file__).with_name("looks_wrong.py")
 MAY_BE_SAID = {("folds", "left")}  # by which scene: once, and the run goes on

@@ -27,7 +27,7 @@ import torch
 from tests.run_script import run_script
 
 from paceline.cli import ledger
-from paceline.observe.events import Step, last_events
+from paceline.runs.events import Step, last_events
 
 CLASSIC = Path(__file__).parents[2] / "examples" / "classic"
 SCRIPTS = {

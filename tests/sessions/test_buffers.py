@@ -11,8 +11,8 @@ from tests.run_script import run_script
 from tests.starts import start_steps
 
 from paceline.cli import export
-from paceline.observe.folder import WEIGHTS
-from paceline.observe.summary import read_summary
+from paceline.runs.folder import WEIGHTS
+from paceline.runs.summary import read_summary
 from paceline.train.weights import load
 
 pytestmark = pytest.mark.sample(3)

@@ -12,12 +12,13 @@ from paceline.cli import logs, status
 from paceline.cli.finding import attempts, home
 from paceline.cli.hang import _newest_verdict
 from paceline.cli.run_state import run_state
-from paceline.disk.reading import decode_toml
-from paceline.observe.folder import LAUNCHED, create_attempt_dir, launched_attempt
-from paceline.observe.summary import Ended, Summary, write_ended, write_summary
-from paceline.view.happened import breakdowns
-from paceline.view.run import whole_run
-from paceline.view.tables import repeat
+from paceline.report.outcome import failures
+from paceline.report.page import repeat
+from paceline.report.run import whole_run
+from paceline.runs.attempt import Ended, write_ended
+from paceline.runs.folder import LAUNCHED, create_attempt_dir, launched_attempt
+from paceline.runs.reading import decode_toml
+from paceline.runs.summary import Summary, write_summary
 
 pytestmark = pytest.mark.sample(2)
 
@@ -63,7 +64,7 @@ def test_both_folders_lead_to_the_rank_that_failed_first(
     found = run_state(run)
     assert found.state == "failed" and found.words.startswith("exit code 1: rank 1 ("), found
     assert "ValueError: bad sample 4711" in found.words
-    assert [(rank.partition(" (")[0], words) for rank, words in breakdowns(whole_run(run))] == [
+    assert [(rank.partition(" (")[0], words) for rank, words in failures(whole_run(run))] == [
         ("rank 1", "bad sample 4711")
     ]
     assert logs.main([str(run), "--rank", "1", "--grep", "4711"]) == status.main([str(run)]) == 0

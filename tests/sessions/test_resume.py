@@ -15,7 +15,7 @@ from tests.starts import start_steps
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import ledger, status
 from paceline.errors import ExitCode
-from paceline.observe.summary import Summary, read_summary
+from paceline.runs.summary import Summary, read_summary
 
 KILLED = Path(__file__).with_name("killed.py")
 CUT = Path(__file__).with_name("cut.py")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tests.check.planted_cases import kinds
 from tests.launch.launch_harness import LAUNCHER
 
-from paceline.observe.notices import notices
+from paceline.runs.attempt import notices
 
 HERE = Path(__file__).parent
 CLEAN = HERE.parent / "check" / "clean"

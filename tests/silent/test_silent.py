@@ -13,7 +13,7 @@ from tests.launch.launch_harness import Launch, survivors
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
-from paceline.observe.notices import notices
+from paceline.runs.attempt import notices
 
 pytestmark = pytest.mark.sample(3)
 

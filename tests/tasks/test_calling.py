@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.compute.forward import around_forward
 from paceline.compute.precision import in_bf16, lacks_bf16
 from paceline.data.loader import Loading, fetch
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 from paceline.tasks.task import call
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}

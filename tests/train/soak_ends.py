@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.observe.events import Step, event_files, read_events
+from paceline.runs.events import Step, event_files, read_events
 
 TASK = """
 import os, signal, time

@@ -20,7 +20,7 @@ from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.state import TensorShard
-from paceline.observe.events import Checkpointed, Step, read_events
+from paceline.runs.events import Checkpointed, Step, read_events
 from paceline.stepping.totals import Votes
 from paceline.train.checkpointing import Saver
 from paceline.worker.world import World

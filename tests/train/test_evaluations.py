@@ -16,9 +16,9 @@ from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.errors import ExitCode
-from paceline.observe import events, track
-from paceline.observe.summary import Summary, read_summary
 from paceline.rhythm import steps_or_seconds
+from paceline.runs import events, trackers
+from paceline.runs.summary import Summary, read_summary
 from paceline.train.evaluations import Best
 
 TASK = """
@@ -92,31 +92,27 @@ def test_a_rhythm_is_steps_or_a_time() -> None:
             steps_or_seconds(said)
 
 
-class Guest:
-    """A tracker that keeps, fails or hangs as it is told."""
+def guest(folder: Path, settings: Mapping[str, Any]) -> trackers.Tracker:
+    """A tracker that keeps, fails or hangs as its settings say."""
+    hang, fails, got = settings.get("hang"), settings.get("fails"), settings["got"]
+    if fails == "begin":
+        raise OSError("no network")
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.hang = settings.get("hang")
-        if settings.get("fails") == "begin":
-            raise OSError("no network")
-        self.fails, self.got = settings.get("fails"), settings["got"]
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self.hang:
-            self.hang.wait()
-        if self.fails == "log":
+    def log(step: int, values: Mapping[str, float]) -> None:
+        if hang:
+            hang.wait()
+        if fails == "log":
             raise OSError("no room")
-        self.got.append(step)
+        got.append(step)
 
-    def close(self) -> None:
-        self.got.append("closed")
+    return log, lambda: got.append("closed")
 
 
 def test_a_tracker_that_fails_or_hangs_costs_the_run_nothing_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(track.TRACKERS, "guest", ("pytest", Guest))
-    monkeypatch.setattr(track, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setitem(trackers.TRACKERS, "guest", ("pytest", guest))
+    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.2)
     hang = threading.Event()
     for settings, got, told in (
         ({}, [1, 2, "closed"], []),
@@ -126,7 +122,7 @@ def test_a_tracker_that_fails_or_hangs_costs_the_run_nothing_and_is_told_once(
     ):
         said: list[str] = []
         kept: list[Any] = []
-        tracking = track.Tracking(["guest"], tmp_path, {**settings, "got": kept}, said.append)
+        tracking = trackers.Tracking(["guest"], tmp_path, {**settings, "got": kept}, said.append)
         for step in (1, 2):
             tracking.log(step, {"loss": 1.0})
         tracking.close()
@@ -136,9 +132,9 @@ def test_a_tracker_that_fails_or_hangs_costs_the_run_nothing_and_is_told_once(
 
 
 def test_a_tracker_that_is_not_there_is_refused() -> None:
-    assert track.wanted(None) == []
+    assert trackers.tracker_names(None) == []
     with raises("unknown-name", kind="tracker", value="wandv"):
-        track.wanted("wandv")
+        trackers.tracker_names("wandv")
 
 
 def test_evaluated_every_few_steps_it_keeps_the_best_and_ends_alike_on_all_ranks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests import warm
 
 from paceline.contract.evidence import Phase
-from paceline.observe.events import Step, read_events
+from paceline.runs.events import Step, read_events
 from paceline.train.fit import PhaseClock
 
 

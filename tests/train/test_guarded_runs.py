@@ -10,8 +10,8 @@ import pytest
 from tests import warm
 from tests.starts import start_steps
 
-from paceline.observe.events import Notice, RolledBack, Skipped, Step, read_events
-from paceline.observe.summary import read_summary
+from paceline.runs.events import Notice, RolledBack, Skipped, Step, read_events
+from paceline.runs.summary import read_summary
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.run_script import SAVED, run_script
 from tests.starts import start_steps
 
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 
 pytestmark = pytest.mark.sample(2)
 

@@ -10,7 +10,7 @@ from tests.run_script import run_script
 from tests.starts import start_steps
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.observe.summary import read_summary
+from paceline.runs.summary import read_summary
 
 TASK = """
 import torch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.config import OptimizerConfig
 from paceline.errors import UsageError
-from paceline.observe.events import Step, read_events
+from paceline.runs.events import Step, read_events
 from paceline.seeding import derive, random_stream
 from paceline.train.optimizer import maker_for, schedule_for
 

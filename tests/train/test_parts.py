@@ -12,7 +12,7 @@ from torch import nn
 from paceline import ArrayDataset, Task
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import Loading
-from paceline.observe.progress import WARMUP_STEPS, Throughput
+from paceline.runs.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import check_loss
 from paceline.train.step import weighted_losses

@@ -15,8 +15,8 @@ from tests.errors import codes
 from tests.starts import start_steps
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.observe.events import Checkpointed, Started, Step, read_events
-from paceline.observe.summary import read_summary
+from paceline.runs.events import Checkpointed, Started, Step, read_events
+from paceline.runs.summary import read_summary
 from paceline.train.preemption import SIGNALS, noticing
 
 PATIENCE_SECONDS = 50.0

@@ -13,8 +13,8 @@ from tests.run_script import run_script
 from tests.train.test_metrics import SAMPLES, Net, alone, data, score
 from tests.train.test_metrics import scikit_learn as scikit_learn
 
-from paceline.observe.events import Evaluated, read_events
-from paceline.observe.summary import Summary, read_summary
+from paceline.runs.events import Evaluated, read_events
+from paceline.runs.summary import Summary, read_summary
 
 TASK = """
 import math, os, torch

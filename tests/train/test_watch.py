@@ -16,7 +16,7 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.observe.events import Step, read_events
+from paceline.runs.events import Step, read_events
 from paceline.strategies import STRATEGIES
 from paceline.train.alike import check_replicas, checksum
 from paceline.worker.world import World

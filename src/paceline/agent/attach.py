@@ -37,7 +37,7 @@ from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
-from paceline.observe.terminal import say
+from paceline.runs.console import say
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come
 LATE_SECONDS = 1.0  # for one more, when all that have come are gone again

@@ -35,8 +35,8 @@ from paceline.contract.job import NodePlan
 from paceline.contract.orders import STOP_SIGNALS, Orders
 from paceline.errors import PacelineError
 from paceline.host.procfs import allow_files
-from paceline.observe.machine import ClockAhead
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.machine import ClockAhead
 
 DRIFT = 1e-4  # seconds a second by which two clocks may part: quartz is good for 5e-5
 AGAIN_SECONDS = 60.0  # between two records that say nothing better

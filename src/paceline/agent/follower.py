@@ -32,13 +32,13 @@ from paceline.agent.joining import interface_of, join, try_to_reach
 from paceline.agent.workers import Inherited, Workers
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
-from paceline.disk import writing
-from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
-from paceline.observe.terminal import say
+from paceline.runs import writing
+from paceline.runs.console import say
+from paceline.runs.reading import read
 
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 

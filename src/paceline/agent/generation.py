@@ -17,10 +17,10 @@ from paceline.agent.workers import Inherited, Workers
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS
-from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
 from paceline.guard.deaths import due_seconds
+from paceline.runs import writing
 
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0

@@ -21,8 +21,8 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page
-from paceline.observe.summary import Ended, write_ended
-from paceline.observe.terminal import say
+from paceline.runs.attempt import Ended, write_ended
+from paceline.runs.console import say
 
 TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks

@@ -30,15 +30,15 @@ from paceline.agent.channel import Enter, Link, PeerAddress, Reach, introduce
 from paceline.agent.cluster import Cluster, RemoteNode
 from paceline.contract.job import NodePlan, labels
 from paceline.contract.orders import Orders
-from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
-from paceline.observe.folder import INVITATION
-from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
-from paceline.observe.terminal import MAX_NAMES, say
+from paceline.runs import writing
+from paceline.runs.attempt import NodeNow, NodesNow, NodeState, write_nodes
+from paceline.runs.console import MAX_NAMES, say
+from paceline.runs.folder import INVITATION
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0
@@ -361,7 +361,7 @@ class Newcomers:
             return f"its connections could not be tried within {CHECK_SECONDS:g} s"
         return "; ".join(self._apart or ()) if late else ""
 
-    def _turn_away(self, one: RemoteNode, why: str, state: State) -> None:
+    def _turn_away(self, one: RemoteNode, why: str, state: NodeState) -> None:
         words = f"{one.name} is not let in: {why}" if why else ""
         self._crew.part_with(one, ExitCode.USAGE if why else ExitCode.DONE, words)
         self._crew.waiting = [other for other in self._crew.waiting if other is not one]
@@ -396,7 +396,7 @@ class Newcomers:
 
     # ---- for people, and for `paceline join` ----
 
-    def _note(self, one: RemoteNode, state: State, words: str) -> None:
+    def _note(self, one: RemoteNode, state: NodeState, words: str) -> None:
         found = NodeNow(one.hello.node, one.hello.facts.host, state, words)
         self._gone[found.node, found.host] = found
 

@@ -30,7 +30,6 @@ from paceline.contract.evidence import (
     Verdict,
     VerdictKind,
 )
-from paceline.disk import writing
 from paceline.errors import ExitCode
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.detectors import (
@@ -50,8 +49,9 @@ from paceline.guard.judge import judge, judge_samples, never_meet
 from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
 from paceline.guard.sentences import named, verb
 from paceline.guard.silent import SilentFaultDetector, calls_of
-from paceline.observe.notices import Noted, note
-from paceline.observe.terminal import say
+from paceline.runs import writing
+from paceline.runs.attempt import Noted, note
+from paceline.runs.console import say
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning

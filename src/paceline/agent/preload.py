@@ -23,7 +23,7 @@ from paceline.contract.orders import Orders
 from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process
 from paceline.host.sweep import mark_of
-from paceline.observe.terminal import say
+from paceline.runs.console import say
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60.0  # importing torch from a slow disk; then every worker has to as well

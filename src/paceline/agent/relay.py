@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, NamedTuple
 
-from paceline.observe.terminal import LiveFilter, clean, harmless
+from paceline.runs.console import LiveFilter, clean, harmless
 
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 THIN_SECONDS = 10.0  # between two states of a bar that are kept

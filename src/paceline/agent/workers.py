@@ -30,13 +30,13 @@ from paceline.contract.failure import GOOD_ENDS, Failure
 from paceline.contract.job import NodePlan
 from paceline.contract.marks import read_names
 from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
-from paceline.disk import writing
 from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
-from paceline.observe.log_times import TimesWriter
+from paceline.runs import writing
+from paceline.runs.attempt import TimesWriter
 
 OURS = "PACELINE_"
 THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run

@@ -26,9 +26,9 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
-from paceline.disk.owners import Unreadable, opened
-from paceline.disk.reading import read
 from paceline.errors import PacelineError, TrainingError
+from paceline.runs.owners import Unreadable, opened
+from paceline.runs.reading import read
 
 FORMAT = 1
 MANIFEST = "manifest.json"

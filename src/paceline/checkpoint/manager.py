@@ -34,9 +34,9 @@ from paceline.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from paceline.disk import writing
-from paceline.disk.reading import names
 from paceline.errors import TrainingError, UsageError
+from paceline.runs import writing
+from paceline.runs.reading import names
 
 FEWEST_KEPT = 2  # one alone is lost if its disk blocks are
 RELISTED = 100  # times: each means that a writer has published since

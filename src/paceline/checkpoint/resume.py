@@ -16,7 +16,7 @@ from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
-from paceline.observe import folder as run_folder
+from paceline.runs import folder as run_folder
 from paceline.worker.world import World
 
 

@@ -96,7 +96,7 @@ def _train_as_rank(settings: Path) -> int:
     """
     from paceline.cli.train_checks import check_guard
     from paceline.config import check_values, load
-    from paceline.disk.reading import real_path
+    from paceline.runs.reading import real_path
     from paceline.worker.imports import TRAINING, import_all
 
     config = load(real_path(settings), ours=True)

@@ -10,12 +10,11 @@ from statistics import median
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import print_json
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.observe.terminal import clean
-from paceline.view.analysis import EXAMPLES, Analysis, Analyzer
-from paceline.view.words import last_bars
+from paceline.report.analysis import EXAMPLES, Analysis, Analyzer
+from paceline.runs.console import clean, sparkline
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_folder, real_path
 
 
 @dataclass(frozen=True)
@@ -71,5 +70,5 @@ def _page(found: Analysis) -> str:
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
         told = f"median {median(finite):.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
         lines.append(f"{name:13} first {values[0]:.4g}, last {values[-1]:.4g}, {told}; {plural(len(values), 'value')}")
-        lines.append(f"{'':13} {last_bars(values[:: max(1, len(values) // 60)], 60)}")
+        lines.append(f"{'':13} {sparkline(values[:: max(1, len(values) // 60)], 60)}")
     return "\n".join(lines)

@@ -11,11 +11,11 @@ from paceline.config import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.contract.job import JobSpec
-from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.check.report import judged, mistakes, script_page
-from paceline.observe.notices import notices
-from paceline.observe.terminal import clean, say
+from paceline.runs import reading, writing
+from paceline.runs.attempt import notices
+from paceline.runs.console import clean, say
 
 CHECKED = "paceline.worker.checked"
 FINDINGS = "check.json"

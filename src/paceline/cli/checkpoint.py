@@ -15,11 +15,10 @@ from rich.text import Text
 from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.manager import Checkpoints, Entry
 from paceline.cli.commands import command_line
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.tables import table_console
-from paceline.observe.terminal import clock
+from paceline.runs.console import clock, table_console
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_folder, real_path
 
 MOST = 50
 

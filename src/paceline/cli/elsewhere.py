@@ -28,8 +28,8 @@ from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
 from paceline.launchers import LauncherName, launchers_of
-from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 
 Launcher = Callable[[JobSpec], Plan]
 LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}

@@ -14,11 +14,11 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import check_out_file, check_positive
-from paceline.disk.owners import check_ours
-from paceline.disk.reading import is_file, is_folder, names, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown
-from paceline.observe.folder import BEST_WEIGHTS, CHECKPOINTS, WEIGHTS
-from paceline.observe.summary import read_summary
+from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, WEIGHTS
+from paceline.runs.owners import check_ours
+from paceline.runs.reading import is_file, is_folder, names, real_path
+from paceline.runs.summary import read_summary
 
 if TYPE_CHECKING:
     from torch import Tensor

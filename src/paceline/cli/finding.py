@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli.flags import command_words
-from paceline.disk.owners import check_ours, note_strangers, opened
-from paceline.disk.reading import decode, folders, is_folder, names, real_path
 from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.submission import Submission, submit_number
-from paceline.observe.folder import CONFIG, LOCK, attempt_number, launched_attempt
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.folder import CONFIG, LOCK, attempt_number, numbered_attempts
+from paceline.runs.owners import check_ours, note_strangers, opened
+from paceline.runs.reading import decode, folders, is_folder, names, real_path
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
@@ -118,14 +118,8 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Means]:
     return run_dir, Means(command_words("--ssh", config.ssh), slurm=True)
 
 
-def numbered_attempts(run_dir: Path) -> dict[int, Path]:
-    """The folder of each start of a run, the newest last; of a session under `paceline launch` the launch's folder."""
-    own = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
-    return {number: launched_attempt(own[number]) for number in sorted(own) if number}
-
-
 def attempts(run_dir: Path) -> list[Path]:
-    """The folders of a run's starts, as `numbered_attempts`."""
+    """The folders of a run's starts, the newest last."""
     return [*numbered_attempts(run_dir).values()]
 
 

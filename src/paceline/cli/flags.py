@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.disk.reading import real_path
 from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
-from paceline.observe.terminal import escaped
+from paceline.runs.console import escaped
+from paceline.runs.reading import real_path
 
 
 def check_positive(config: Any, *names: str) -> None:

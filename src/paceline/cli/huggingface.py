@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.config import load, task_options
-from paceline.disk import writing
-from paceline.disk.reading import is_file, names
 from paceline.errors import UsageError, first_few
-from paceline.observe.folder import CONFIG
+from paceline.runs import writing
+from paceline.runs.folder import CONFIG
+from paceline.runs.reading import is_file, names
 from paceline.tasks import TASKS, check_task, load_task
 
 try:

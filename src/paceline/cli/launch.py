@@ -23,8 +23,8 @@ from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
-from paceline.observe.folder import create_attempt_dir, new_run_dir
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.folder import create_attempt_dir, new_run_dir
 from paceline.torch_version import untested_torch
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched

@@ -16,11 +16,10 @@ from rich.text import Text
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, write_json
 from paceline.config import batch_shape, check_values, load
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.observe.tables import table_console
-from paceline.observe.terminal import clean
+from paceline.runs.console import clean, table_console
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_folder, real_path
 
 if TYPE_CHECKING:
     from paceline.lab.ranks.ledger import Audit

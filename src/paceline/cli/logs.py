@@ -10,16 +10,17 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_attempts
+from paceline.cli.finding import Means, NewestRunFlags, existing_run
 from paceline.cli.run_state import standing
-from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
-from paceline.observe.summary import LIVE
-from paceline.observe.terminal import clock
-from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
+from paceline.runs.console import clock
+from paceline.runs.folder import numbered_attempts
+from paceline.runs.reading import is_file
+from paceline.runs.summary import LIVE
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
@@ -57,7 +58,7 @@ class _Asked:
     """The flags, understood."""
 
     ranks: tuple[range, ...]  # empty: all
-    wanted: LinesWanted
+    wanted: LineFilter
     attempt: int | None
     times: bool
 
@@ -100,7 +101,7 @@ def _understood(config: LogsConfig) -> _Asked:
             raise UsageError(code="grep-invalid", value=config.grep, reason=str(error)) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
-    wanted = LinesWanted(last if config.lines is None else config.lines, since, pattern)
+    wanted = LineFilter(last if config.lines is None else config.lines, since, pattern)
     return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
 
 
@@ -171,7 +172,7 @@ def _print_all(found: RankLogs, asked: _Asked) -> None:
     _print(found.lines(asked.wanted), asked, prefixed=len(found.logs) > 1)
 
 
-def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
+def _print(lines: Iterable[MergedLine], asked: _Asked, *, prefixed: bool) -> None:
     for line in lines:
         when = f"{clock(line.unix_time) or '-':19} " if asked.times else ""
         who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
@@ -191,7 +192,7 @@ def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None
                     waiting.append(RankLine(time.time(), rank, text))
         due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
         if due or to_the_end or len(tails) == 1:
-            _print(put_together(waiting), asked, prefixed=len(tails) > 1)
+            _print(merge_lines(waiting), asked, prefixed=len(tails) > 1)
             waiting.clear()
 
     while True:

@@ -12,10 +12,10 @@ import msgspec
 from paceline import config as configuration
 from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
 from paceline.config import TrainConfig, absolute_task, check_values, task_options
-from paceline.disk.reading import real_path
 from paceline.errors import UsageError, plural
 from paceline.lab.measurement import LOOKED_AT
 from paceline.lab.rounds import MeasuredRounds, ProcessSet, measure_rounds
+from paceline.runs.reading import real_path
 from paceline.tasks import check_optimizer, check_task
 
 

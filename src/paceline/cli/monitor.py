@@ -19,14 +19,13 @@ from rich.text import Text
 from paceline.cli.commands import command_line
 from paceline.cli.flags import command_words, print_json
 from paceline.contract.variables import RUN_ID
-from paceline.disk.owners import user_name
 from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
-from paceline.observe.machine import MachineUse
-from paceline.observe.tables import table_console
-from paceline.view.watch_lines import gpu_words
-from paceline.view.words import one_line, size_words
+from paceline.report.watch_lines import gpu_words
+from paceline.runs.console import format_size, one_line, table_console
+from paceline.runs.machine import MachineUse
+from paceline.runs.owners import user_name
 
 EVERY_SECONDS = 1.0
 SSH_SECONDS = 30.0
@@ -184,9 +183,9 @@ def _machine(one: MachineNow) -> Sequence[Text | Table]:
     if (use := one.use) is None:
         return [head.append(f"  {one_line(one.failure, 300)}", "red")]
     head.append(
-        f"  {use.cores_busy:.1f} of {use.cores} cores  {size_words(use.memory_bytes)} of "
-        f"{size_words(use.memory_total_bytes)}  out {size_words(use.sent_bytes)}/s  in "
-        f"{size_words(use.received_bytes)}/s",
+        f"  {use.cores_busy:.1f} of {use.cores} cores  {format_size(use.memory_bytes)} of "
+        f"{format_size(use.memory_total_bytes)}  out {format_size(use.sent_bytes)}/s  in "
+        f"{format_size(use.received_bytes)}/s",
         "not bold",
     )
     gpus = [
@@ -200,7 +199,7 @@ def _machine(one: MachineNow) -> Sequence[Text | Table]:
         "pid", "user", "cores", "memory", "GPU", "run", "program", box=None, padding=(0, 1), header_style="dim"
     )
     for it in one.processes:
-        on_gpu = size_words(it.gpu_bytes) if it.gpu_bytes else ""
-        cells = (str(it.pid), it.user, f"{it.cores:.1f}", size_words(it.memory_bytes), on_gpu, it.run, it.words)
+        on_gpu = format_size(it.gpu_bytes) if it.gpu_bytes else ""
+        cells = (str(it.pid), it.user, f"{it.cores:.1f}", format_size(it.memory_bytes), on_gpu, it.run, it.words)
         table.add_row(*(Text(one_line(cell, 60)) for cell in cells))
     return [head, *gpus, *([table] if one.processes else []), Text()]

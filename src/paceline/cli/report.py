@@ -11,14 +11,14 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run, newest_run
 from paceline.cli.flags import out_path
 from paceline.cli.run_state import standing
-from paceline.disk import writing
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.observe.terminal import clean
-from paceline.view.explain import drawings
-from paceline.view.page import MARK, report_page
-from paceline.view.run import WholeRun, whole_run
+from paceline.report.figures import drawings
+from paceline.report.page import MARK, report_page
+from paceline.report.run import WholeRun, whole_run
+from paceline.runs import writing
+from paceline.runs.console import clean
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_file
 
 MOST_RUNS, MARK_BYTES = 16, 4096
 

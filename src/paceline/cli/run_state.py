@@ -15,11 +15,10 @@ from paceline.contract.failure import GOOD_ENDS
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
-from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
-from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
-from paceline.observe.nodes import read_nodes
-from paceline.observe.notices import notices
-from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
+from paceline.runs.attempt import notices, read_ended, read_nodes
+from paceline.runs.events import Evaluated, Started, Step, last_events, read_events
+from paceline.runs.folder import CHECKPOINTS, CONFIG, failure_records
+from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
 
 WINDOW_STEPS = 50
 EVENTS = "events-0.jsonl"

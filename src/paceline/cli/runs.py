@@ -12,14 +12,12 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import RUNS, holds_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
-from paceline.disk.owners import note_strangers
-from paceline.disk.reading import folders, is_folder, real_path
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.observe.summary import RunState, scores_line
-from paceline.observe.tables import table_console
-from paceline.observe.terminal import clock
-from paceline.view.watch_lines import STATE_STYLES
-from paceline.view.words import one_line
+from paceline.report.watch_lines import STATE_STYLES
+from paceline.runs.console import clock, one_line, table_console
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import folders, is_folder, real_path
+from paceline.runs.summary import RunState, scores_line
 
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
 WIDEST = 60  # characters of a cell

@@ -35,7 +35,7 @@ from paceline.lab.scale import (
 )
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
 from paceline.mesh import OF_BATCH, Mesh, strategy_on
-from paceline.view.step_parts import Run
+from paceline.report.step_parts import Run
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling

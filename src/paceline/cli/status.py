@@ -13,13 +13,13 @@ from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
 from paceline.config import load
 from paceline.errors import ExitCode, PacelineError
-from paceline.observe.events import event_files
-from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
-from paceline.observe.summary import LIVE, RunState, scores_line
-from paceline.observe.terminal import clean
+from paceline.report.outcome import find_bottleneck
+from paceline.report.run import whole_run
+from paceline.runs.console import clean
+from paceline.runs.events import event_files
+from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
+from paceline.runs.summary import LIVE, RunState, scores_line
 from paceline.tasks import TASKS
-from paceline.view.run import whole_run
-from paceline.view.why import why
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 
@@ -79,7 +79,7 @@ def _time_spent(run_dir: Path) -> str:
     with suppress(PacelineError, OSError):
         files = event_files(run_dir).values()
         if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
-            return why(whole_run(run_dir)).first
+            return find_bottleneck(whole_run(run_dir)).first
     return ""
 
 

@@ -11,13 +11,12 @@ import msgspec
 from paceline.cli.commands import command_line
 from paceline.cli.finding import find_run
 from paceline.cli.flags import out_path
-from paceline.disk import writing
-from paceline.disk.owners import note_strangers
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.events import Checkpointed, Evaluated
-from paceline.observe.terminal import clean
-from paceline.view.rank_log import PHASES, RankLog
-from paceline.view.run import WholeRun, thinned, whole_run
+from paceline.report.run import PHASES, RankLog, WholeRun, thinned, whole_run
+from paceline.runs import writing
+from paceline.runs.console import clean
+from paceline.runs.events import Checkpointed, Evaluated
+from paceline.runs.owners import note_strangers
 
 MOST_STEPS = 4000  # of a rank; in a longer run, steps are left out evenly, those in detail never
 MICRO = 1e6  # microseconds in a second
@@ -111,7 +110,7 @@ def _of_steps(log: RankLog) -> Iterator[Span]:
 
 
 def _beside_steps(log: RankLog) -> Iterator[Span]:
-    for at, event in log.told:
+    for at, event in log.events:
         if isinstance(event, Evaluated):
             yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)
         elif isinstance(event, Checkpointed):

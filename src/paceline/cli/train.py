@@ -23,11 +23,11 @@ from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.job import JobSpec
-from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
-from paceline.observe.folder import CONFIG
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.folder import CONFIG
+from paceline.runs.reading import real_path
 from paceline.tasks.settings import told
 from paceline.torch_version import untested_torch
 from paceline.worker.foreign import check_shape, launched

@@ -7,12 +7,12 @@ from paceline.config import TrainConfig, batch_shape
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.windows import Windows
 from paceline.definition import allowed_changes, check_same, settings
-from paceline.disk.reading import real_path
 from paceline.errors import UsageError
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.mesh import mesh_of
-from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
-from paceline.observe.track import wanted
+from paceline.runs.folder import CHECKPOINTS, check_is_run, check_not_finished
+from paceline.runs.reading import real_path
+from paceline.runs.trackers import tracker_names
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
 from paceline.torch_version import lacks_torch
@@ -29,7 +29,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     check_task(config.task, configuration.task_options(config))
     check_optimizer(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
-    wanted(config.run.track)
+    tracker_names(config.run.track)
     begins = config.checkpoint.resume == "no" or config.checkpoint.fresh
     if begins and (path := config.model.init_from) is not None:
         if not path.exists():

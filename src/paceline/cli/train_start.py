@@ -20,10 +20,10 @@ from paceline.launch.plan import local
 from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
 from paceline.mesh import mesh_of
-from paceline.observe.events import Step, read_events
-from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
-from paceline.observe.summary import Summary, read_summary, write_summary
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.events import Step, read_events
+from paceline.runs.folder import CONFIG, create_attempt_dir, write_settings
+from paceline.runs.summary import Summary, read_summary, write_summary
 
 
 def _taken(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:

@@ -20,7 +20,7 @@ from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, Verif
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
-from paceline.observe.summary import read_ended
+from paceline.runs.attempt import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 
 WORKER = "paceline.lab.ranks.verify"

@@ -14,14 +14,14 @@ from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, exist
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
 from paceline.contract.evidence import CHECKPOINT_ASK
-from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
 from paceline.launch.tail import lines_of, start_of_last
-from paceline.observe.summary import LIVE, RunState
-from paceline.observe.terminal import clean
-from paceline.view.live import LiveReader, RunNow
-from paceline.view.watch_lines import summary_line
+from paceline.report.live import LiveReader, RunNow
+from paceline.report.watch_lines import summary_line
+from paceline.runs import writing
+from paceline.runs.console import clean
+from paceline.runs.summary import LIVE, RunState
 
 STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
 END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host
@@ -52,8 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("no longer watched; the run is left alone", file=sys.stderr)
         return ExitCode.DONE
-    finally:
-        run.close()
     _say(summary_line(now, found))
     if found.state not in LIVE:
         _say(f"see paceline status {run_dir}")
@@ -85,10 +83,6 @@ class _Run:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
         return run_state(self.run_dir, self.means)
-
-    def close(self) -> None:
-        """Let go of its files."""
-        self._reader.close()
 
     def stack(self, rank: int) -> str:
         """Where a rank is at this moment."""
@@ -129,9 +123,9 @@ class _Run:
 
 
 def _on_terminal(run: _Run) -> None:
-    from paceline.view.watch_app import Deeds, WatchApp  # textual takes a third of a second
+    from paceline.report.watch_app import Actions, WatchApp  # textual takes a third of a second
 
-    app = WatchApp(Deeds(run.look, run.stack, run.log, run.save, run.stop, run.may_act))
+    app = WatchApp(Actions(run.look, run.stack, run.log, run.save, run.stop, run.may_act))
     app.run()
     if app.failure is not None:
         raise app.failure

@@ -11,8 +11,8 @@ from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.windows import Windows
 from paceline.errors import UsageError
-from paceline.observe.folder import create_attempt_dir, open_run_dir
-from paceline.observe.terminal import say
+from paceline.runs.console import say
+from paceline.runs.folder import create_attempt_dir, open_run_dir
 from paceline.worker.bootstrap import run_script, worker_command
 from paceline.worker.foreign import COUNTS, launched
 from paceline.worker.watchover import attach_to_agent

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from paceline.compute.forward import around_forward, may_record, subclassed
-from paceline.disk.owners import check_ours
-from paceline.disk.writing import make_folder
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
+from paceline.runs.owners import check_ours
+from paceline.runs.writing import make_folder
 from paceline.worker import recorder
 
 MAX_REASON_CHARS = 1500

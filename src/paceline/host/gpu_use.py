@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.observe.machine import GpuUse
+from paceline.runs.machine import GpuUse
 
 STALE_SECONDS = 5.0  # an older answer says nothing of now
 CLOCK_SM, CORE_SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU

@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 
 from paceline.contract.variables import AGENT_MARK
-from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
+from paceline.runs.reading import decode, names
 
 SWEEP_SECONDS = 2.0
 

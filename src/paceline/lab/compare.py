@@ -10,7 +10,7 @@ from paceline.errors import plural
 from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasured
 from paceline.ladder import EXACT
 from paceline.mesh import strategy_on
-from paceline.observe.tables import table_console
+from paceline.runs.console import table_console
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""

@@ -15,14 +15,14 @@ from statistics import linear_regression, mean, median
 import msgspec
 from rich.table import Table
 
-from paceline.disk.reading import is_file, real_path
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
-from paceline.observe.events import Anatomy, Event, Started, Step, Traced, event_files, read_events
-from paceline.observe.folder import WEIGHTS
-from paceline.observe.tables import table_console
-from paceline.view.rank_log import PHASES
-from paceline.view.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
+from paceline.report.rank_log import PHASES
+from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
+from paceline.runs.console import table_console
+from paceline.runs.events import Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
+from paceline.runs.folder import WEIGHTS
+from paceline.runs.reading import is_file, real_path
 
 COMPUTE, DATA, EXCHANGE, WAITING = "slower compute", "data", "exposed communication", "waiting for the slowest rank"
 SMALLER, REST = "smaller batch per rank", "rest"
@@ -147,7 +147,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
             elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases of each
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
-            if not isinstance(event, Traced | Anatomy):
+            if not isinstance(event, Traced | MemoryBreakdown):
                 before = event
     size = max((start.world_size for start in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})

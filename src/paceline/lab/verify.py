@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from paceline.mesh import strategy_on
-from paceline.observe.tables import table_console
+from paceline.runs.console import table_console
 
 if TYPE_CHECKING:  # the ranks load this module, but no rich
     from rich.console import Console

@@ -16,10 +16,10 @@ from typing import Any
 import cloudpickle
 
 from paceline.contract.birth import WorkerBirth
-from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.observe.bar import REPORT_SECONDS, Bar
-from paceline.observe.summary import read_ended
+from paceline.runs.attempt import read_ended
+from paceline.runs.progress import REPORT_SECONDS, ProgressLine
+from paceline.runs.reading import read
 
 CALLED = Path(__file__).parents[1] / "worker" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
@@ -122,7 +122,7 @@ class _Shown:
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command, self._folder = command, str(folder)
-        self._bar = Bar(folder / PROGRESS, sys.stdout)
+        self._bar = ProgressLine(folder / PROGRESS, sys.stdout)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tail = ""
         self.interrupt: KeyboardInterrupt | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from paceline.guard.sentences import in_runs
-from paceline.observe.terminal import LiveFilter, harmless, last_drawn
+from paceline.runs.console import LiveFilter, harmless, last_drawn
 
 FOLD_SECONDS = 0.3  # how long a line waits for the same one of other hosts
 HALF_LINE_SECONDS = 1.0  # how long the others wait for the end of a line of node 0

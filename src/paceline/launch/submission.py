@@ -13,11 +13,11 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.disk import writing
-from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
 from paceline.launchers import LauncherName
-from paceline.observe.folder import MOST_STARTS, attempt_number
+from paceline.runs import writing
+from paceline.runs.folder import MOST_STARTS, attempt_number
+from paceline.runs.reading import decode, names
 
 SUBMITTED = "submitted.json"
 MAX_LOOKED_AT, MAX_BYTES = 10, 1 << 18

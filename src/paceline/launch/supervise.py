@@ -29,7 +29,7 @@ from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
-from paceline.observe.terminal import say
+from paceline.runs.console import say
 
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.disk.owners import opened
-from paceline.observe.terminal import clean, last_drawn
+from paceline.runs.console import clean, last_drawn
+from paceline.runs.owners import opened
 
 MAX_BYTES = 1 << 20  # of one look
 BLOCK_BYTES = 1 << 16

@@ -28,9 +28,9 @@ from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER, options_of_others
-from paceline.observe.summary import Summary
-from paceline.observe.track import wanted
 from paceline.rhythm import steps_or_seconds
+from paceline.runs.summary import Summary
+from paceline.runs.trackers import tracker_names
 from paceline.sessions.gate import Notes, SessionStep
 from paceline.sessions.leaves import Leaves
 from paceline.sessions.loop import Loop
@@ -100,7 +100,7 @@ class Life(Loop):
             "checkpoint_every": checkpoint_every, "keep": keep, "watch_every": watch_every, "not_finite": not_finite,
             "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout, "track": track,
         }  # fmt: skip
-        if wanted(track) and run_dir is None:
+        if tracker_names(track) and run_dir is None:
             raise UsageError(code="track-without-folder", value=track)
         self._is_seeded = seed is not None
         seed = seed or 0

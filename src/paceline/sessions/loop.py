@@ -22,7 +22,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
 from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
-from paceline.observe.bar import Report, Reporter
+from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
 from paceline.sessions.gate import SessionStep
@@ -415,8 +415,8 @@ class Loop(Ranks):
         course.back(record)
         if self._observer is not None:
             self._observer.on_step(record)
-        if Reporter.here is not None:
-            Reporter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
+        if ProgressWriter.here is not None:
+            ProgressWriter.here.step(self._where["batch"], plan.known_steps, lambda: self._report(plan, done.loss))
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_end(batch, done.votes.coming) and not left
         for part in self._parts:
@@ -457,12 +457,12 @@ class Loop(Ranks):
             )
             raise told_once(COUNT.error(counts), self.world)
 
-    def _report(self, plan: BatchPlan, loss: float) -> Report:
+    def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
         left = max(0, steps - step) * plan.global_batch
         rate, shown = self._course.throughput.recent(), loss if math.isfinite(loss) else None
-        return Report(epoch, self._epochs, step, steps, shown, rate, left)
+        return ProgressRecord(epoch, self._epochs, step, steps, shown, rate, left)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:

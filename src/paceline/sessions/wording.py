@@ -13,7 +13,7 @@ from paceline.config import dump_given
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
-from paceline.observe import folder as run_folder
+from paceline.runs import folder as run_folder
 from paceline.train.wording import shares_line
 from paceline.worker.device import device_words
 from paceline.worker.sites import line_of

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.disk.owners import other_writers
 from paceline.errors import PacelineError, UsageError, unknown
+from paceline.runs.owners import other_writers
 
 MOST_FILES = 1000  # of a folder that are looked at
 NONE_FOUND = "(none found)"

@@ -29,11 +29,11 @@ from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, together
 from paceline.contract.evidence import Phase
-from paceline.disk.writing import write_new
 from paceline.errors import ExitCode, PacelineError, TrainingError
-from paceline.observe import events
-from paceline.observe.folder import CHECKPOINTS
-from paceline.observe.writers import EventWriter
+from paceline.runs import events
+from paceline.runs.folder import CHECKPOINTS
+from paceline.runs.writers import EventWriter
+from paceline.runs.writing import write_new
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
 from paceline.train.alike import check_replicas
@@ -296,7 +296,9 @@ class Keeping:
                 # Also if none is due: the run may be asked to stop, and a rank of an older generation must not publish.
                 self._checkpoints.claim(*self._claim, place.notices.append)
                 if origin is not None and origin.files and (unwritten := self._unwritten(origin.step)):
-                    writer.write(events.Vouched(origin.step, unwritten))  # for the start before: this one has none yet
+                    writer.write(
+                        events.UnloggedStep(origin.step, unwritten)
+                    )  # for the start before: this one has none yet
         self._saver = Saver(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=rhythm.keep, flush_events=writer.flush, say=say,
@@ -397,7 +399,7 @@ class Keeping:
         self._enter(Phase.CHECKPOINT)  # the agent waits for a rank that makes progress
         try:
             if unwritten := self._unwritten(step):
-                self._writer.write(events.Vouched(step, unwritten))
+                self._writer.write(events.UnloggedStep(step, unwritten))
             self._writer.flush()
             path = save_alone(
                 self._holder, step, found, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say

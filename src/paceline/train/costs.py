@@ -11,7 +11,7 @@ from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.workers import asks_for_batches
 from paceline.host.cgroup import usable_cores
-from paceline.observe.summary import Summary
+from paceline.runs.summary import Summary
 from paceline.train.prepare import Parts
 from paceline.worker.world import World
 

@@ -18,10 +18,10 @@ from paceline.collectives.control import check_equal, told_once
 from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
-from paceline.observe import events
-from paceline.observe.folder import WEIGHTS
-from paceline.observe.progress import Throughput
-from paceline.observe.summary import Summary, finite, write_summary
+from paceline.runs import events
+from paceline.runs.folder import WEIGHTS
+from paceline.runs.progress import Throughput
+from paceline.runs.summary import Summary, finite, write_summary
 from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes

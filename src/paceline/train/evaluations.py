@@ -9,8 +9,8 @@ from typing import Any
 from paceline.collectives.control import together
 from paceline.contract.evidence import Phase
 from paceline.errors import unknown
-from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
-from paceline.observe.summary import finite
+from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
+from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.course import Course
 from paceline.train.evaluate import evaluate

@@ -17,11 +17,11 @@ from paceline.contract.birth import WorkerBirth
 from paceline.contract.box import Box
 from paceline.data.plan import BatchPlan, add, fingerprint
 from paceline.host.machine_log import MachineLog
-from paceline.observe import events
-from paceline.observe.events import Anatomy, Event, Traced
-from paceline.observe.summary import finite, scores_line
-from paceline.observe.track import Tracking, wanted
-from paceline.observe.writers import EventWriter
+from paceline.runs import events
+from paceline.runs.events import Event, MemoryBreakdown, Traced
+from paceline.runs.summary import finite, scores_line
+from paceline.runs.trackers import Tracking, tracker_names
+from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
@@ -50,7 +50,7 @@ class Records:
         """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = Tracking(
-            wanted(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
+            tracker_names(track) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
 
@@ -193,12 +193,12 @@ def size_of(shapes: str, dtypes: str) -> int:
     return total * width
 
 
-def anatomy(replicas: Sequence[Strategy]) -> Anatomy:
+def anatomy(replicas: Sequence[Strategy]) -> MemoryBreakdown:
     """What this rank holds of all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [held.tensor for replica in replicas for held in replica.gradients()]
-    return Anatomy(
+    return MemoryBreakdown(
         parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MOST_PARAMETERS]],
         weight_bytes=held_bytes(p for _, p in named),
         gradient_bytes=held_bytes(gradients) or held_bytes(trained),

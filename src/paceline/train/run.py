@@ -20,12 +20,12 @@ from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
-from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
-from paceline.observe import folder as run_folder
-from paceline.observe.summary import Summary, write_summary
+from paceline.runs import folder as run_folder
+from paceline.runs import writing
+from paceline.runs.summary import Summary, write_summary
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for

@@ -12,9 +12,9 @@ from paceline.contract.evidence import Phase
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, plural
 from paceline.ladder import EXACT
-from paceline.observe.progress import Display
-from paceline.observe.summary import Summary
 from paceline.rhythm import steps_or_seconds
+from paceline.runs.progress import Display
+from paceline.runs.summary import Summary
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel, loss_scale
 from paceline.train.checkpointing import Rhythm

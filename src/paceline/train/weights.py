@@ -18,11 +18,11 @@ from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, together
-from paceline.disk import writing
-from paceline.disk.owners import Unreadable, opened
-from paceline.disk.reading import real_path
 from paceline.errors import UsageError, first_few
-from paceline.observe.folder import CHECKPOINTS, WEIGHTS, check_is_run
+from paceline.runs import writing
+from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_is_run
+from paceline.runs.owners import Unreadable, opened
+from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
 
 MOST = 5  # names in a line

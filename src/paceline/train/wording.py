@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
-from paceline.observe.summary import Summary, scores_line
+from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
 from paceline.worker.device import device_words

@@ -22,10 +22,10 @@ import msgspec
 
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure, is_victim
-from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
-from paceline.observe.terminal import clean
+from paceline.runs import writing
+from paceline.runs.console import clean
 from paceline.worker.guard import Guard
 from paceline.worker.imports import when_imported
 from paceline.worker.unseen import unseen

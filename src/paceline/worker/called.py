@@ -10,9 +10,9 @@ from typing import Any
 
 import cloudpickle
 
-from paceline.disk.reading import read
 from paceline.errors import UsageError
-from paceline.observe.bar import Reporter
+from paceline.runs.progress import ProgressWriter
+from paceline.runs.reading import read
 
 _MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
 
@@ -24,7 +24,7 @@ def main() -> None:
     _take_over(**surroundings)
     function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
     if rank == 0:
-        Reporter.here = Reporter(folder / "progress")
+        ProgressWriter.here = ProgressWriter(folder / "progress")
         for stale in folder.glob("result-*"):  # of a generation with more ranks
             if int(stale.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
                 stale.unlink()

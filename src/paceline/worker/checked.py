@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.facts import MAX_STEPS, ScriptFacts, facts_file
-from paceline.disk import writing
+from paceline.runs import writing
 from paceline.worker import bootstrap
 from paceline.worker.guard import Guard
 from paceline.worker.probes.hooks import Events

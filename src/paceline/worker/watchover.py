@@ -24,7 +24,7 @@ from paceline.contract.attach import Goodbye, Hello, Meeting, agent_address, pee
 from paceline.contract.birth import restarts
 from paceline.contract.box import make_box
 from paceline.contract.job import NodePlan
-from paceline.observe.terminal import say
+from paceline.runs.console import say
 from paceline.worker import recorder
 from paceline.worker.foreign import job_token
 from paceline.worker.guard import Guard

@@ -19,8 +19,8 @@ from paceline.config import DataConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan, fingerprint, ranks_share
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import Audit, audit
-from paceline.observe.events import Ended, Event, RolledBack, Samples, Started, Step, Vouched
-from paceline.observe.writers import EventWriter, fold
+from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
+from paceline.runs.writers import EventWriter, fold
 
 Place = tuple[int, int, int]
 """(which start, step, rank)"""
@@ -394,7 +394,7 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
     history.write(tmp_path)
     assert named(audit(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
-    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(Vouched(3, sorted(absent)))
+    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(UnloggedStep(3, sorted(absent)))
     at = max(number for number, line in enumerate(lines) if b'"started"' in line)
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
     found = audit(tmp_path, lambda n: PLAN)

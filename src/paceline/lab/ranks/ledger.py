@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.data.plan import BatchPlan, Tail, add, fingerprint
 from paceline.data.streams import ENDLESS
 from paceline.errors import UsageError
-from paceline.observe.events import Ended, RolledBack, Samples, Started, Step, Vouched, event_files, read_events
+from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
 
 MOST_STEPS = 10_000  # that no rank has logged
 MOST_SAMPLES, SAMPLES_A_LINE = 10_000_000, 10_000  # whose order is computed; more if many steps are logged
@@ -39,7 +39,9 @@ class Log:
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     ended: int = -1  # the last step, if the rank wrote that it ended
     undone: int = 0  # how many steps were rolled back
-    vouched: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see events.Vouched
+    vouched: dict[int, list[int]] = field(
+        default_factory=dict[int, list[int]]
+    )  # step -> ranks, see events.UnloggedStep
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`: they are taken once more."""
@@ -223,7 +225,7 @@ def _read_starts(run_dir: Path) -> list[RunStart]:
                 log.roll_back(event.to)
             elif isinstance(event, Samples):
                 log.samples.setdefault(event.step, []).extend(event.indices)
-            elif isinstance(event, Vouched):
+            elif isinstance(event, UnloggedStep):
                 log.vouched[event.step] = event.ranks
             elif isinstance(event, Ended):
                 log.ended = max(log.ended, event.step)

@@ -12,7 +12,7 @@ from paceline.errors import UsageError, first_few
 from paceline.host.facts import Facts
 from paceline.launch.relay import cleaned
 from paceline.launch.ssh.sessions import Sessions
-from paceline.observe.terminal import MAX_NAMES, say
+from paceline.runs.console import MAX_NAMES, say
 
 FIRST_WORD_SECONDS = 12.0  # ssh itself gives up after 10 s where nothing answers, and says why
 NEXT_WORD_SECONDS = 30.0

@@ -23,7 +23,7 @@ from paceline.launch.plan import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, announced, await_agents, why_lost
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
-from paceline.observe.terminal import say
+from paceline.runs.console import say
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
 LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's

@@ -1,1 +1,0 @@
-"""What a run reports, on the screen and in its folder. No torch."""

@@ -1,0 +1,174 @@
+"""Loss and throughput of a training, from the lines of its log or from the events of a run (no torch here)."""
+
+import math
+import os
+import re
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from paceline.errors import PacelineError
+from paceline.report.figures import Figure, line
+from paceline.report.logs import log_times, rank_logs
+from paceline.report.run import WholeRun
+from paceline.runs.console import clean
+from paceline.runs.events import Evaluated, Step, event_files, read_events
+from paceline.runs.folder import numbered_attempts
+from paceline.runs.owners import opened
+
+BLOCK_BYTES, MOST_CHARS, MOST_RANKS = 1 << 18, 2000, 4096  # of a line at most so many characters are read
+MOST_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second
+RATES = ("samples/s", "samples/s (counted)", "steps/s")
+EXAMPLES = {
+    "classic": "Train Epoch: 3 [2560/60000 (4%)]\tLoss: 0.12",
+    "Hugging Face Trainer": "{'loss': 0.5, 'learning_rate': 5e-05, 'epoch': 1.2}",
+    "progress bar": "Epoch 3: 40%|####      | 40/100 [00:04<00:06, 9.52it/s, loss=0.12]",
+    "key and value": "epoch=3 step=40 loss=0.12, or: loss: 0.12",
+}
+# the rank, as srun --label, torchrun --tee, paceline and scripts print it
+PREFIX = re.compile(r"\[default([0-9]+)\]:|\[rank ?([0-9]+)\]:? ?|\[([0-9][0-9,-]*)\] |\s*([0-9]{1,5}): |"
+                    r"rank ?([0-9]+) ?[:|,] ?", re.IGNORECASE)  # fmt: skip
+CLASSIC = re.compile(r"Train(?:ing)? Epoch:?\s*([0-9]+)\s*\[\s*([0-9]+)/[0-9]+", re.IGNORECASE)
+BAR = re.compile(r"[0-9]{1,3}%\|[^|]*\|\s*[0-9]+/[0-9]+\s*\[[0-9:]+<[0-9:?]+(?:,\s*([0-9.]+)(\w+/\w+))?")
+NUMBER = r"(?:tensor\()?([-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+|nan|inf(?:inity)?)(?![\w.]))"
+NAMES = ("test loss", "loss", "samples/s")  # by group of KEY
+KEY = re.compile(
+    r"(?<![\w/.-])['\"]?(?:((?:val|valid|validation|eval|test)[_ /]loss|average loss)"
+    r"|(train[_ /]?loss|training[_ ]loss|loss/train|loss)"
+    r"|((?:train[_ ])?samples[_ ]per[_ ]second|throughput|(?:samples|images|examples)/s(?:ec)?))['\"]?"
+    rf"(?:\s*[=:]\s*|\s+)\[?'?{NUMBER}", re.IGNORECASE,
+)  # fmt: skip
+SPEED = re.compile(r"([0-9][0-9,]*(?:\.[0-9]*)?)\s*(?:samples|images|imgs?|examples)\s*(?:/|per )\s*s", re.IGNORECASE)
+OF_USE = ("loss", "%|", "samples", "images", "img", "examples", "throughput")  # each format contains one
+
+
+class Reading(NamedTuple):
+    """The content of a line."""
+
+    format: str  # empty: neither loss nor throughput
+    rank: str
+    values: dict[str, float]  # test loss, loss, samples/s, steps/s; losses may be NaN or infinite
+    samples: tuple[int, int] | None = None  # epoch, and samples of it that are done
+
+
+class Analysis(msgspec.Struct):
+    """The output of `paceline analyze --json`: each value in the order of the lines."""
+
+    name: str
+    lines: int = 0
+    formats: dict[str, int] = {}  # kind of line -> number of lines
+    ranks: list[str] = []
+    values: dict[str, list[float]] = {}
+    """losses of the first rank that prints them; samples/s and steps/s of all ranks"""
+    not_finite: dict[str, int] = {}  # rank -> losses that are NaN or infinite
+    first_line: str = ""
+
+
+def read_line(line: str) -> Reading:
+    """The content of a line."""
+    rank, kind, samples, text, values = "", "", None, line[:MOST_CHARS], dict[str, float]()
+    while (match := PREFIX.match(text)) is not None:  # torchrun's --tee before torch's own
+        label = next(group for group in match.groups() if group)
+        if label != rank:  # of srun --label around torchrun --tee both count
+            rank = f"{rank}.{label}" if rank else label
+        text = text[match.end() :]
+    if not any(word in text.lower() for word in OF_USE):  # most lines of most logs
+        return Reading("", rank, {})
+    if match := CLASSIC.search(text):
+        kind, samples = "classic", (int(match[1]), int(match[2]))
+    elif match := BAR.search(text):
+        kind = "progress bar"
+        if match[1] and (speed := float(match[1])):
+            values["steps/s"] = 1 / speed if match[2].startswith("s/") else speed
+    for match in KEY.finditer(text):
+        name = NAMES[next(group for group in range(3) if match[group + 1])]
+        if name != "loss" or "train_runtime" not in text:  # else it is the mean of all
+            values.setdefault(name, float(match[4].replace(",", "")))
+    if match := SPEED.search(text):
+        values["samples/s"] = float(match[1].replace(",", ""))
+    if not kind and values:
+        kind = "Hugging Face Trainer" if text.lstrip().startswith("{'") else "key and value"
+    return Reading(kind, rank, values, samples)
+
+
+class Analyzer:
+    """Adds up lines."""
+
+    def __init__(self, name: str) -> None:
+        self.result = Analysis(name)
+        self._owners: dict[str, str] = {}  # name of a value -> the rank that prints it
+        self._anchors: dict[str, tuple[float, tuple[int, int]]] = {}  # rank -> time, and samples then
+
+    def add(self, reading: Reading, unix_time: float | None = None) -> None:
+        """Add a line, with the time at which it was written."""
+        found = self.result
+        found.lines += 1
+        if reading.rank and reading.rank not in found.ranks and len(found.ranks) < MOST_RANKS:
+            found.ranks = sorted([*found.ranks, reading.rank], key=lambda rank: (len(rank), rank))
+        if reading.format:
+            found.formats[reading.format] = found.formats.get(reading.format, 0) + 1
+        if not math.isfinite(reading.values.get("loss", 0.0)):
+            found.not_finite[reading.rank] = found.not_finite.get(reading.rank, 0) + 1
+        for name, value in reading.values.items():
+            if self._owners.setdefault(name, reading.rank) == reading.rank or name.endswith("/s"):
+                found.values.setdefault(name, []).append(value)
+        if unix_time is not None and reading.samples:
+            self._count(reading.rank, unix_time, *reading.samples)
+
+    def _count(self, rank: str, now: float, epoch: int, done: int) -> None:
+        before, (same, start) = self._anchors.setdefault(rank, (now, (epoch, done)))
+        forward = epoch == same and done >= start
+        if not forward or not 0 <= now - before < WINDOW_SECONDS:
+            self._anchors[rank] = now, (epoch, done)
+            if forward and done > start and now > before:
+                self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
+
+    def add_log(self, path: Path, *, rank: str = "") -> None:
+        """Add all lines of a log; OSError if it cannot be read."""
+        times, end = log_times(path), 0
+        with opened(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
+            while block := log.readline(BLOCK_BYTES):
+                end += len(block)
+                for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar
+                    text = clean(part[: 4 * MOST_CHARS].decode(errors="replace"))
+                    self.result.first_line = self.result.first_line or text[:120].strip()
+                    reading = read_line(text)
+                    self.add(reading._replace(rank=rank or reading.rank), times and times.at(end - 1))
+
+    def add_run(self, run_dir: Path, *, most_bytes: float = math.inf) -> None:
+        """Add a run: its events, or else its logs if they have at most so many bytes; OSError if it cannot be read."""
+        events = event_files(run_dir)
+        for rank, path in events.items():
+            for event in read_events(path):
+                if isinstance(event, Step):
+                    loss = math.nan if event.skipped else event.loss  # a loss that is not finite is written as 0
+                    rate = {"samples/s": event.samples / event.seconds} if event.seconds > 0 else {}
+                    self.add(Reading("events", str(rank), {"loss": loss, **rate}))
+                elif isinstance(event, Evaluated) and "loss" in event.metrics:
+                    self.add(Reading("events", str(rank), {"test loss": event.metrics["loss"]}))
+        for attempt in numbered_attempts(run_dir).values() if not events else ():
+            for rank, path in rank_logs(attempt).items():
+                if (most_bytes := most_bytes - path.lstat().st_size) >= 0:
+                    self.add_log(path, rank=str(rank))
+
+
+def logged(run: WholeRun) -> tuple[list[Figure], str]:
+    """For the page of a script without records: figures of its logs, and a sentence; nothing if there are events."""
+    analyzer = Analyzer(run.name)
+    if run.ranks:
+        return [], ""
+    try:
+        analyzer.add_run(run.folder, most_bytes=MOST_BYTES)
+    except (OSError, PacelineError) as error:
+        run.missing.append(f"logs: {error}")
+    found = analyzer.result.values
+    figures = [
+        Figure(f"logged-{number}", name.capitalize(), f"The {name} in the log, line by line.",
+               [line(name, [[float(index) for index in range(len(values))]], values, number)],
+               x="lines that contain it", y=name, log=name == "loss")
+        for number, (name, values) in enumerate(found.items()) if name not in RATES and len(values) > 1
+    ]  # fmt: skip
+    rate = next((f" It made {median(found[unit]):,.3g} {unit}." for unit in RATES if unit in found), "")
+    return figures, f"This script has no records of its steps. The curves are from its logs.{rate}" if figures else ""

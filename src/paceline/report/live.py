@@ -1,0 +1,266 @@
+"""The live state of a run: each rank's phase, speed and waiting, from the new records in its folder at each look.
+
+The head agent of a run writes the state of each rank on request (`Live` in contract/evidence.py). Other runs only have
+the events of the ranks: their last step, and the time since then.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
+from paceline.guard.detectors import OWN, Spent, slow_rank
+from paceline.runs import writing
+from paceline.runs.console import one_line
+from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
+from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, machine_files
+from paceline.runs.owners import opened
+from paceline.runs.reading import decode_if_readable
+
+FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # the end of a file at the first look; the most of each later look
+SILENT_SECONDS = 5.0  # an agent writes each second
+WINDOW_STEPS = 50
+HISTORY = 120
+RECENT = 10  # looks over which times are averaged
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """The state of a rank."""
+
+    rank: int
+    host: str = ""
+    phase: str = ""  # empty: unknown
+    ended: str = ""
+    step: int = 0
+    work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last looks
+    waits: float | None = None  # the fraction of its time in which it waits for others
+    still_seconds: float = 0.0
+    use: RankUse | None = None
+    gpu: GpuUse | None = None
+    slowest: bool = False
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """The state of a run: its ranks, and rank 0's last steps."""
+
+    ranks: tuple[RankNow, ...] = ()
+    live: bool = False  # from its agent
+    step: int | None = None
+    losses: tuple[float, ...] = ()
+    samples_per_second: float | None = None
+    steps_per_second: float | None = None
+    saved_step: int | None = None  # of the last checkpoint on disk
+    machines: dict[int, MachineUse] = field(default_factory=dict[int, MachineUse])
+    words: str = ""  # about the slow rank
+
+
+class GrowingFile:
+    """The new lines of a file at each look; at the first look the lines at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
+
+    def lines(self) -> Sequence[bytes]:
+        """The new complete lines."""
+        with suppress(OSError), opened(self._path) as file:
+            size = file.found.st_size
+            if file.found.st_ino != self._inode:  # the first look, or a writer has replaced it to merge old records
+                self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""
+                self._inode = file.found.st_ino
+            if size - self._offset > LOOK_BYTES:  # more than a person reads in a second: skip the older part
+                self._offset, self._rest = size - LOOK_BYTES, b""
+            data = os.pread(file.descriptor, LOOK_BYTES, self._offset)
+            self._offset += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > LOOK_BYTES:
+                self._rest = b""
+            return whole
+        return ()
+
+
+class RankHistory:
+    """The states of one rank at the last looks."""
+
+    def __init__(self, rank: int) -> None:
+        self.host, self.node = "", 0
+        self._now = RankNow(rank)
+        self._looks: deque[tuple[int, tuple[float, ...], bool]] = deque(maxlen=RECENT + 1)  # step, seconds, waiting
+        self._work: deque[float] = deque(maxlen=HISTORY)
+        self._last: Step | None = None
+
+    def see_live(self, rank: LiveRank) -> None:
+        """Add a state from its agent."""
+        ended = "lost" if rank.lost else "" if rank.code is None else "done" if not rank.code else f"ended: {rank.code}"
+        # it was restarted or rolled back, or only its events were known
+        if self._last is not None or (self._looks and rank.step < self._looks[-1][0]):
+            self._looks.clear()
+            self._last = None
+        before = self._looks[-1] if self._looks else None
+        self._looks.append((rank.step, rank.phase_seconds, rank.waiting))
+        if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
+            spent = _differences(before[1], rank.phase_seconds)
+            self._work.append(sum(spent[phase] for phase in OWN if spent) / (rank.step - before[0]))
+        self.host, self.node = rank.host, rank.node
+        self._now = replace(
+            self._now, phase="" if ended else rank.phase, ended=ended, step=rank.step, still_seconds=rank.still_seconds
+        )
+
+    def see_step(self, step: Step) -> None:
+        """Add a step from its events."""
+        if self._last is None:  # its agent no longer writes
+            self._looks.clear()
+        self._last = step
+        seconds = {**step.phase_seconds} or {"forward": step.seconds}
+        self._work.append(sum(seconds.get(phase.word, 0.0) for phase in OWN))
+        before = self._looks[-1][1] if self._looks else (0.0,) * len(Phase)
+        total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
+        self._looks.append((step.step, total, False))
+        self._now = replace(self._now, step=step.step)
+
+    def spent(self) -> tuple[float, ...] | None:
+        """Seconds of a recent step in each phase; None: unknown."""
+        if len(self._looks) < 2 or not (steps := self._looks[-1][0] - self._looks[0][0]):
+            return None
+        if any(len(seconds) != len(Phase) for _, seconds, _ in self._looks):
+            return None
+        return tuple(seconds / steps for seconds in _differences(self._looks[0][1], self._looks[-1][1]))
+
+    def now(self) -> RankNow:
+        """The state now."""
+        spent, still = self.spent(), self._now.still_seconds
+        of_steps = sum(spent[phase] for phase in (*OWN, Phase.SYNC)) if spent else 0.0
+        if spent and of_steps > 0:
+            waits = spent[Phase.SYNC] / of_steps
+        else:  # a script: the fraction of looks at which it waited
+            waits = sum(waiting for _, _, waiting in self._looks) / len(self._looks) if self._looks else None
+        if self._last is not None and not self._now.phase:
+            still = max(0.0, time.time() - self._last.unix_time)
+        return replace(self._now, host=self.host, waits=waits, work_seconds=tuple(self._work), still_seconds=still)
+
+
+def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    return [max(0.0, b - a) for a, b in zip(before, now, strict=True)] if len(now) == len(before) else []
+
+
+class LiveReader:
+    """Reads the state of a run at each look. `may_ask`: request it from the agent, with a file in the run folder."""
+
+    def __init__(self, run_dir: Path, *, may_ask: bool) -> None:
+        self.run_dir, self.may_ask = run_dir, may_ask
+        self._attempt: Path | None = None
+        self._live_time, self._live_seconds = 0.0, float("-inf")  # its agent's clock, and the time of its last change
+        self._seen_live = False  # the first state may be old
+        self._events: dict[int, GrowingFile] = {}
+        self._ranks: dict[int, RankHistory] = {}
+        self._steps: deque[Step] = deque(maxlen=HISTORY)
+        self._saved: int | None = None
+
+    def look(self, attempt: Path | None) -> RunNow:
+        """The state now; `attempt` is the folder of the newest start."""
+        if attempt != self._attempt:
+            self._attempt, self._seen_live, self._live_seconds = attempt, False, float("-inf")
+            self._ranks = {}
+        if self.may_ask and attempt is not None:
+            # on a full disk only events are shown
+            with suppress(OSError), os.fdopen(writing.keep(attempt / WATCHED), "r+b", 0) as file:
+                os.utime(file.fileno())
+        live = self._read_live(attempt) if attempt is not None else None
+        with suppress(OSError):
+            self._read_events(all_ranks=live is None)
+        for rank in live.ranks if live is not None else ():
+            self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).see_live(rank)
+        machines = self._read_machines()
+        rates = _rates(self._steps)
+        hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
+        slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
+        slowest = slow.rank if slow is not None else None
+        return RunNow(
+            ranks=tuple(_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
+            live=live is not None,
+            step=self._steps[-1].step if self._steps else None,
+            losses=tuple(step.loss for step in self._steps),
+            samples_per_second=rates[0],
+            steps_per_second=rates[1],
+            saved_step=self._saved,
+            machines=machines,
+            words=slow.words if slow is not None else "",
+        )
+
+    def _read_live(self, attempt: Path) -> Live | None:
+        live = decode_if_readable(attempt / LIVE, Live, limit_bytes=MAX_LIVE_BYTES)
+        if live is None:
+            return None
+        now = time.monotonic()
+        if live.unix_time != self._live_time:  # only changes count: the clocks of two machines may differ
+            if self._seen_live:
+                self._live_seconds = now
+            self._live_time = live.unix_time
+        self._seen_live = True
+        return live if now < self._live_seconds + SILENT_SECONDS else None
+
+    def _read_events(self, *, all_ranks: bool) -> None:
+        for rank in event_files(self.run_dir) if all_ranks else [0]:
+            file = self._events.setdefault(rank, GrowingFile(self.run_dir / f"events-{rank}.jsonl"))
+            for line in file.lines():
+                if (event := decode_event(line)) is not None:
+                    self._take(rank, event, all_ranks=all_ranks)
+
+    def _take(self, rank: int, event: Event, *, all_ranks: bool) -> None:
+        history = self._ranks.setdefault(rank, RankHistory(rank)) if all_ranks else None
+        match event:
+            case Step():
+                if rank == 0:
+                    self._steps.append(event)
+                if history is not None:
+                    history.see_step(event)
+            case Started():
+                if rank == 0:
+                    self._steps.clear()
+                if history is not None:
+                    history.host = event.host
+            case Checkpointed() if not event.failure:
+                self._saved = event.step
+            case _:
+                pass
+
+    def _read_machines(self) -> dict[int, MachineUse]:
+        machines: dict[int, MachineUse] = {}
+        with suppress(OSError):
+            for node, path in machine_files(self.run_dir).items():
+                records = map(decode_record, reversed(GrowingFile(path).lines()))
+                newest = next((record for record in records if isinstance(record, MachineUse)), None)
+                if newest is not None:
+                    machines[node] = newest
+        return machines
+
+    def _spent(self) -> Spent:
+        known = {rank: spent for rank, history in self._ranks.items() if (spent := history.spent()) is not None}
+        return known if len(known) == len(self._ranks) else {}
+
+
+def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
+    """Samples and steps per second over the last steps, including evaluations and checkpoints."""
+    recent = [*steps][-WINDOW_STEPS:]
+    seconds = recent[-1].unix_time - recent[0].unix_time if recent else 0.0
+    if not seconds > 0:
+        return None, None
+    return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
+
+
+def _with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankNow:
+    now = history.now()
+    now = replace(now, slowest=slowest == now.rank)
+    nodes = sorted(machines, key=lambda node: node != history.node)
+    machine = next((machines[node] for node in nodes if now.rank in machines[node].ranks), None)
+    if machine is None:
+        return now
+    place = sorted(machine.ranks).index(now.rank)  # ranks take the GPUs of their node in order
+    gpu = machine.gpus[place] if len(machine.gpus) >= len(machine.ranks) else None
+    return replace(now, host=now.host or machine.host, use=machine.ranks[now.rank], gpu=gpu)

@@ -1,0 +1,320 @@
+"""The HTML page of a run, or of several runs side by side: one file without other resources or requests."""
+
+import base64
+import hashlib
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from statistics import mean
+from typing import Any
+
+import msgspec
+from jinja2 import Environment
+from markupsafe import Markup
+
+from paceline.errors import plural
+from paceline.report.analysis import logged
+from paceline.report.figures import Drawing, Figure, curves, devices, phases, waiting
+from paceline.report.outcome import (
+    Bottleneck,
+    failures,
+    find_bottleneck,
+    happenings,
+    learned,
+    remedy,
+    restarts,
+    sent_bytes,
+    timeline,
+    wall_seconds,
+)
+from paceline.report.run import WholeRun
+from paceline.runs.console import clean, clock, format_duration
+from paceline.runs.summary import Summary, scores_line
+
+COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
+             "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
+MARK = "a page of paceline report"  # pages with it may be overwritten
+GOOD, BAD = ("done", "saved", "running", "queued"), ("failed", "lost", "cancelled")
+MOST_ROWS, MOST_CELL = 500, 300
+KINDS = ("weights", "gradients", "optimizer")
+HOLDS = {  # whether a strategy shards weights, gradients and optimizer state (docs/memory.md)
+    "all on every rank": (False, False, False), "zero": (False, True, True), "fsdp": (True, True, True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of texts."""
+
+    title: str
+    head: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list[list[str]])
+    words: str = ""
+    numbers: bool = False  # all but the first column are
+    folded: bool = False  # collapsed at first
+
+
+@dataclass
+class Section:
+    """One part of the page."""
+
+    id: str
+    name: str
+    figures: list[Figure] = field(default_factory=list[Figure])
+    tables: list[Table] = field(default_factory=list[Table])
+    texts: list[str] = field(default_factory=list[str])
+    codes: list[str] = field(default_factory=list[str])
+    drawings: list[Drawing] = field(default_factory=list[Drawing])
+
+    def __bool__(self) -> bool:
+        return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
+
+
+def report_page(runs: Sequence[WholeRun], command: str, drawings: Sequence[Drawing] = ()) -> str:
+    """The page of one run, or the comparison of several, as HTML.
+
+    Args:
+        runs: at least one.
+        command: the command that makes the page, for display.
+        drawings: the drawings of the run.
+    """
+    bottlenecks = [find_bottleneck(run) for run in runs]
+    body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
+    figures = {figure.name: asdict(figure) for section in body for figure in section.figures}
+    title = _page_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
+    data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": figures}).decode()
+    plotly, js = _plotly(), _template("report.js")
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (plotly, js)]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_template("report.html")).render(
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'",
+        title=title, command=command, mark=MARK,
+        runs=[_head(run, bottleneck) for run, bottleneck in zip(runs, bottlenecks, strict=True)],
+        sections=[(section.id, section.name) for section in body], body=body, css=Markup(_template("report.css")),
+        data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
+        plotly=Markup(plotly), js=Markup(js),
+    )  # fmt: skip
+
+
+def _sections(runs: Sequence[WholeRun], bottleneck: Bottleneck, drawings: Sequence[Drawing]) -> list[Section]:
+    run, several = runs[0], len(runs) > 1
+    learning = Section("learning", "Learning", [*curves(runs)])
+    speed = [figure for figure in learning.figures if figure.name == "throughput"]
+    learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
+    if several:
+        return [
+            Section("compared", "Side by side", tables=[results(runs), setting_differences(runs)]),
+            learning,
+            Section("speed", "Speed", [*speed, *phases(runs)]),
+        ]
+    happened, (from_logs, sentence) = happenings(run), logged(run)
+    learning.figures += from_logs
+    learning.texts = [sentence] if sentence else []
+    return [
+        learning,
+        Section("speed", "Speed", [*speed, *phases(runs), *waiting(run, bottleneck.waits)],
+                [*time_spent(run), *exchange(run)]),
+        Section("explained", "How it works", drawings=[*drawings],
+                texts=["Drawn from this very run: its times, its parameters, its ranks."] if drawings else []),
+        Section("memory", "Memory", tables=[*held(run)]),
+        Section("machines", "Machines", [*devices(run)]),
+        Section("happened", "What happened", [*timeline(happened)], [*moments(happened)]),
+        Section("samples", "Samples", tables=[*ledger(run)]),
+        Section("repeat", "Repeat it", tables=[*settings_tables(run)], codes=[repeat(run)] if run.settings else []),
+    ]  # fmt: skip
+
+
+def _page_title(run: WholeRun) -> str:
+    task = str(run.settings.get("task") or "").rpartition("/")[2]
+    return f"{run.name}: {clean(task)[:80]}" if task and task not in run.name else run.name
+
+
+def _head(run: WholeRun, found: Bottleneck) -> dict[str, Any]:
+    tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
+    late = found.slowest if found.slow_phase == "data" else None
+    names = {"waiting for data": "its own data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
+    shares = [
+        {
+            "name": names.get(name, name) if late is not None else name,
+            "percent": f"{share:.0%}" if share >= 0.01 else "<1%", "grow": f"{share:.4f}",
+            "colour": "orange" if late is not None and "slowest" in name else COLOUR_OF[name],
+        }
+        for name, share in found.shares.items()
+        if share > 0.004
+    ]  # fmt: skip
+    failed = run.state in BAD
+    return {
+        "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
+        "words": "" if failed and run.failures else run.words,
+        "failed": failures(run) if failed else [], "again": restarts(run),
+        "learned": learned(run), "why": found.first,
+        "advice": [*remedy(run), *found.advice] if failed else found.advice,
+        "missing": run.missing, "tiles": [row[:2] for row in results([run]).rows],
+        "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
+    }  # fmt: skip
+
+
+def _template(name: str) -> str:
+    return (files("paceline.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """plotly's JavaScript from its package, escaped so that it cannot end the script element."""
+    text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(str(value))
+    return text if len(text) <= MOST_CELL else f"{text[: MOST_CELL - 3]}..."
+
+
+def results(runs: Sequence[WholeRun]) -> Table:
+    """The description and results of the runs, a column for each."""
+    columns = [_result(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
+    return Table("Results", ["what", *(run.name for run in runs)], rows)
+
+
+def _result(run: WholeRun) -> dict[str, Any]:
+    summary, first, newest = run.summary or Summary("", 0), run.first, run.newest
+    rows = first.rows if first else []
+    step = first.steps.step[rows[-1]] if first and rows else summary.steps
+    an_epoch = newest.steps_per_epoch if newest else 0
+    planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
+    hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
+    seconds = sum(wall_seconds(run).values()) or summary.seconds
+    found: dict[str, Any] = {
+        "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
+        "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
+        "device": newest.device if newest else None, "strategy": run.strategy,
+        "steps": f"{step:,}{f' of {planned:,}' if planned and planned != step else ''}" if step else None,
+        "epochs": f"{step / an_epoch:.3g}" if step and an_epoch else None,
+        "test": scores_line(summary.test_metrics or {}),
+        "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
+        "global batch": summary.global_batch or run.settings.get("global_batch"),
+        "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
+        "samples/s": f"{rate:,.0f}" if rate else None, "took": format_duration(seconds) if seconds else None,
+        "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value}
+
+
+def setting_differences(runs: Sequence[WholeRun]) -> Table:
+    """The settings that differ between the runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
+    rows = [row for row in rows if len({*row[1:]}) > 1]
+    words = "" if rows else "All settings are the same."
+    return Table("What differs in the settings", ["setting", *(run.name for run in runs)], rows[:MOST_ROWS], words)
+
+
+def settings_tables(run: WholeRun) -> Iterable[Table]:
+    """All settings, and the environment."""
+    for title, head, table in (("All settings", "setting", run.settings), ("What it ran on", "what", run.environment)):
+        if table:
+            rows = [[_cell(name), _cell(value)] for name, value in table.items()]
+            yield Table(title, [head, "value"], rows[:MOST_ROWS], folded=True)
+
+
+def repeat(run: WholeRun) -> str:
+    """The command that repeats the run."""
+    folder, versions = shlex.quote(str(run.folder)), run.environment
+    known = [name for name in ("paceline", "torch", "python") if name in versions]
+    about = ", ".join(f"{name} {clean(str(versions[name]))[:60]}" for name in known)
+    sha256 = run.summary.weights_sha256 if run.summary else None
+    digest = f"\n# weights: sha256 {clean(sha256)}" if sha256 else ""
+    command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
+    if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
+        command = f"paceline status {folder}"
+    return f"{command}\n# {about or 'versions are not known'}{digest}"
+
+
+def time_spent(run: WholeRun) -> Iterable[Table]:
+    """The wall time by use."""
+    spent = wall_seconds(run)
+    if (total := sum(spent.values())) > 0:
+        rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
+        yield Table("Where the whole run's time went", ["what", "time", "share"], rows, numbers=True)
+
+
+def exchange(run: WholeRun) -> Iterable[Table]:
+    """The collectives of a step: bytes, number, duration, and overlap with backward."""
+    traced = [*run.first.traced.values()][-100:] if run.first else []
+    calls: dict[str, list[tuple[float, int, float]]] = {}
+    for step in traced:
+        begin, end = next(((at, at + lasts) for name, at, lasts in step.phases if name == "backward"), (0.0, 0.0))
+        for name, at, lasts, size in step.calls:
+            over = max(0.0, min(at + lasts, end) - max(at, begin)) if lasts > 0 else 0.0
+            calls.setdefault(name, []).append((max(0.0, lasts), size, over))
+    rows: list[list[str]] = []
+    for name, each in [*calls.items()][:MOST_ROWS]:
+        lasts, size, over = (mean(column) for column in zip(*each, strict=True))
+        speed = f"{size / lasts / 1e6:,.0f}" if lasts > 0 and size > 1e4 else ""
+        hidden = f"{over / lasts:.0%}" if lasts > 0 else "-"
+        rows.append(
+            [_cell(name), f"{len(each) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * lasts:,.2f}", speed, hidden]
+        )
+    if rows:
+        words = (
+            "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
+            f"of a step are {sent_bytes(run) / 1e6:,.2f} MB on a rank."
+        )
+        head = ["collective", "times a step", "MB", "ms", "MB/s", "overlapped with backward"]
+        yield Table("What ranks exchange in a step", head, rows, words, numbers=True)
+
+
+def held(run: WholeRun) -> Iterable[Table]:
+    """The tensors in a rank's memory, and a computed value for strategies that shard them."""
+    memory = run.first.memory if run.first else None
+    if memory is None:
+        return
+    size, own = run.world_size, (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
+    shared = HOLDS.get(run.strategy, (False, False, False))
+    whole = [b * (size if is_shared else 1) for b, is_shared in zip(own, shared, strict=True)]
+    by_strategy: dict[str, Sequence[float]] = {"this run": own}
+    for name, parts in HOLDS.items():
+        by_strategy[name] = [b / (size if is_shared else 1) for b, is_shared in zip(whole, parts, strict=True)]
+    rows = [[name, *(f"{b / 1e6:,.2f}" for b in (*parts, sum(parts)))] for name, parts in by_strategy.items()]
+    words = (
+        f"MB of tensors on each of {plural(size, 'rank')} between two steps: counted in the first row, "
+        "computed in the others. zero shares out gradients and optimizer state, fsdp the weights, too. Not counted: "
+        "activations and libraries."
+    )
+    yield Table("What a rank holds", ["strategy", *KINDS, "together"], rows, words, numbers=True)
+
+
+def ledger(run: WholeRun) -> Iterable[Table]:
+    """The samples of each epoch, over all ranks."""
+    samples, steps = Counter[int](), Counter[int]()
+    for log in run.ranks.values():
+        for row in log.rows:
+            samples[log.steps.epoch[row]] += log.steps.consumed[row]
+    if run.first:
+        steps.update(run.first.steps.epoch[row] for row in run.first.rows)
+    of = run.newest.num_samples if run.newest else 0
+    rows = [[f"{epoch + 1}", f"{steps[epoch]:,}", f"{used:,}", f"{of:,}" if of else "-"]
+            for epoch, used in sorted(samples.items())]  # fmt: skip
+    if rows:
+        thrown = run.first.thrown_away if run.first else 0
+        words = f"{thrown:,} steps were thrown away, and taken again. " if thrown else ""
+        words += f"To prove that none was used twice: paceline ledger {run.name}"
+        yield Table("Samples used", ["epoch", "steps", "samples used", "of"], rows[:MOST_ROWS], words, numbers=True)
+
+
+def moments(found: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
+    """The events of a run except steps, in order."""
+    rows = [[format_duration(max(0.0, at)), kind, words] for at, kind, words in found]
+    if len(rows) > MOST_ROWS:
+        half = MOST_ROWS // 2
+        rows = [*rows[:half], ["", "", f"{len(rows) - MOST_ROWS:,} more are left out here"], *rows[-half:]]
+    if rows:
+        yield Table("Event list", ["after", "what", "in words"], rows, folded=len(rows) > 40)

@@ -1,0 +1,311 @@
+"""The contents of a run folder, in bounded memory: steps of each rank, evaluations, checkpoints, failures, machines.
+
+Parts that cannot be read are missing, with the reason: a report without a part is better than none.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.contract.failure import Failure
+from paceline.errors import PacelineError, UsageError
+from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.runs.attempt import Noted, notices
+from paceline.runs.console import clean
+from paceline.runs.events import (
+    Ended,
+    Event,
+    MemoryBreakdown,
+    RolledBack,
+    Samples,
+    Started,
+    Step,
+    Traced,
+    decode_event,
+    event_files,
+)
+from paceline.runs.folder import CONFIG, failure_records, numbered_attempts
+from paceline.runs.machine import ClockAhead, MachineUse, decode_record, machine_files
+from paceline.runs.reading import decode, decode_toml, folders, read_lines
+from paceline.runs.summary import Summary, read_summary
+
+PHASES = ("data", "forward", "backward", "sync", "optimizer")
+MOST_OF_A_KIND, MOST_LISTED = 2000, 64  # records of a rank; micro-batches whose samples are listed
+MOST_RANKS, MOST_CHARS = 4096, 2000
+MOST_BYTES, MOST_TRACED = 1 << 30, 64 * MOST_OF_A_KIND  # of all ranks
+MOST_LINE_BYTES, ANATOMY = 1 << 15, b'{"kind":"anatomy"'  # which may be longer
+MOST_SAMPLES = 20_000  # of a machine
+MOST_VERDICTS, MOST_NOTED = 100, 100
+
+
+class StepColumns:
+    """The steps of one rank in the order of its file, as columns, which need little memory."""
+
+    def __init__(self) -> None:
+        self.step, self.epoch = array("q"), array("q")
+        self.samples, self.consumed = array("q"), array("q")  # of the global batch; by this rank
+        self.ended, self.seconds = array("d"), array("d")  # ended: unix time, on node 0's clock
+        self.loss, self.lr, self.norm = array("d"), array("d"), array("d")  # norm is NaN if it is not known
+        self.follows = array("b")  # 1: immediately after the row before
+        self.phases = tuple(array("d") for _ in PHASES)
+
+    def add(self, event: Step, *, follows: bool) -> None:
+        """Append a row."""
+        self.follows.append(follows)
+        self.step.append(event.step)
+        self.epoch.append(event.epoch)
+        self.samples.append(event.samples)
+        self.consumed.append(event.consumed)
+        self.ended.append(event.unix_time)
+        self.seconds.append(event.seconds)
+        self.loss.append(event.loss if not event.skipped else float("nan"))
+        self.lr.append(event.lr)
+        self.norm.append(float("nan") if event.grad_norm is None else event.grad_norm)
+        spent, (data, forward, backward, sync, optimizer) = event.phase_seconds.get, self.phases
+        data.append(spent("data", event.data_seconds))  # no loop: a file may have a million steps
+        forward.append(spent("forward", 0.0))
+        backward.append(spent("backward", 0.0))
+        sync.append(spent("sync", 0.0))
+        optimizer.append(spent("optimizer", 0.0))
+
+
+@dataclass
+class RankLog:
+    """The events of one rank over all starts."""
+
+    rank: int
+    most_traced: int = MOST_OF_A_KIND
+    started: list[Started] = field(default_factory=list[Started])
+    steps: StepColumns = field(default_factory=StepColumns)
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """rows of `steps` that later starts have not repeated"""
+    thrown_away: int = 0
+    idle_seconds: float = 0.0  # between starts
+    share: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
+    samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
+    memory: MemoryBreakdown | None = None  # the newest
+    traced: dict[int, Traced] = field(default_factory=dict[int, Traced])
+    events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
+    """evaluations, checkpoints, notices, skipped steps and the end, with their approximate times"""
+
+    _after_step = False
+
+    def take(self, event: Event) -> None:
+        """Add the next event of the file."""
+        steps, follows = self.steps, self._after_step
+        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | MemoryBreakdown))
+        match event:
+            case Step():
+                steps.add(event, follows=follows and event.steps == 1)
+                self._after_step = event.steps == 1
+                self.rows.append(len(steps.step) - 1)
+                self.share = event.share
+            case Samples():
+                if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MOST_LISTED):
+                    self.samples.append(event)
+            case Traced():
+                self.traced[event.step] = event
+                if len(self.traced) > self.most_traced:
+                    del self.traced[next(iter(self.traced))]
+            case MemoryBreakdown():
+                self.memory = event
+            case Started():
+                if self.started:
+                    self.idle_seconds += max(0.0, event.unix_time - self._last())
+                del self.started[MOST_OF_A_KIND:]
+                self.started.append(event)
+                self._back_to(event.start_step)
+            case RolledBack():
+                self._back_to(event.to)
+                self._keep(event)
+            case _:
+                self._keep(event)
+
+    def _back_to(self, step: int) -> None:
+        while self.rows and self.steps.step[self.rows[-1]] > step:
+            self.rows.pop()
+            self.thrown_away += 1
+
+    def _keep(self, event: Event) -> None:
+        own = event.unix_time if isinstance(event, Ended) else 0.0
+        if len(self.events) < MOST_OF_A_KIND:
+            self.events.append((own or self._last(), event))
+
+    def _last(self) -> float:
+        return max([*self.steps.ended[-1:], *(one.unix_time for one in self.started[-1:])], default=0.0)
+
+    def of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
+        """The `events` of a type, with their times."""
+        return ((at, event) for at, event in self.events if isinstance(event, kind))
+
+
+@dataclass
+class WholeRun:
+    """The contents of a run folder."""
+
+    folder: Path
+    state: str = ""  # done, failed, running, ...: see `paceline status`
+    words: str = ""  # more about it
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """as in config.toml, without the tables' names"""
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
+    summary: Summary | None = None
+    ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
+    machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
+    clocks: dict[int, ClockAhead] = field(default_factory=dict[int, ClockAhead])
+    """by node: its newest reading"""
+    failures: list[Failure] = field(default_factory=list[Failure])
+    """of all starts, as the ranks have recorded them"""
+    verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
+    noted: list[Noted] = field(default_factory=list[Noted])
+    """the agent's findings, of all starts"""
+    starts: int = 0
+    missing: list[str] = field(default_factory=list[str])
+    """the parts that could not be read, with the reasons"""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, for display."""
+        return clean(self.folder.name)[:120] or str(self.folder)
+
+    @property
+    def first(self) -> RankLog | None:
+        """The lowest rank with events: global values come from it."""
+        return next((log for log in self.ranks.values() if log.started), None)
+
+    @property
+    def newest(self) -> Started | None:
+        """The newest start."""
+        return self.first.started[-1] if self.first else None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the newest start; 0: unknown."""
+        of_summary = self.summary.world_size if self.summary else None
+        return (self.newest.world_size if self.newest else of_summary) or 0
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank of the newest start."""
+        size = self.world_size
+        return {rank: log.started[-1].host for rank, log in self.ranks.items() if log.started and rank < size}
+
+    @property
+    def strategy(self) -> str:
+        """The strategy of the run."""
+        of_summary = self.summary.strategy if self.summary else None
+        return str(of_summary or self.settings.get("strategy") or "")
+
+    def latest(self) -> list[RankLog]:
+        """The ranks of the newest start that have events."""
+        return [self.ranks[rank] for rank in range(self.world_size) if rank in self.ranks and self.ranks[rank].started]
+
+
+def whole_run(folder: Path) -> WholeRun:
+    """Read the run in `folder`.
+
+    Raises:
+        UsageError: no part of a run can be read.
+    """
+    run = WholeRun(folder)
+    with _noting(run, CONFIG):
+        run.settings = _flat(decode_toml(folder / CONFIG))
+    with _noting(run, "environment.json"):
+        run.environment = decode(folder / "environment.json", dict[str, Any])
+    run.summary = read_summary(folder)
+    with _noting(run, "events"):
+        files = event_files(folder)
+        for rank in [*files][:MOST_RANKS]:
+            run.ranks[rank] = log = RankLog(rank, min(MOST_OF_A_KIND, MOST_TRACED // len(files)))
+            with _noting(run, files[rank].name):
+                for line in _lines(files[rank], MOST_BYTES // len(files)):
+                    if (event := decode_event(line)) is not None:
+                        log.take(event)
+    with _noting(run, "machine"):
+        machines = machine_files(folder)
+        most = min(MOST_SAMPLES, 5 * MOST_SAMPLES // max(1, len(machines)))
+        for node, path in machines.items():
+            with _noting(run, path.name):
+                for record in map(decode_record, _lines(path, MOST_BYTES // len(machines))):
+                    if isinstance(record, ClockAhead):
+                        run.clocks[record.node] = record
+                    elif record is not None and len(found := run.machines.setdefault(node, [])) < most:
+                        found.append(record)
+    _read_starts(run)
+    if not run.ranks and not run.starts and not run.settings:
+        why = f": {'; '.join(run.missing)}" if run.missing else ""
+        raise UsageError(f"{folder} holds nothing of a run that can be read{why}")
+    _align(run)
+    return run
+
+
+def _lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """The first `most_bytes` of a file's lines, without lines that are longer than any that paceline writes."""
+    for line in read_lines(path):
+        most_bytes -= len(line)
+        if most_bytes < 0:
+            raise UsageError("file truncated: larger than the display limit")
+        if len(line) < MOST_LINE_BYTES or line.startswith(ANATOMY):
+            yield line
+
+
+def _read_starts(run: WholeRun) -> None:
+    with _noting(run, "attempts"):
+        for number, attempt in numbered_attempts(run.folder).items():
+            run.starts += 1
+            run.noted += notices(attempt)
+            for record in failure_records(attempt):
+                with _noting(run, f"attempt-{number}/{record}"):
+                    run.failures.append(decode(attempt / record, Failure))
+            for name in folders(attempt):
+                is_verdict = name.startswith("verdict-") and not name.startswith("verdict-live")
+                if is_verdict and len(run.verdicts) < MOST_VERDICTS:
+                    with _noting(run, f"attempt-{number}/{name}"):
+                        verdict = read_verdict(attempt / name)
+                        run.verdicts.append(msgspec.structs.replace(verdict, evidence=()))
+
+
+def _align(run: WholeRun) -> None:
+    """Convert all times to node 0's clock, for the hosts whose lead is known."""
+    ahead = {clean(run.machines[node][-1].host): clock.ahead_seconds
+             for node, clock in run.clocks.items() if run.machines.get(node)}  # fmt: skip
+    for log in run.ranks.values():
+        by = ahead.get(clean(log.started[-1].host), 0.0) if log.started else 0.0
+        if by:
+            log.steps.ended = array("d", (at - by for at in log.steps.ended))
+            log.traced = {
+                step: msgspec.structs.replace(one, unix_time=one.unix_time - by) for step, one in log.traced.items()
+            }
+
+
+@contextmanager
+def _noting(run: WholeRun, what: str) -> Generator[None]:
+    """Record errors of reading in `run.missing` instead of raising them."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except (OSError, PacelineError, ValueError) as error:
+        if len(run.missing) < MOST_NOTED:
+            run.missing.append(f"{what}: {clean(str(error))[:MOST_CHARS]}")
+
+
+def _flat(table: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat.update(value if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def thinned(rows: Sequence[int], most: int) -> Sequence[int]:
+    """At most `most` of the rows, evenly spaced, with the first and the last."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]

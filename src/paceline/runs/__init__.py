@@ -1,0 +1,1 @@
+"""The run folder, its files and who may change them, trackers, and the console (no torch here)."""

@@ -1,0 +1,137 @@
+"""Text for the console: without control sequences, and numbers in readable units (no torch here)."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BARS = "▁▂▃▄▅▆▇█"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# C0 except tab and newline, C1, marks of direction: a worker's output must not control the terminal, or hide text
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
+
+# of bytes, which may be UTF-8: C0 except tab, newline, return and colours; C1 follows \xc2 there
+STEERS = re.compile(
+    rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
+    rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
+)
+BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
+MAX_SEQUENCE_BYTES = 4096
+MAX_NAMES = 24  # in a list
+
+
+def say(text: str) -> None:
+    """Write to stderr without control sequences. Raises no error: the terminal may be gone."""
+    with suppress(OSError):
+        data = harmless(f"{text}\n".encode(errors="replace"))
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def escaped(json: str) -> str:
+    """JSON with control characters as JSON escapes."""
+    return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
+
+
+def clean(text: str) -> str:
+    """`text` without control sequences."""
+    return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """A time in the local time zone; empty for a number that is no time: a folder may have any."""
+    with suppress(OSError, OverflowError, ValueError):
+        return time.strftime(form, time.localtime(unix_time)) if unix_time else ""
+    return ""
+
+
+def last_drawn(line: str) -> str:
+    """The final state of a line: a progress bar returns to its beginning (\\r) and overwrites it."""
+    drawn = [part for part in line.split("\r") if part]
+    return drawn[-1] if drawn else ""
+
+
+def harmless(data: bytes) -> bytes:
+    """`data` without control sequences except colours and \\r, also without those that a removal creates."""
+    while (less := STEERS.sub(b"", data)) != data:
+        data = less
+    return data
+
+
+class LiveFilter:
+    """Filters a stream of bytes for a terminal: text, colours, and \\r, with which progress bars are drawn, pass.
+
+    A sequence may be split between two reads: its beginning is kept until it is complete or too long.
+    """
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def passed(self, data: bytes) -> bytes:
+        """The bytes that can be shown now."""
+        data = self._held + data
+        cut = BEGUN.search(data)
+        self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
+        shown = harmless(data[: len(data) - len(self._held)])
+        if shown.endswith(b"\xc2"):  # the removed part was between it and the next byte
+            shown, self._held = shown[:-1], b"\xc2" + self._held
+        return shown
+
+
+def table_console(width: int = 132) -> Console:
+    """A console for tables: as wide as the terminal, or `width` columns if there is none."""
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last `width` values as bars, from the smallest to the largest of them."""
+    shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    if not abs(max(shown, key=abs)) * 0.02 < span < math.inf:  # noise is no curve
+        return BARS[1] * len(shown)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
+
+
+def format_size(size_bytes: float) -> str:
+    """1.5 GiB."""
+    value, unit = float(size_bytes), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {UNITS[unit]}"
+
+
+def format_duration(seconds: float) -> str:
+    """3 ms, 1.2 s, 4:05, 3:20:00, 2 d 5 h."""
+    if not 0 <= seconds < 1e9:
+        return "?"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours = round(seconds) // 3600
+    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else format_clock(seconds)
+
+
+def one_line(text: str, most: int) -> str:
+    """Text in one line of at most `most` characters, without control sequences."""
+    line = " ".join(clean(text[: 4 * most]).split())
+    return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
+
+
+def format_clock(seconds: float) -> str:
+    """4:05, 3:20:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

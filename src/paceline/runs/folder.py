@@ -1,0 +1,231 @@
+"""The run folder: all files of a run, created once and never overwritten.
+
+runs/mnist-cnn-20260131-093000/
+    config.toml         every setting, resolved: `paceline train --config` repeats the run
+    environment.json    versions, host, device, threads
+    events-<rank>.jsonl the events of each step, see events.py
+    machine-<node>.jsonl the use of each node, once a second, see machine.py
+    checkpoints/        step-<steps done>/ for each, see checkpoint/format.py
+    model.safetensors   the weights
+    summary.json        the result, see summary.py
+    .lock               held by the processes of the active run
+    attempt-1/          files of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
+                        error-<r>.json, ended.json (the exit code and the verdict); nodes.json if hosts can join
+                        and leave, and join.json while they can join; launch.txt: see launched_attempt
+    submit-1/           files of each start on other machines, see launch/submission.py
+"""
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.errors import TrainingError, UsageError
+from paceline.runs import writing
+from paceline.runs.owners import check_ours
+from paceline.runs.reading import folders, is_file, is_folder, names, read, real_path, symlinks
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+WEIGHTS = "model.safetensors"
+BEST_WEIGHTS, AVERAGE_WEIGHTS = "model-best.safetensors", "model-ema.safetensors"
+CHECKPOINTS = "checkpoints"
+INVITATION = "join.json"  # in an attempt: read by `paceline join`, with the secret of the run
+LAUNCHED = "launch.txt"  # in an attempt of a session that has a separate folder under `paceline launch`
+LOCK = ".lock"
+FAILURE = re.compile(r"error-[0-9]{1,9}(-generation-[0-9]{1,9})?\.json")
+MOST_STARTS = 999_999  # numbers of attempts
+LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
+
+
+def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
+    """The absolute path of the folder of a new run, or with `resume` also of a run that has ended.
+
+    Args:
+        asked: the folder; None: a new one under runs/.
+        task: the name for a new one.
+        resume: accept a folder with a run.
+        trust: accept a folder that other users own or could have written.
+
+    Raises:
+        UsageError: it has files that would be overwritten, no run, or links; other users could have written it; or we
+            cannot write it.
+    """
+    if not resume and asked is None:
+        run_dir = new_run_dir(task)
+    elif asked is None:
+        raise UsageError(code="resume-without-run-dir")
+    else:
+        run_dir = real_path(asked)
+        if resume:
+            check_is_run(run_dir, trust=trust)
+        elif is_folder(run_dir) and not _never_began(run_dir):
+            there = is_file(run_dir / CONFIG)
+            raise UsageError(code="run-dir-holds-run" if there else "run-dir-not-empty", run_dir=asked)
+    _make(run_dir, exist_ok=asked is not None)
+    _check_private(run_dir, trust=trust)
+    return run_dir
+
+
+def _check_private(run_dir: Path, *, trust: bool) -> None:
+    """Check that no other user could have written a folder, and that no link in it redirects our files."""
+    if not trust:
+        check_ours(run_dir)
+    for folder in (run_dir, run_dir / CHECKPOINTS):
+        if found := symlinks(folder):
+            raise UsageError(code="run-dir-has-links", folder=folder, link=found[0])
+    if not trust and is_folder(run_dir / CHECKPOINTS):
+        check_ours(run_dir / CHECKPOINTS)
+
+
+def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
+    """Check that a folder has a run, or is new or empty.
+
+    Raises:
+        UsageError: it has other files, or another user could have written it.
+    """
+    if is_folder(run_dir):
+        _check_private(run_dir, trust=trust)
+    if is_folder(run_dir) and names(run_dir) and not is_file(run_dir / CONFIG) and not _never_began(run_dir):
+        raise UsageError(code="not-a-run", run_dir=run_dir, config=CONFIG)
+
+
+def move_aside(run_dir: Path) -> None:
+    """Rename a run's checkpoints and weights before a fresh start. The caller holds the folder's lock."""
+    for name in (CHECKPOINTS, WEIGHTS):
+        if os.path.lexists(run_dir / name):
+            stem = name.partition(".")[0]
+            aside = (run_dir / name.replace(stem, f"{stem}-before-fresh-{n}") for n in range(1, 10000))
+            writing.rename(run_dir / name, next(path for path in aside if not os.path.lexists(path)))
+
+
+def check_not_finished(run_dir: Path) -> None:
+    """Check that a start at step 0 would not overwrite the weights of a finished run.
+
+    Raises:
+        UsageError: it would; with the fix.
+    """
+    if os.path.lexists(run_dir / WEIGHTS):
+        raise UsageError(code="run-has-ended", run_dir=run_dir)
+
+
+def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
+    """Lock the folder for this run while any process has the returned descriptor open.
+
+    Raises:
+        UsageError: another run has locked it; with that run's process.
+    """
+    try:
+        descriptor = writing.keep(run_dir / LOCK)
+    except OSError as error:
+        raise UsageError(code="lock-not-held", path=run_dir / LOCK, strerror=error.strerror) from None
+    if not writing.lock(descriptor, wait_seconds):
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise UsageError(code="run-is-active", run_dir=run_dir, holder=holder)
+    holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    with suppress(OSError):  # on a full disk the lock has no name
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+    return descriptor
+
+
+def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
+    """The path of the folder for a run without --run-dir. The folder is not made."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
+    stem = where.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1000):  # several runs may start within a second
+        run_dir = stem if attempt == 0 else stem.with_name(f"{stem.name}-{attempt + 1}")
+        if not run_dir.exists():
+            return run_dir
+    raise UsageError(code="too-many-runs", stem=stem)
+
+
+def _never_began(run_dir: Path) -> bool:
+    """Whether a folder has only files of starts that failed before the first step: no work can be lost."""
+    ours = (CONFIG, "environment.json", SUMMARY, LOCK)
+    starts = ("attempt-", "submit-", "agent-", "machine-")
+    return all(
+        name in ours
+        or name.startswith(starts)
+        or name.endswith(".partial")
+        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in names(run_dir / name)))
+        for name in names(run_dir)
+    )
+
+
+def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
+    """Make the folder of a run's next start; its number, from 1, and its path. `launched`: see `launched_attempt`."""
+    numbers = [attempt_number(Path(name)) for name in names(run_dir)]
+    number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
+    if number > MOST_STARTS:
+        raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
+    attempt_dir = run_dir / f"attempt-{number}"
+    _make(attempt_dir, exist_ok=False)
+    if launched is not None:
+        writing.replace(attempt_dir / LAUNCHED, str(launched).encode())
+    return number, attempt_dir
+
+
+def launched_attempt(attempt_dir: Path) -> Path:
+    """The attempt with the logs, errors and reports: that of the launch for a session under `paceline launch`."""
+    with suppress(OSError, ValueError):
+        launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
+        if launched.is_absolute() and attempt_number(launched) and names(launched):
+            return launched
+    return attempt_dir
+
+
+def numbered_attempts(run_dir: Path) -> dict[int, Path]:
+    """The folder of each start of a run, the newest last; see `launched_attempt`."""
+    own = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
+    return {number: launched_attempt(own[number]) for number in sorted(own) if number}
+
+
+def _fenced_attempt(run_dir: Path) -> int:
+    """The attempt that may publish checkpoints, by their fence, even if its folder was deleted."""
+    try:
+        return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def shelve_summary(run_dir: Path, attempt: int) -> None:
+    """Move the last start's summary into that start's folder."""
+    last = run_dir / f"attempt-{attempt - 1}"
+    if last.is_dir() and (run_dir / SUMMARY).exists():
+        writing.rename(run_dir / SUMMARY, last / SUMMARY)
+
+
+def write_settings(folder: Path, text: str) -> None:
+    """Write `folder`/config.toml completely or not at all: other ranks and restarted workers read it.
+
+    Raises:
+        TrainingError: it failed, for example on a full disk.
+    """
+    try:
+        writing.replace(folder / CONFIG, text.encode())
+    except OSError as error:
+        raise TrainingError(code="settings-not-written", path=folder / CONFIG, strerror=error.strerror) from None
+
+
+def attempt_number(folder: Path, kind: str = "attempt") -> int:
+    """The N of a folder named `kind`-N; 0 for other names."""
+    match = re.fullmatch(rf"{kind}-([0-9]{{1,9}})", folder.name)
+    return int(match[1]) if match else 0
+
+
+def failure_records(attempt: Path) -> list[str]:
+    """The files in which a start's workers have recorded their failures, in no order of time."""
+    return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
+
+
+def _make(folder: Path, *, exist_ok: bool) -> None:
+    try:
+        writing.make_folder(folder, exist_ok=exist_ok)
+        probe = folder / f".writable-{os.getpid()}"
+        os.close(writing.create(probe))
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None

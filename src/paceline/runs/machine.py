@@ -1,0 +1,96 @@
+"""The use of each machine, once a second: machine-<node>.jsonl in a run's folder (no torch here).
+
+The agent of a node writes its file, or local rank 0 if the node has no agent. Its size is bounded (`runs.writers`).
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline.runs.events import Count, Few, Seconds
+from paceline.runs.reading import numbered_files, read_lines
+
+_FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
+
+
+class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One GPU, as its driver reports it; none: the driver does not report it."""
+
+    index: Few
+    name: str = ""
+    busy: float | None = None  # 0..1
+    memory_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    watts: float | None = None
+    degrees: float | None = None  # Celsius
+    mhz: float | None = None
+    most_mhz: float | None = None
+    held_back: str = ""  # the reason why its clock is reduced: heat, power
+
+
+class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The use of a rank's process."""
+
+    cores: float  # processor time of all its threads, in cores
+    memory_bytes: Count  # resident
+
+
+class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
+    """A machine at `unix_time`. Rates are since the record before."""
+
+    unix_time: Seconds
+    host: str
+    cores: Few
+    cores_busy: float  # 0..cores, of all processes
+    memory_bytes: Count  # in use: total less what the kernel calls available
+    memory_total_bytes: Count
+    sent_bytes: float = 0.0  # per second, over all interfaces except the loopback
+    received_bytes: float = 0.0
+    ranks: dict[Few, RankUse] = {}
+    gpus: tuple[GpuUse, ...] = ()
+
+
+class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
+    """The lead of a node's clock over node 0's, and the error of that number; written by node 0."""
+
+    unix_time: Seconds
+    node: Few
+    ahead_seconds: Seconds
+    error_seconds: Seconds
+
+
+Record = MachineUse | ClockAhead
+_decode = msgspec.json.Decoder(Record).decode
+
+
+def file_name(node: int) -> str:
+    """The name of a node's file."""
+    return f"machine-{node}.jsonl"
+
+
+def machine_files(run_dir: Path) -> dict[int, Path]:
+    """The files in a run folder, by node.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return numbered_files(run_dir, _FILE)
+
+
+def read_machine(path: Path) -> Iterator[Record]:
+    """The records of a file, in order, without those that cannot be read.
+
+    Raises:
+        OSError: it does not exist, or is no such file.
+    """
+    return (record for line in read_lines(path) if (record := decode_record(line)) is not None)
+
+
+def decode_record(line: bytes) -> Record | None:
+    """The record in a line; None if it is torn or of an unknown kind."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode(line)
+    return None

@@ -1,0 +1,101 @@
+"""The state of a run: its summary.json, the state that commands print, and its scores (no torch here)."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from paceline.runs import writing
+from paceline.runs.events import Count, Seconds
+from paceline.runs.reading import decode_if_readable
+
+
+class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Written once, at the end. The summary of a failed run may lack fields, and its `exit` is not 0."""
+
+    task: str
+    exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
+    strategy: str | None = None
+    world_size: Count | None = None
+    virtual_ranks: Count | None = None
+    global_batch: Count | None = None
+    epochs: float | None = None
+    steps: Count | None = None
+    samples_seen: Count | None = None
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
+    validation_metrics: Mapping[str, float | None] | None = None
+    best: dict[str, Any] | None = None
+    """with --keep-best or --patience: the best evaluation's step and scores"""
+    ended_early: str | None = None  # the reason for fewer steps than planned, without a failure
+    samples_per_second: float | None = None
+    seconds: Seconds | None = None
+    weights_sha256: str | None = None
+    precision: str | None = None
+    threads_per_rank: Count | None = None
+    allocator: str | None = None  # tuned or system; of rank 0
+    data_share: float | None = None
+    """the fraction of the time of all steps for which the rank that waits longest for data has waited"""
+    peak_memory_bytes: Count | None = None  # the largest resident memory of any rank
+    peak_gpu_memory_bytes: Count | None = None
+    bits_hold_for: dict[str, Any] | None = None
+    failure: str | None = None
+
+
+State = Literal["not started", "queued", "running", "done", "saved", "failed", "cancelled", "lost", "unknown"]
+
+LIVE = ("queued", "running")
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The output of `paceline status --json`, and of `paceline runs --json` for each run."""
+
+    run_dir: str
+    state: State
+    words: str = ""  # more about the state
+    on: str = "local"
+    hosts: tuple[str, ...] = ()
+    nodes: str = ""  # if hosts can join and leave: the state of each
+    slurm_job: str = ""
+    attempts: int = 0
+    step: int | None = None
+    total_steps: int | None = None
+    samples_per_second: float | None = None
+    checkpoint_step: int | None = None
+    task: str = ""
+    strategy: str = ""
+    world_size: int | None = None
+    epochs: float | None = None  # completed
+    metrics: dict[str, float | None] = {}  # the newest; null: not finite
+    found: tuple[str, ...] = ()  # the agent's findings in the newest start: a slow rank, replicas that drift
+    unix_time: float = 0.0  # of the last write
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return Path(self.run_dir).name
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Write `run_dir`/summary.json completely or not at all."""
+    encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
+    writing.replace(run_dir / "summary.json", encoded)
+
+
+def read_summary(run_dir: Path) -> Summary | None:
+    """The summary of a run; None if there is none that can be read."""
+    return decode_if_readable(run_dir / "summary.json", Summary)
+
+
+def scores_line(metrics: Mapping[str, float | None]) -> str:
+    """'loss 0.0372  accuracy 98.72%'."""
+    found = {name: math.nan if value is None else value for name, value in metrics.items()}
+    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in found.items())
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The scores that are finite: JSON has no other numbers."""
+    return {name: score for name, score in metrics.items() if math.isfinite(score)}

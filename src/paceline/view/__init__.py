@@ -1,1 +1,0 @@
-"""What a run's folder tells: a page, a live view, logs, a trace, a machine's use (no torch here)."""

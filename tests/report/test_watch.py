@@ -1,0 +1,314 @@
+"""`paceline watch`: what it shows of runs that go on, are large, hostile, somebody else's, or over; and its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests import warm
+from tests.rendered import rendered
+from tests.small_mnist import small_mnist as small_mnist
+from textual.widgets import Static
+
+from paceline.cli import main
+from paceline.cli import watch as command
+from paceline.cli.finding import NOTHING, Means
+from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
+from paceline.report.live import GrowingFile, LiveReader, RankNow, RunNow
+from paceline.report.watch_app import Actions, Details, RankTable, WatchApp
+from paceline.report.watch_lines import summary_line
+from paceline.runs.console import format_duration, format_size, one_line, sparkline
+from paceline.runs.events import Started, Step
+from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
+from paceline.runs.summary import RunState
+from paceline.runs.writers import EventWriter
+
+HOSTILE = "[red]n1[/red]\x1b]0;owned\x07\x1b[2J\u202e[@click=app.quit]x[/]" + "A" * 5000
+RUNNING = RunState(
+    run_dir="runs/demo", state="running", task="mnist-cnn", strategy="bucketed", world_size=2, total_steps=100
+)
+
+
+def step(number: int, sync: float = 0.1, forward: float = 0.1) -> Step:
+    phases = {"forward": forward, "sync": sync}
+    return Step(number, 0, 1 / number, 64, 0.1, 0.2, 0.0, 1e9 + number, phase_seconds=phases)
+
+
+def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> None:
+    with EventWriter(folder / f"events-{rank}.jsonl") as writer:
+        writer.write(Started(1, rank, 2, "n1", 1, "cpu", 1e9))
+        for number in range(1, steps + 1):
+            writer.write(step(number, forward=forward, sync=0.5 - forward))
+
+
+def live_rank(rank: int, steps: int, forward: float) -> LiveRank:
+    spent = [0.0] * len(Phase)
+    spent[Phase.FORWARD], spent[Phase.SYNC] = steps * forward, steps * (0.5 - forward)
+    return LiveRank(rank, "n1", 1, step=steps, phase="sync", phase_seconds=tuple(spent))
+
+
+def say_live(attempt: Path, steps: int) -> None:
+    ranks = tuple(live_rank(rank, steps, 0.4 if rank == 1 else 0.1) for rank in range(3))
+    (attempt / LIVE).write_bytes(msgspec.json.encode(Live(float(steps), 0, ranks)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a start, that nobody works on."""
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "config.toml").write_text("")
+    return tmp_path
+
+
+def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: Path) -> None:
+    write_events(run, 0, 5)
+    attempt, reader = run / "attempt-1", LiveReader(run, may_ask=True)
+    say_live(attempt, 10)
+    assert not reader.look(attempt).live  # it was there before we came: nobody knows how old it is
+    for steps in (20, 30):
+        say_live(attempt, steps)
+        now = reader.look(attempt)
+    assert now.live
+    assert [one.slowest for one in now.ranks] == [False, True, False]
+    assert "rank 1 (n1) is slow" in now.words
+    assert [round(one.waits or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
+    assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
+    assert (attempt / WATCHED).exists()
+
+
+def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_left_as_they_are(run: Path) -> None:
+    for rank in range(2):
+        write_events(run, rank, 9, forward=0.1 + 0.3 * rank)
+    reader = LiveReader(run, may_ask=False)
+    now = reader.look(run / "attempt-1")
+    assert not now.live
+    assert [(one.rank, one.step, one.host, one.slowest) for one in now.ranks] == [
+        (0, 9, "n1", False),
+        (1, 9, "n1", True),
+    ]
+    assert (now.step, now.samples_per_second, len(now.losses)) == (9, 64.0, 9)
+    assert [*(run / "attempt-1").iterdir()] == []
+
+
+def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "events-0.jsonl"
+    path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
+    file = GrowingFile(path)
+    first = file.lines()
+    assert len(first) < 10_000
+    assert first[-1] == b"0099999"
+    with path.open("ab") as more:
+        more.write(b"one\ntw")
+    assert [*file.lines()] == [b"one"]
+    with path.open("ab") as more:
+        more.write(b"o\n" + b"x" * (3 << 20))
+    file.lines()
+    with path.open("ab") as more:
+        more.write(b"\nlast\n")
+    assert file.lines()[-1] == b"last"  # a line of megabytes hides nothing after it
+    (tmp_path / "thinned").write_bytes(b"old\n" * 3)
+    (tmp_path / "thinned").rename(path)
+    assert [*file.lines()] == []  # as a writer leaves it that puts old records together: they were seen before
+    with path.open("ab") as more:
+        more.write(b"new\n")
+    assert [*file.lines()] == [b"new"]
+    assert [*GrowingFile(tmp_path / "none").lines()] == []
+
+
+def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
+    write_events(run, 0, 3)
+    gpu = GpuUse(0, "H200", 0.9, 1 << 30, 2 << 30, 500.0, 80.0, 1000.0, 1980.0, "at its power limit")
+    use = MachineUse(1.0, "n1", 8, 3.0, 97, 100, ranks={0: RankUse(1.5, 1 << 30)}, gpus=(gpu,))
+    (run / file_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
+    reader = LiveReader(run, may_ask=False)
+    (one,) = reader.look(None).ranks
+    assert (one.use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
+
+
+def many(count: int, tick: int = 0) -> RunNow:
+    ranks = tuple(
+        RankNow(
+            n, HOSTILE, "sync", "", 7 + tick, (0.1, 0.1 + n / 1000), 0.5, 0.0, RankUse(1.0, n << 20), None, n == 150
+        )
+        for n in range(count)
+    )
+    return RunNow(ranks, live=True, step=7 + tick, losses=(2.0, 1.0), words="rank 150 is slow: [red]0.25 s")
+
+
+def on_screen(actions: Actions, act: Callable[[WatchApp, Any], Awaitable[None]], width: int = 80) -> WatchApp:
+    app = WatchApp(actions)
+
+    async def drive() -> None:
+        async with app.run_test(size=(width, 24)) as pilot:
+            while app.seen is None:
+                await pilot.pause(0.01)
+            await act(app, pilot)
+
+    asyncio.run(drive())
+    return app
+
+
+def actions(look: Callable[[], tuple[RunNow, RunState]], told: list[str] | None = None) -> Actions:
+    told = [] if told is None else told
+
+    def say(word: str) -> str:
+        told.append(word)
+        return HOSTILE
+
+    return Actions(
+        look, lambda n: f"{HOSTILE} stack of {n}", lambda _: HOSTILE, lambda: say("save"), lambda: say("stop")
+    )
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> None:
+    standing = RunState(
+        run_dir=HOSTILE, state="running", words=HOSTILE, task=HOSTILE, strategy=HOSTILE, metrics={HOSTILE: 1.0}
+    )
+    told: list[str] = []
+
+    async def act(app: WatchApp, pilot: Any) -> None:
+        await pilot.pause()
+        table = app.query_one(RankTable)
+        assert table.row_count == 200
+        assert table.get_row_at(0)[1].plain == "[red]n1[/red]…"  # as it is written, and cut
+        assert table.virtual_size.width <= width
+        await pilot.press("s")  # the slowest first
+        assert table.get_row_at(0)[0].plain.strip() == "199"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Details)
+        await pilot.press("escape")
+        await pilot.press("x", "n")
+        assert told == []
+        await pilot.press("x", "y", "c")
+        await pilot.pause()
+        shown = app.export_screenshot()
+        assert "rank&#160;150&#160;is&#160;slow:&#160;[red]0.25" in shown
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+
+    on_screen(actions(lambda: (many(200), standing), told), act, width)
+    assert sorted(told) == ["save", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"), [("", "slowest first"), ("rank 1 is slow", "slowest first  ·  rank 1 is slow")]
+)
+def test_the_order_is_said_before_what_else_there_is_to_say(words: str, note: str) -> None:
+    async def sort(app: WatchApp, pilot: Any) -> None:
+        await pilot.press("s")
+        assert str(app.query_one("#note", Static).content) == note
+
+    on_screen(actions(lambda: (RunNow(live=True, words=words), RUNNING)), sort)
+
+
+def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
+    async def wait(app: WatchApp, pilot: Any) -> None:
+        while app.is_running:
+            await pilot.pause(0.01)
+
+    states = itertools.chain(["running"], itertools.repeat("done"))
+    app = on_screen(actions(lambda: (many(2), RunState(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
+    assert app.seen is not None
+    assert app.seen[1].state == "done"
+
+    def fail() -> tuple[RunNow, RunState]:
+        raise OSError("gone") if next(states) else AssertionError
+
+    app = WatchApp(actions(fail))
+    asyncio.run(app.run_async(headless=True))
+    assert isinstance(app.failure, OSError)
+
+
+def test_a_run_that_has_ended_is_said_to_have(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(run, 0, 3)
+    assert main(["watch", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "lost" in out.splitlines()[0]
+    assert "step 3" in out.splitlines()[0] and "stand still" not in out
+    assert main(["watch", str(run / "attempt-1")]) == 2
+
+
+def test_nothing_is_asked_of_a_run_that_is_not_ours(run: Path) -> None:
+    (run / "attempt-1" / "x").write_text("")
+    theirs = command._Run(run, NOTHING)
+    for ask in (theirs.save, theirs.stop, lambda: theirs.stack(0)):
+        with pytest.raises(command.UsageError):
+            ask()
+    assert [path.name for path in (run / "attempt-1").iterdir()] == ["x"]
+
+
+def test_words_and_curves() -> None:
+    assert sparkline([1, 2, 3, float("nan")], 10) == "▁▅█" or sparkline([1, 2, 3], 10) == "▁▄█"
+    assert sparkline([1.0, 1.0, 1.001], 10) == "▂▂▂"
+    assert sparkline([], 5) == sparkline([1], 0) == ""
+    assert (format_size(0), format_size(1536), format_size(1 << 40)) == ("0 B", "1.5 KiB", "1.0 TiB")
+    assert [format_duration(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
+        "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",
+    ]  # fmt: skip
+    assert len(one_line("a\nb" * 1_000_000, 10)) == 10
+    still = RankNow(0, still_seconds=60.0)
+    rendered(summary_line(RunNow((still,)), RUNNING))
+
+
+@pytest.fixture
+def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
+    """A run of two ranks that goes on until it is stopped, and saves nothing by itself."""
+    folder = tmp_path / "run"
+    words = ["-m", "paceline", "train", "mnist-cnn", "--data-dir", small_mnist, "--nproc", 2, "--steps", 100_000]
+    more = ["--global-batch", 16, "--run-dir", folder, "--device", "cpu", "--eval-every", "100000"]
+    with (tmp_path / "out").open("wb") as out:
+        process = warm.Popen([*words, *more, "--no-checkpoint-epochs"], torch=False, stdout=out, stderr=out)
+        try:
+            yield folder
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
+    while not (training / "events-1.jsonl").exists():
+        time.sleep(0.05)
+    watched = command._Run(training, Means(("ssh",), slurm=False))
+    told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
+
+    async def until(pilot: Any, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(90):  # else a key without effect is a test without an end
+            while not condition():
+                await pilot.pause(0.1)
+
+    async def act(app: WatchApp, pilot: Any) -> None:
+        await until(
+            pilot,
+            lambda: (
+                app.seen
+                and app.seen[0].live
+                and app.seen[0].step
+                and app.seen[0].ranks[1].use
+                and app.seen[1].world_size
+            ),
+        )  # which rank 0 writes down in its own time
+        assert app.seen is not None
+        now, standing = app.seen
+        assert [one.host for one in now.ranks] == [os.uname().nodename] * 2
+        assert (standing.world_size, standing.strategy) == (2, "bucketed")
+        await pilot.press("c")
+        await until(pilot, lambda: app.seen and app.seen[0].saved_step)
+        assert len([*(training / "checkpoints").glob("step-*")]) == 1
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: "innermost first" in app.export_screenshot().replace("&#160;", " "))
+        await pilot.press("escape", "x", "y")
+        await until(pilot, lambda: not app.is_running)
+
+    app = on_screen(told, act)
+    assert app.seen is not None
+    assert app.seen[1].state == "saved"
