@@ -17,7 +17,7 @@ from rich.table import Table
 
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
-from paceline.report.rank_log import PHASES
+from paceline.report.run import PHASES
 from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
 from paceline.runs.console import table_console
 from paceline.runs.events import Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events

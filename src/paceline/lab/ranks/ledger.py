@@ -41,7 +41,7 @@ class Log:
     undone: int = 0  # how many steps were rolled back
     vouched: dict[int, list[int]] = field(
         default_factory=dict[int, list[int]]
-    )  # step -> ranks, see events.UnloggedStep
+    )  # step -> ranks, see UnloggedStep
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`: they are taken once more."""
