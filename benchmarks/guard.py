@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import Task
-from paceline.contract.box import Box, make_box
-from paceline.contract.evidence import Phase
+from paceline.protocol.box import Box, make_box
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
 from paceline.tasks.mnist import cross_entropy, dataset
-from paceline.worker.guard import Guard
 
 WARM_UP_STEPS = 20
 MODELS = {"mnist-cnn": "mnist-cnn", "mlp": f"{Path(__file__).resolve()}:mlp"}

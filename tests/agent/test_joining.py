@@ -20,15 +20,15 @@ from paceline.agent import joining
 from paceline.agent.channel import Hello, Reached, StartReply
 from paceline.agent.cluster import RemoteNode
 from paceline.agent.joining import Newcomers, refuse_differences
-from paceline.contract.job import Host, NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
 from paceline.observe.nodes import read_nodes
+from paceline.protocol.job import Host, NodePlan
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
 STEPS = """
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.box import Box
 box, world = Box.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
-from paceline.contract.job import Host
 from paceline.observe.machine import ClockAhead, read_machine
+from paceline.protocol.job import Host
 
 pytestmark = pytest.mark.sample(3)
 

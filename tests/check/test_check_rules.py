@@ -11,7 +11,8 @@ import torch
 from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from paceline.contract.facts import (
+from paceline.observe.notices import Noted
+from paceline.protocol.facts import (
     Dropped,
     MeanLoss,
     PaddedMetric,
@@ -24,7 +25,6 @@ from paceline.contract.facts import (
     SeenStep,
     kept_batches,
 )
-from paceline.observe.notices import Noted
 from paceline.verify.finding import Remark, same_leaf, unlike
 from paceline.verify.script_page import judged, mistakes, script_page
 

@@ -21,7 +21,6 @@ from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.finding import Means, find_run
 from paceline.cli.run_state import run_state
-from paceline.contract.failure import Failure
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
@@ -30,6 +29,7 @@ from paceline.observe.events import Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
 from paceline.observe.writers import EventWriter
+from paceline.protocol.failure import Failure
 
 
 @pytest.fixture

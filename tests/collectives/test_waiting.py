@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.worker.guard_ranks import TORCH, Rank, ranks, wait
+from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 
-from paceline.contract import boxes
-from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.guard.detectors import to_free, waits
 from paceline.guard.judge import judge
+from paceline.protocol import boxes
+from paceline.protocol.evidence import Evidence, VerdictKind
 
 pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.collectives.memory_moves import barrier
 from paceline.collectives.communicator import make_communicator
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 memory = make_communicator().memory
 barrier(memory)
 ready()
@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
 FSDP = f"""{TORCH}
 from functools import partial
 from paceline.strategies.fsdp import fsdp
-from paceline.worker.world import World
+from paceline.rank.world import World
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
 world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
 fsdp(model, partial(torch.optim.SGD, lr=0.1), world, wrap="*")

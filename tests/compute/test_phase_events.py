@@ -5,10 +5,10 @@ from collections.abc import Callable
 from contextlib import closing
 
 from paceline.compute.phase_events import PhaseEvents
-from paceline.contract.box import Box, make_box
-from paceline.contract.boxes import read_counters
-from paceline.contract.evidence import Phase
 from paceline.guard.detectors import slow_rank
+from paceline.protocol.box import Box, make_box
+from paceline.protocol.boxes import read_counters
+from paceline.protocol.evidence import Phase
 from paceline.train.fit import PhaseClock
 
 STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SYNC, Phase.OPTIMIZER)

@@ -18,14 +18,14 @@ import torch
 from tests.errors import raises
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.contract.box import Box, make_box
-from paceline.contract.boxes import read_counters, read_loaders
-from paceline.contract.failure import LOADER_KILLED
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import SLOTS_OF_A_LOADER, Loading, load_steps, naming_lost_processes
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.seeded import SeededSamples
 from paceline.errors import TrainingError
+from paceline.protocol.box import Box, make_box
+from paceline.protocol.boxes import read_counters, read_loaders
+from paceline.protocol.failure import LOADER_KILLED
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)

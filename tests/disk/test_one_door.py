@@ -12,7 +12,7 @@ OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "view/*.py",
-    "guard/report.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
+    "guard/report.py", "rank/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
     "view/rank_logs.py", "view/analysis.py",
 )  # fmt: skip
 PAST_THE_DOOR = {

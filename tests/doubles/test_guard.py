@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.guard_ranks import ranks, wait
+from tests.rank.guard_ranks import ranks, wait
 
-from paceline.contract import boxes
-from paceline.worker import release
+from paceline.protocol import boxes
+from paceline.rank import release
 
 SCRIPT = """
 import torch, torch.distributed as dist
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 from tests.doubles import nccl
 torch.set_num_threads(1)
 nccl.register()

@@ -19,9 +19,9 @@ from paceline import Replica, World
 from paceline.collectives.control import are_finite
 from paceline.data.ahead import Prefetch
 from paceline.errors import PacelineError, StallError
+from paceline.rank.guard import Guard
 from paceline.stepping import summing
 from paceline.train.step import TaskSteps
-from paceline.worker.guard import Guard
 
 
 def trained(world: World, name: str, clip: float | None) -> tuple[Replica, list[float | None]]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.worker.guard_ranks import Rank, ranks
+from tests.rank.guard_ranks import Rank, ranks
 
-from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
-from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
 from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, Collection, bounded_evidence
+from paceline.protocol.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
+from paceline.protocol.evidence import Evidence, Frame, Op, Sample, Stack
 
 pytestmark = pytest.mark.sample(2)
 
@@ -116,8 +116,8 @@ def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: 
 
 def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     script = (
-        "from paceline.contract.box import Box\n"
-        "from paceline.contract.evidence import Op\n"
+        "from paceline.protocol.box import Box\n"
+        "from paceline.protocol.evidence import Op\n"
         "Box.inherited(birth.box).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -140,7 +140,7 @@ def test_a_dying_run_waits_for_nobody(tmp_path: Path) -> None:
 def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_are_not(tmp_path: Path) -> None:
     script = (
         "import signal, subprocess\n"
-        "from paceline.contract.box import SLOT, SLOTS_AT, Box\n"
+        "from paceline.protocol.box import SLOT, SLOTS_AT, Box\n"
         "memory = WorkerBirth.here().box\n"
         "os.setsid()\n"
         "child = subprocess.Popen(['sleep', '600'])\n"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.contract.box import BOX_BYTES, Box, make_box
-from paceline.contract.evidence import Phase, Sample
-from paceline.contract.windows import Windows
 from paceline.guard.collect import IdleClock
 from paceline.guard.detectors import sample_seconds
+from paceline.protocol.box import BOX_BYTES, Box, make_box
+from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.windows import Windows
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import signal
 import pytest
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence
-from paceline.contract.failure import Failure
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_TRACEBACK_LINES, failure_page
 from paceline.observe.terminal import LiveFilter, clean
+from paceline.protocol.evidence import Evidence
+from paceline.protocol.failure import Failure
 
 
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):

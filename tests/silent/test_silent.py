@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
 from paceline.observe.notices import notices
+from paceline.protocol.evidence import VerdictKind
 
 pytestmark = pytest.mark.sample(3)
 

@@ -10,10 +10,10 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.proofs.verify.worker import verify
+from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 from paceline.torch_version import lacks_torch
 from paceline.verify.spec import Spec
-from paceline.worker.world import World
 
 pytestmark = pytest.mark.sample(2)
 

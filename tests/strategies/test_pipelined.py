@@ -13,9 +13,9 @@ from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import actions
 from paceline.pipeline.stages import ModelStage
 from paceline.proofs.verify.worker import verify
+from paceline.rank.world import World
 from paceline.strategies import pipelined
 from paceline.verify.spec import Result, Spec
-from paceline.worker.world import World
 
 TASKS = f"{Path(__file__).parents[1]}/proofs/verify/tasks_under_test.py"
 CHAINS = f"{Path(__file__).parent}/chains.py"

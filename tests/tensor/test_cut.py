@@ -17,10 +17,10 @@ from paceline import World
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
+from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
 from paceline.tensor.plan import cuts_of, find_plan
-from paceline.worker.world import on_mesh
 
 CPU = torch.device("cpu")
 EVERYTHING = {**OWN, **HUGGING_FACE}

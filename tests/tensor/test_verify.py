@@ -181,7 +181,7 @@ def _norm_twice() -> Any:
 
 def _all_add_losses() -> Any:
     """Every rank along tensor adds its losses to the totals."""
-    from paceline.worker import world
+    from paceline.rank import world
 
     return world.World, "leads", True
 

@@ -13,9 +13,9 @@ from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.observe.summary import read_summary
+from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 from paceline.train.average import Average, with_average
-from paceline.worker.world import World
 
 TASK = """
 import torch

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.contract.evidence import Phase
 from paceline.observe.events import Step, read_events
+from paceline.protocol.evidence import Phase
 from paceline.train.fit import PhaseClock
 
 

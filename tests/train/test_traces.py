@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.contract.box import RECORDS, Box, make_box
-from paceline.contract.evidence import Op, Phase
+from paceline.protocol.box import RECORDS, Box, make_box
+from paceline.protocol.evidence import Op, Phase
+from paceline.rank.world import World
 from paceline.strategies.single import single
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.records import LAST, Traces, anatomy, is_due, size_of
-from paceline.worker.world import World
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
 NO_RESULT: Any = None

@@ -11,9 +11,9 @@ import pytest
 from tests.rendered import rendered
 from tests.view.folders import make_run
 
-from paceline.contract.failure import Failure
 from paceline.observe.events import Started, Step
 from paceline.observe.writers import EventWriter
+from paceline.protocol.failure import Failure
 from paceline.view.happened import breakdowns, learned, remedy, started_again
 from paceline.view.page import report_page
 from paceline.view.run import whole_run

@@ -21,11 +21,11 @@ from textual.widgets import Static
 from paceline.cli import main
 from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
-from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.observe.summary import RunState
 from paceline.observe.writers import EventWriter
+from paceline.protocol.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.view.live import Growing, LiveReader, RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.watch_app import Deeds, Details, RankTable, WatchApp

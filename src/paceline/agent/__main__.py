@@ -27,8 +27,6 @@ from msgspec.structs import replace
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.workers import Inherited, make_snapshots, worker_environment
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, PacelineError, UsageError
@@ -37,6 +35,8 @@ from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
 from paceline.observe.folder import create_attempt_dir, lock_run_dir
 from paceline.observe.terminal import say
+from paceline.protocol.job import NodePlan
+from paceline.protocol.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 
 MAX_PLAN_BYTES = 1 << 20
 

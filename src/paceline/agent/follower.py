@@ -30,8 +30,6 @@ from paceline.agent.channel import (
 )
 from paceline.agent.joining import interface_of, join, try_to_reach
 from paceline.agent.workers import Inherited, Workers
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError
@@ -39,6 +37,8 @@ from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
+from paceline.protocol.job import NodePlan
+from paceline.protocol.orders import REMOTE_GRACE_SECONDS, Orders
 
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 

@@ -13,16 +13,16 @@ from paceline.agent.joining import Newcomers, gather_nodes, reachable
 from paceline.agent.monitor import Judgement, LiveStatus, Monitor
 from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.agent.workers import Inherited
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.failure import GOOD_ENDS
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
+from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.failure import GOOD_ENDS
+from paceline.protocol.job import NodePlan
+from paceline.protocol.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 
 TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks

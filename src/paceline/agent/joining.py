@@ -28,8 +28,6 @@ from msgspec.structs import replace
 
 from paceline.agent.channel import Enter, Link, PeerAddress, Reach, introduce
 from paceline.agent.cluster import Cluster, RemoteNode
-from paceline.contract.job import NodePlan, labels
-from paceline.contract.orders import Orders
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
 from paceline.host.compare import compare_hosts
@@ -39,6 +37,8 @@ from paceline.host.reach import candidates, why_unreachable
 from paceline.observe.folder import INVITATION
 from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import MAX_NAMES, say
+from paceline.protocol.job import NodePlan, labels
+from paceline.protocol.orders import Orders
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0

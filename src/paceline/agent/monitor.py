@@ -19,17 +19,6 @@ from msgspec.structs import replace
 
 from paceline.agent.generation import Generation
 from paceline.agent.joining import unreachable
-from paceline.contract.evidence import (
-    CHECKPOINT_ASK,
-    LIVE,
-    WATCHED,
-    Evidence,
-    Live,
-    LiveRank,
-    Sample,
-    Verdict,
-    VerdictKind,
-)
 from paceline.disk import writing
 from paceline.errors import ExitCode
 from paceline.guard.collect import ANSWER_SECONDS
@@ -52,6 +41,17 @@ from paceline.guard.sentences import named, verb
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.observe.notices import Noted, note
 from paceline.observe.terminal import say
+from paceline.protocol.evidence import (
+    CHECKPOINT_ASK,
+    LIVE,
+    WATCHED,
+    Evidence,
+    Live,
+    LiveRank,
+    Sample,
+    Verdict,
+    VerdictKind,
+)
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
 WARNING_SECONDS = 0.5  # for an answer that only decides about a warning

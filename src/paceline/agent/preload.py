@@ -18,12 +18,12 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.contract.birth import MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth, as_bytes, at_import
-from paceline.contract.orders import Orders
-from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process
 from paceline.host.sweep import mark_of
 from paceline.observe.terminal import say
+from paceline.protocol.birth import MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth, as_bytes, at_import
+from paceline.protocol.orders import Orders
+from paceline.protocol.variables import AGENT_MARK
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60.0  # importing torch from a slow disk; then every worker has to as well

@@ -22,14 +22,6 @@ from paceline.agent.janitor import tell_janitor
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
 from paceline.agent.store import Store, StoreGate
-from paceline.contract.birth import ROOM, WorkerBirth
-from paceline.contract.box import make_box
-from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
-from paceline.contract.evidence import Sample
-from paceline.contract.failure import GOOD_ENDS, Failure
-from paceline.contract.job import NodePlan
-from paceline.contract.marks import read_names
-from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.disk import writing
 from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
@@ -37,6 +29,14 @@ from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
 from paceline.observe.log_times import TimesWriter
+from paceline.protocol.birth import ROOM, WorkerBirth
+from paceline.protocol.box import make_box
+from paceline.protocol.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
+from paceline.protocol.evidence import Sample
+from paceline.protocol.failure import GOOD_ENDS, Failure
+from paceline.protocol.job import NodePlan
+from paceline.protocol.marks import read_names
+from paceline.protocol.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 
 OURS = "PACELINE_"
 THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run

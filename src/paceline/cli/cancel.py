@@ -11,7 +11,6 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.commands import command_line
 from paceline.cli.finding import Means, RunFlags, agent_runs, existing_run, head_roster, home, is_locked, signal_agent
 from paceline.cli.run_state import standing
-from paceline.contract.job import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.slurm import queue
@@ -19,6 +18,7 @@ from paceline.launch.submission import Submission, last_submission
 from paceline.observe.folder import CHECKPOINTS, LOCK
 from paceline.observe.summary import LIVE
 from paceline.observe.terminal import clean
+from paceline.protocol.job import STOP_GRACE_SECONDS
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0

@@ -8,16 +8,16 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.config import ClusterConfig
-from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
-from paceline.contract.job import JobSpec
 from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
+from paceline.protocol.birth import BOOTSTRAP
+from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
+from paceline.protocol.job import JobSpec
 from paceline.verify.script_page import judged, mistakes, script_page
 
-CHECKED = "paceline.worker.checked"
+CHECKED = "paceline.rank.checked"
 FINDINGS = "check.json"
 MAX_FACTS_BYTES = 64 << 20
 

@@ -14,8 +14,6 @@ from msgspec.structs import replace
 
 from paceline.cli.flags import check_positive, command_words
 from paceline.config import ClusterConfig
-from paceline.contract.job import GPU_CORES, Allocation, Host, JobSpec
-from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
@@ -30,6 +28,8 @@ from paceline.launch.supervise import run
 from paceline.launchers import LauncherName, launchers_of
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
+from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
+from paceline.protocol.variables import SECRET_NAME
 
 Launcher = Callable[[JobSpec], Plan]
 LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}

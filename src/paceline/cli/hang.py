@@ -17,12 +17,12 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
-from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
 from paceline.observe.terminal import clock
+from paceline.protocol.evidence import Evidence
 
 ANSWER_SECONDS = 15.0  # the head looks every second, and gives every rank three seconds to answer
 POLL_SECONDS = 0.1

@@ -10,11 +10,11 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import RunFlags, attempts, existing_run
 from paceline.cli.flags import check_positive
 from paceline.cli.run_state import LIVE, standing
-from paceline.contract.job import NodePlan
 from paceline.disk.owners import Unreadable
 from paceline.disk.reading import decode
 from paceline.errors import UsageError
 from paceline.observe.folder import INVITATION
+from paceline.protocol.job import NodePlan
 
 MAX_BYTES = 1 << 20
 

@@ -17,17 +17,17 @@ from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gp
 from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config import ClusterConfig
-from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.job import JobSpec
-from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
+from paceline.protocol.birth import BOOTSTRAP
+from paceline.protocol.job import JobSpec
+from paceline.protocol.windows import Windows
+from paceline.rank.bootstrap import worker_command
+from paceline.rank.foreign import launched
 from paceline.torch_version import untested_torch
-from paceline.worker.bootstrap import worker_command
-from paceline.worker.foreign import launched
 
 
 @dataclass(frozen=True)

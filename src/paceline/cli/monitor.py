@@ -18,13 +18,13 @@ from rich.text import Text
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import command_words, print_json
-from paceline.contract.variables import RUN_ID
 from paceline.disk.owners import user_name
 from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
 from paceline.observe.machine import MachineUse
 from paceline.observe.tables import table_console
+from paceline.protocol.variables import RUN_ID
 from paceline.view.watch_lines import gpu_words
 from paceline.view.words import one_line, size_words
 

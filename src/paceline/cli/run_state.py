@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from paceline import config as configuration
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, home, is_locked
-from paceline.contract.failure import GOOD_ENDS
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue
 from paceline.launch.submission import Submission, last_submission
@@ -20,6 +19,7 @@ from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.nodes import read_nodes
 from paceline.observe.notices import notices
 from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
+from paceline.protocol.failure import GOOD_ENDS
 
 WINDOW_STEPS = 50
 EVENTS = "events-0.jsonl"

@@ -21,17 +21,17 @@ from paceline.cli.options import built
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.job import JobSpec
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import say
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.job import JobSpec
+from paceline.rank.foreign import check_shape, launched
+from paceline.rank.imports import TRAINING, import_all
 from paceline.tasks.settings import told
 from paceline.torch_version import untested_torch
-from paceline.worker.foreign import check_shape, launched
-from paceline.worker.imports import TRAINING, import_all
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ from paceline import config as configuration
 from paceline.checkpoint.format import Damaged
 from paceline.checkpoint.manager import Checkpoints
 from paceline.config import TrainConfig, batch_shape
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.windows import Windows
 from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
@@ -13,6 +11,8 @@ from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.mesh import mesh_of
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.windows import Windows
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
 from paceline.torch_version import lacks_torch

@@ -12,8 +12,6 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import threads_of
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
-from paceline.contract.job import JobSpec
-from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
@@ -24,6 +22,8 @@ from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.observe.terminal import say
+from paceline.protocol.job import JobSpec
+from paceline.protocol.variables import PRELOAD
 
 
 def _taken(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:

@@ -13,13 +13,13 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
-from paceline.contract.evidence import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
 from paceline.launch.tail import lines_of, start_of_last
 from paceline.observe.summary import LIVE, RunState
 from paceline.observe.terminal import clean
+from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.view.live import LiveReader, RunNow
 from paceline.view.watch_lines import summary_line
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from paceline.compute.rules import around_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
-from paceline.worker import recorder
+from paceline.rank import recorder
 
 MAX_GRAPHS = 8  # each holds memory for all activations of its shape
 TOLERANCE = 1e-3  # relative, between a recording and the model itself: convolutions may choose another algorithm

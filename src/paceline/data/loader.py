@@ -25,9 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.contract.box import Box
-from paceline.contract.boxes import read_loaders
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.data.ahead import Prefetch, on_its_way
 from paceline.data.arrays import batch_gatherer
 from paceline.data.draws import SampleDraws
@@ -35,6 +32,9 @@ from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.seeded import SLOTS_OF_A_LOADER, SeededBatches, SeededSamples, asks_for_batches, collated
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
+from paceline.protocol.box import Box
+from paceline.protocol.boxes import read_loaders
+from paceline.protocol.orders import STOP_SIGNALS
 from paceline.seeding import preserved_streams
 
 EXIT_SECONDS = 1.0  # a loader process closes its connections before the kernel reports that it ended
@@ -192,7 +192,7 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
 
 @cache
 def inherited_frozen_objects() -> bool:
-    """Whether a fork gave this process frozen objects (worker/preload.py). Counting 600,000 objects takes 70 ms."""
+    """Whether a fork gave this process frozen objects (rank/preload.py). Counting 600,000 objects takes 70 ms."""
     return gc.get_freeze_count() > 0
 
 

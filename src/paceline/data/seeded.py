@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, StackDataset, Subset, default_collate, default_convert, get_worker_info
 
-from paceline.contract.box import SLOTS, Box
 from paceline.errors import UsageError
 from paceline.nested import batch_size
+from paceline.protocol.box import SLOTS, Box
 from paceline.seeding import derive, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time

@@ -17,7 +17,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.disk import writing
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, UsageError, first_few
@@ -25,6 +24,7 @@ from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.sentences import called_from, loader_words, named, op_words, printable, signal_name, where
 from paceline.observe.terminal import clean
+from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 
 VERDICT = "verdict.json"
 MAX_LINES, MAX_COLUMNS = 15, 160

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
 from paceline.host.gpu_use import GpuReader
 from paceline.host.procfs import PROC, read_process
 from paceline.observe.machine import MachineUse, RankUse, file_name
 from paceline.observe.terminal import say
 from paceline.observe.writers import BoundedWriter
+from paceline.protocol.orders import STOP_SIGNALS
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
 BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; what follows is others' (steal), or counted already (guest)

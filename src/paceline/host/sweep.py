@@ -11,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.contract.variables import AGENT_MARK
 from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
+from paceline.protocol.variables import AGENT_MARK
 
 SWEEP_SECONDS = 2.0
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import cloudpickle
 
-from paceline.contract.birth import WorkerBirth
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
+from paceline.protocol.birth import WorkerBirth
 
-CALLED = Path(__file__).parents[1] / "worker" / "called.py"
+CALLED = Path(__file__).parents[1] / "rank" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
 _MOST_BYTES = 1 << 40  # of what a rank returns
 SHARED = Path("runs")  # where run folders are made: all hosts of a run see it

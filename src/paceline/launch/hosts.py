@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.contract.job import Host, plain_name
 from paceline.disk.reading import read
 from paceline.errors import UsageError
+from paceline.protocol.job import Host, plain_name
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SLOTS = 1024

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.contract.evidence import Phase
 from paceline.pipeline.cuts import CutPoint
 from paceline.pipeline.schedule import Action, Schedule, actions
 from paceline.pipeline.stages import ModelStage, Passing
-from paceline.worker.world import World
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 
 
 class Pipeline:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, Totals
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.protocol.evidence import Phase
 from paceline.stepping.bodies import Body, weighted
 from paceline.stepping.steps import Steps
 from paceline.strategies.buffers import uncounted

@@ -14,7 +14,7 @@ from paceline.collectives.control import sent
 from paceline.collectives.torch_collectives import labelled
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 Part = tuple[int | None, Tensor]
 """A virtual rank, None for a stand-in, and the samples that it evaluates."""

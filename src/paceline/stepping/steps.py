@@ -18,10 +18,12 @@ from torch import Tensor
 
 from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
 from paceline.collectives.hosts import Hosts
-from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.seeding import Streams
 from paceline.stepping import nonfinite
 from paceline.stepping.bodies import Body, Reduction, Weighed, check_alike, sum_of_nothing, targets_of, weighted
@@ -32,8 +34,6 @@ from paceline.stepping.phases import Phases
 from paceline.stepping.summing import StepResult, Sums
 from paceline.stepping.trainee import Trainee, check_summed_once, reached_anywhere
 from paceline.stepping.votes import Votes
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 
 class Steps:

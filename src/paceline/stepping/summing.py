@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.control import Pending, Totals, by_itself, start_totals, told_once
-from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 from paceline.stepping.bodies import Body, Reduction, Weighed, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
 from paceline.stepping.votes import Votes
-from paceline.worker.world import World
 
 Finish = Callable[[], Pending[Totals]]
 """waits for the totals of all ranks"""

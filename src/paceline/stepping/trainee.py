@@ -11,11 +11,11 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, sent, sum_over_ranks
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.stepping.scaling import LossScale
 from paceline.strategies.base import Replica
-from paceline.worker.world import World
 
 
 class Trainee:

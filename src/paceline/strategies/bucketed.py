@@ -8,12 +8,12 @@ from torch import nn
 from paceline.collectives.reducer import sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, nothing_held_back
-from paceline.worker.world import World
 
 
 def bucketed(

@@ -14,9 +14,9 @@ from paceline.collectives.control import Pending
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Replica, replica, scale_gradients
 from paceline.strategies.refusals import refuse_lazy
-from paceline.worker.world import World
 
 
 def ddp(

@@ -15,8 +15,8 @@ from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.collectives.norm import scale_to_norm
+from paceline.rank.world import World
 from paceline.strategies.base import Replica
-from paceline.worker.world import World
 
 
 def of_parts(

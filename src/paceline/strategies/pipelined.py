@@ -25,9 +25,9 @@ from paceline.errors import UsageError
 from paceline.pipeline.cuts import Chain, CutPoint, Layers, best_cuts
 from paceline.pipeline.line import Pipeline
 from paceline.pipeline.schedule import Schedule
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Replica
 from paceline.strategies.parts import of_parts
-from paceline.worker.world import World
 
 
 class Division(msgspec.Struct, frozen=True):

@@ -22,12 +22,12 @@ from paceline.collectives.control import together
 from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import subclassed
 from paceline.errors import UsageError, plural
+from paceline.rank.world import World
 from paceline.tensor.attention import attention
 from paceline.tensor.cut import compare_losses, computed_in
 from paceline.tensor.exchange import EVERYWHERE, SUMMANDS, everywhere, share_along, without_gaps
 from paceline.tensor.layers import apart, is_transposed, mask_of_heads
 from paceline.tensor.view import View, made_whole
-from paceline.worker.world import World
 
 
 def share_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:

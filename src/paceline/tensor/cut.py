@@ -16,13 +16,13 @@ from paceline.collectives.control import together
 from paceline.collectives.replicate import broadcast_module
 from paceline.compute.rules import around_forward
 from paceline.errors import UsageError, first_few
+from paceline.rank.world import World
 from paceline.tensor import layers
 from paceline.tensor.guess import CutLayer
 from paceline.tensor.plan import cuts_of, find_plan
 from paceline.tensor.scores import given
 from paceline.tensor.transfers import Inputs, Local
 from paceline.tensor.view import View, made_whole
-from paceline.worker.world import World
 
 MEGA = 1e6
 SAME = 1e-2  # of the loss: in bf16 a sum in another order is that far off

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.compute.rules import subclassed
+from paceline.rank.world import World
 from paceline.tensor.attention import attention, dropout
 from paceline.tensor.exchange import everywhere
 from paceline.tensor.transfers import Local
 from paceline.tensor.view import Fused, made_whole
-from paceline.worker.world import World
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.errors import UsageError, first_few, unknown
+from paceline.rank.world import World
 from paceline.tensor.guess import CutLayer, guessed
 from paceline.tensor.layers import cut_of, is_linear, is_transposed, widths
-from paceline.worker.world import World
 
 WAYS = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
 

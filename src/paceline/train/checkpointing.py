@@ -28,17 +28,17 @@ from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, together
-from paceline.contract.evidence import Phase
 from paceline.disk.writing import write_new
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.observe import events
 from paceline.observe.folder import CHECKPOINTS
 from paceline.observe.writers import EventWriter
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes
 from paceline.train.alike import check_replicas
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 WRONG = (ExitCode.DIVERGED,)  # ends after which the state is not worth keeping
 NOBODY = '{"guilty": []}'  # the guard's message if no rank is guilty

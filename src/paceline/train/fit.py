@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from paceline.compute.phase_events import PhaseEvents
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.protocol.evidence import Phase
 from paceline.stepping.scaling import LossScale
 from paceline.stepping.summing import StepResult
 from paceline.strategies.base import Replica

@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.contract.box import Box
 from paceline.data.loader import MicroBatch, as_pair, load_steps
+from paceline.protocol.box import Box
+from paceline.rank.world import World
 from paceline.train.fit import StepRecord
 from paceline.train.prepare import Parts
 from paceline.train.streaming import Stream
-from paceline.worker.world import World
 
 
 class Passes:

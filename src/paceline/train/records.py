@@ -13,8 +13,6 @@ from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import gather_words
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box
 from paceline.data.consumed import add, fingerprint
 from paceline.data.plan import BatchPlan
 from paceline.host.machine_log import MachineLog
@@ -23,10 +21,12 @@ from paceline.observe.events import Anatomy, Event, Traced
 from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.observe.writers import EventWriter
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.box import Box
+from paceline.rank.world import World
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
-from paceline.worker.world import World
 
 LAST = 8  # steps that are always in detail
 WHOLE_BITS = 6  # up to 2**6 - 1 all are

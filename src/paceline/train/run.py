@@ -17,8 +17,6 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_poi
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, UsageError
@@ -26,15 +24,17 @@ from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.evidence import Phase
+from paceline.rank.device import device_words
+from paceline.rank.guard import Guard
+from paceline.rank.world import World, joined, on_mesh
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import Parts, prepare
 from paceline.train.training import Training
 from paceline.train.weights import begin_with
-from paceline.worker.device import device_words
-from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined, on_mesh
 
 
 @dataclass(frozen=True)

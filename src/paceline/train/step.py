@@ -6,11 +6,11 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
+from paceline.protocol.evidence import Phase
 from paceline.stepping.bodies import added_in
 from paceline.stepping.flowing import FlowingSteps
 from paceline.stepping.order import CallOrder

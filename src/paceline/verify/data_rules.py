@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
 from paceline.guard.sentences import named
+from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts, SeenLoader
 from paceline.verify.finding import (
     Loaders,
     Remark,

@@ -9,8 +9,8 @@ from operator import or_
 
 from msgspec.structs import replace
 
-from paceline.contract.facts import ScriptFacts, SeenStep
 from paceline.guard.sentences import named
+from paceline.protocol.facts import ScriptFacts, SeenStep
 from paceline.verify.finding import Remark, differs
 
 CLOSE = 1e-3  # sums of floats in another order

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import EPOCHS, Pass, ScriptFacts, SeenStep
 from paceline.guard.sentences import named
+from paceline.protocol.facts import EPOCHS, Pass, ScriptFacts, SeenStep
 from paceline.verify.finding import Loaders, Remark, differs, same_data, shared_part
 from paceline.verify.gradient_rules import steps_of
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline.contract.facts import ScriptFacts
 from paceline.observe.notices import Noted
+from paceline.protocol.facts import ScriptFacts
 from paceline.verify.data_rules import data_findings
 from paceline.verify.finding import LEVELS, Remark
 from paceline.verify.gradient_rules import joint_steps

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 from paceline.guard.sentences import named
+from paceline.protocol.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 from paceline.verify.finding import Remark, differs
 from paceline.verify.gradient_rules import gradient_findings, joint_steps, steps_of
 

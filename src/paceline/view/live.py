@@ -1,6 +1,6 @@
 """Reads a run while it goes on: what is new since the last look, and of long files only the end.
 
-The head agent of a run, if it is asked, writes how each rank gets on at this moment (`Live` in contract/evidence.py).
+The head agent of a run, if it is asked, writes how each rank gets on at this moment (`Live` in protocol/evidence.py).
 Other runs have what the ranks themselves write: their last step, and for how long nothing has come.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.disk import writing
 from paceline.disk.owners import opened
 from paceline.disk.reading import decode
 from paceline.guard.detectors import Spent, slow_rank
 from paceline.observe.events import Checkpointed, Event, Started, Step, decode_event, event_files
 from paceline.observe.machine import MachineUse, decode_record, machine_files
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live
 from paceline.view.rank_now import HISTORY, History, RankNow
 from paceline.view.words import one_line
 

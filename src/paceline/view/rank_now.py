@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.contract.evidence import LiveRank, Phase
 from paceline.guard.detectors import OWN
 from paceline.observe.events import Step
 from paceline.observe.machine import GpuUse, RankUse
+from paceline.protocol.evidence import LiveRank, Phase
 
 HISTORY = 120
 RECENT = 10  # looks over which shares are taken

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from paceline.contract.failure import Failure
 from paceline.disk.reading import decode, decode_toml, folders, read_lines
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
@@ -24,6 +23,7 @@ from paceline.observe.machine import ClockAhead, MachineUse, decode_record, mach
 from paceline.observe.notices import Noted, notices
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
+from paceline.protocol.failure import Failure
 from paceline.view.rank_log import MOST_OF_A_KIND, RankLog
 
 MOST_RANKS, MOST_CHARS = 4096, 2000

@@ -12,8 +12,8 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.config import TrainConfig
 from paceline.errors import UsageError
 from paceline.proofs.bench.training import MOST_SAMPLES, CandidateTraining, load_ground
+from paceline.rank.world import World
 from paceline.train.step import ignore
-from paceline.worker.world import World
 
 TASK = """
 import torch

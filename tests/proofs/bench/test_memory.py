@@ -58,7 +58,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     from paceline.config import TrainConfig
     from paceline.proofs.bench import worker
     from paceline.proofs.bench.training import Ground
-    from paceline.worker.world import World
+    from paceline.rank.world import World
 
     worker.ask_gpus = lambda pids, *, wait_seconds: dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]

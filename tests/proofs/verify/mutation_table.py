@@ -20,10 +20,10 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory_sum
 from paceline.collectives.communicator import make_communicator
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.proofs.verify.worker import collect_bits, verify
+from paceline.protocol.variables import SHARED_MEMORY
+from paceline.rank.world import World
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
-from paceline.worker.world import World
 
 TASKS = Path(__file__).with_name("tasks_under_test.py")
 WORLD_SIZE = 3

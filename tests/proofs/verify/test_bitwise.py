@@ -12,9 +12,9 @@ from paceline import ArrayDataset, Task
 from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
 from paceline.proofs.verify.worker import collect_bits
+from paceline.rank.world import World
 from paceline.verify.report import print_bits
 from paceline.verify.spec import BitsReport, Spec
-from paceline.worker.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 

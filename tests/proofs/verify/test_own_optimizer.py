@@ -16,8 +16,8 @@ from tests.run_ranks import run_ranks
 from paceline.errors import UsageError
 from paceline.proofs.verify import setup, trial
 from paceline.proofs.verify.worker import collect_bits, verify
+from paceline.rank.world import World
 from paceline.verify.spec import Result, Spec
-from paceline.worker.world import World
 
 TASKS = Path(tasks_under_test.__file__)
 

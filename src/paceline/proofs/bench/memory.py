@@ -21,15 +21,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.spec import Memory
 from paceline.compute.resources import peak_memory
-from paceline.contract.box import RECORDS, Box
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
+from paceline.protocol.box import RECORDS, Box
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 from paceline.strategies import Replica
 from paceline.train.costs import held_bytes
 from paceline.train.records import size_of
-from paceline.worker.world import World
 
 MARK = "paceline: "
 SHARED = "shared"

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.checkpoint.resume import RunLocation
 from paceline.config import TrainConfig, batch_shape, task_options
-from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
@@ -20,6 +19,8 @@ from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError, plural
 from paceline.ladder import options_of_others
 from paceline.mesh import strategy_on
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 from paceline.stepping.scaling import loss_scale
 from paceline.strategies import Replica
 from paceline.strategies.base import MakeOptimizer, replica
@@ -32,7 +33,6 @@ from paceline.train.prepare import Parts, make_model, make_plan, make_replica, w
 from paceline.train.records import Records
 from paceline.train.sharing import share_model
 from paceline.train.stream_task import check_stream
-from paceline.worker.world import World
 
 MOST_SAMPLES = 4096  # of a stream, taken again and again
 

@@ -22,6 +22,7 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import first_of
 from paceline.errors import UsageError
 from paceline.nested import mapped
+from paceline.rank.world import World
 from paceline.seeding import derive
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.base import MakeOptimizer
@@ -30,7 +31,6 @@ from paceline.tasks.task import Task
 from paceline.train.optimizer import OwnSchedule, checked_optimizer
 from paceline.train.sharing import Wish, share_model
 from paceline.verify.spec import OWN, Policy, Spec
-from paceline.worker.world import World
 
 LR = 1e-3
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -15,11 +15,11 @@ from paceline.data.loader import MicroBatch
 from paceline.proofs.verify.causes import Comparison, RankDifferences
 from paceline.proofs.verify.reference import Observed, Reference, stream_fingerprint
 from paceline.proofs.verify.setup import Setting, apply_strategy, build, without_dropout
+from paceline.rank.world import World
 from paceline.seeding import Streams
 from paceline.stepping.summing import StepResult
 from paceline.strategies import Replica
 from paceline.verify.spec import Case, Diagnosis
-from paceline.worker.world import World
 
 PARAMETER = "model/"  # begins the name of one in a state
 

@@ -42,6 +42,8 @@ from paceline.proofs.verify.trial import (
     observe,
     parameters_of,
 )
+from paceline.rank.attach import run_worker
+from paceline.rank.world import World, joined, on_mesh
 from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.torch_version import lacks_torch
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
@@ -60,8 +62,6 @@ from paceline.verify.spec import (
     StepBits,
     VerifyReport,
 )
-from paceline.worker.attach import run_worker
-from paceline.worker.world import World, joined, on_mesh
 
 
 def verify(spec: Spec, world: World) -> VerifyReport:

@@ -1,0 +1,205 @@
+"""Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/silent.py).
+
+A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
+fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on: replicas that have
+drifted stay apart. Collectives that are called in another order once are in order again: of them all are kept, the last
+LAST_CALLS. Beside them are the names of what is marked, and findings: the few things that a rank tells in words.
+
+    917504      tables               TABLES of LEVELS x KEPT marks, one for each optimizer
+                orders               GROUPS, one for each group of all ranks: its last calls' hashes
+     + 64 KiB   names                JSON: of the tensors, by layout; of the calls, by hash
+     + 96 KiB   findings             the last 8, JSON
+"""
+
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from paceline.protocol import box
+from paceline.protocol.evidence import Op, ScriptFinding
+
+TABLES = 4
+LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
+PARTS = 4  # of a mark
+MOST_CALLS = 64
+# number, layout, table and flags, which parts, hashes, sums, settings, number again: a torn one is known by it
+MARK = struct.Struct("@QII4I4Q4f4fQ")
+SETTINGS = ("lr", "weight_decay", "momentum", "betas")  # of the optimizer
+TABLE_BYTES = LEVELS * KEPT * MARK.size
+# count of calls, hash of the group's name, how many ranks it has; then a ring of hashes, 4 bytes each
+ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
+UNSURE = 32  # of the oldest: they may be overwritten while somebody reads
+ORDERS_AT, ORDER_BYTES = box.MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
+NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 16), 1 << 15
+FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
+SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
+
+
+class Mark(NamedTuple):
+    """What a rank's tensors were at one moment."""
+
+    number: int  # of the optimizer's step
+    layout: int  # a hash of what is compared: names and shapes
+    flags: int
+    parts: tuple[int, ...]  # which tensors
+    hashes: tuple[int, ...]
+    sums: tuple[float, ...]
+    settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # added up over parameter groups
+
+    @property
+    def table(self) -> int:
+        """Which of the tables it is in."""
+        return self.flags & 0xFF
+
+    @property
+    def parties(self) -> int:
+        """How many ranks must have the same."""
+        return self.flags >> 16
+
+
+class Order(NamedTuple):
+    """The last collectives that a rank has called over one group of all ranks."""
+
+    group: int  # a hash of its name
+    parties: int
+    made: int  # of all calls so far
+    calls: tuple[int, ...]  # hashes, the oldest first
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest that is known, from 0."""
+        return self.made - len(self.calls)
+
+
+def put_call(own: box.Box, table: int, order: Order, call: int) -> None:
+    """Write one more call down; `order` is what it was before, its calls are not looked at."""
+    at = ORDERS_AT + table * ORDER_BYTES
+    own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
+    own.store(at, ORDER.pack(order.made + 1, order.group, order.parties))
+
+
+def read_orders(descriptor: int) -> bytes:
+    """All calls that a worker has written down, to be sent."""
+    data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
+    later = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
+    return b"".join(
+        data[at : at + ORDER_BYTES]
+        for at in range(0, len(data), ORDER_BYTES)
+        if any(data[at : at + 8]) and _is_whole(data[at : at + ORDER.size], later[at : at + ORDER.size])
+    )
+
+
+def _is_whole(before: bytes, after: bytes) -> bool:
+    """Whether a table that was read between these two headers has no call that was written over meanwhile, except
+    among the UNSURE oldest: the worker may make many calls while the agent reads, if the agent loses its core.
+    """
+    if len(before) < ORDER.size or len(after) < ORDER.size:
+        return False
+    (count, group, parties), (count_after, *others) = ORDER.unpack(before), ORDER.unpack(after)
+    return [group, parties] == others and 0 <= count_after - count < UNSURE
+
+
+def orders_of(data: bytes) -> list[Order]:
+    """The same again, by group."""
+    found: list[Order] = []
+    for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
+        count, group, parties = ORDER.unpack_from(data, at)
+        ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
+        known = min(count, LAST_CALLS - UNSURE)
+        found.append(Order(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - known, count))))
+    return found
+
+
+def put_mark(own: box.Box, mark: Mark) -> None:
+    """Write a mark down."""
+    level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
+    slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
+    at = box.MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
+    data = MARK.pack(*mark[:3], *mark.parts, *mark.hashes, *mark.sums, *mark.settings, mark.number)
+    own.store_record(at, data)
+    own.put("marks", own.get("marks") + 1)
+
+
+class Names:
+    """Of what is marked: a worker's."""
+
+    def __init__(self, own: box.Box) -> None:
+        self._own = own
+        self._tensors: dict[str, list[str]] = {}
+        self._calls: dict[str, str] = {}
+
+    def of_tensors(self, layout: int, names: list[str]) -> None:
+        """How the parts of a layout are called."""
+        self._tensors[str(layout)] = names
+        self._put()
+
+    def of_call(self, order: int, text: bytes) -> None:
+        """What call it is that has this hash."""
+        if str(order) not in self._calls and len(self._calls) < MOST_CALLS:
+            self._calls[str(order)] = text.decode(errors="replace")
+            self._put()
+
+    def _put(self) -> None:
+        for tensors in (self._tensors, {}):  # too many have no names
+            data = msgspec.json.encode(Named(tensors, self._calls))
+            if len(data) < NAMES_MAX:
+                self._own.store(NAMES_AT, data + b"\0")
+                return
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What a worker's box has of them."""
+
+    tensors: dict[str, list[str]] = {}
+    calls: dict[str, str] = {}
+
+
+def put_finding(own: box.Box, finding: ScriptFinding) -> None:
+    """Tell the agent what was found."""
+    told = own.get("findings")
+    data = msgspec.json.encode(finding)
+    own.store(FINDINGS_AT + told % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
+    own.put("findings", told + 1)
+
+
+def read_marks(descriptor: int) -> bytes:
+    """All marks that a worker has written down, to be sent."""
+    data = os.pread(descriptor, TABLES * TABLE_BYTES, box.MARKS_AT)
+    found = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
+    return b"".join(one for one in found if any(one[:8]))
+
+
+def marks_of(data: bytes) -> list[Mark]:
+    """The same again, without those that are half written."""
+    whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
+    return [Mark(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
+
+
+def read_names(descriptor: int) -> Named:
+    """How what is marked is called."""
+    data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
+    try:
+        return msgspec.json.decode(data, type=Named)
+    except (msgspec.MsgspecError, RecursionError):
+        return Named()
+
+
+def read_calls(descriptor: int) -> dict[str, Op]:
+    """What calls the worker has made, by the hash that stands in marks."""
+    return {key: box.op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
+
+
+def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
+    """What a worker has told, in no order."""
+    found: list[ScriptFinding] = []
+    for number in range(FINDINGS):
+        data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
+        try:
+            found.append(msgspec.json.decode(data, type=ScriptFinding))
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+    return found

@@ -1,0 +1,259 @@
+"""`python -m paceline.rank.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
+
+The script runs as if Python itself had started it, in a `__main__` of its own, so that what re-imports or pickles by
+that name (loader workers under spawn, multiprocessing) finds the script and not this file. What is added: the process
+dies with its agent, and an uncaught exception is written down for the agent before anything is torn down.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import fcntl
+import io
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.protocol.birth import BOOTSTRAP, WorkerBirth
+from paceline.protocol.failure import is_victim
+from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
+from paceline.rank.guard import Guard
+from paceline.rank.imports import when_imported
+from paceline.rank.probes.hooks import Events
+from paceline.rank.probes.start import look_on
+
+
+def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
+    """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
+
+    A .py file or a module runs through this bootstrap. Any other program runs as it is: its failures are told by exit
+    code and last lines only, and if the agent is killed with SIGKILL it is ended by the sweep, not by the kernel.
+
+    Raises:
+        UsageError: when there is nothing to run, or what is named does not exist.
+    """
+    if not script_and_args:
+        raise UsageError("nothing to run. Give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
+    script, arguments = script_and_args[0], tuple(script_and_args[1:])
+    if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
+        script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
+    through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
+    if script == "-m":
+        if not arguments or arguments[0].startswith("-"):
+            raise UsageError("-m needs the name of a module, e.g. -m my_package.train --epochs 5")
+        return (*through, "-m", *arguments)
+    if script.endswith(".py"):
+        _check_file(script)
+        return (*through, script, *arguments)
+    if "/" in script:
+        _check_file(script)
+        if not os.access(script, os.X_OK):
+            raise UsageError(f"{script} is not executable. Make it so (chmod +x), or name a script that ends in .py")
+    elif shutil.which(script) is None:
+        hint = _near(Path(script))
+        raise UsageError(f"there is no program {script!r} in PATH. To run a script of this folder name it .py.{hint}")
+    return (script, *arguments)
+
+
+def _is_this_python(script: str, python: str) -> bool:
+    """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
+    if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
+        return False
+    found, own = shutil.which(script), Path(python)
+    return found is not None and (Path(found).parent, Path(found).resolve()) == (own.parent, own.resolve())
+
+
+def _check_file(script: str) -> None:
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(f"{script} is a folder. Name the script in it, or run it as a module: -m {path.name}")
+    if not path.exists():
+        raise UsageError(f"there is no script {script} (looked in {Path.cwd()}).{_near(path)}")
+
+
+def _near(path: Path) -> str:
+    try:
+        there = sorted(
+            str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
+        )
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(str(path), there, n=3)
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    return f" Scripts there: {', '.join(there[:12])}" if there else ""
+
+
+def main(arguments: Sequence[str], *also: Events) -> NoReturn:
+    """Run `arguments`, a script or -m and a module, and end this process as Python would; `also` look on."""
+    attach()
+    run_script(arguments, *also)
+
+
+def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
+    """The same, in a process that is a worker already, or that others have started."""
+    pid = os.getpid()
+    if not arguments or arguments == ["-m"]:
+        print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    if (birth := WorkerBirth.here()) is not None and os.isatty(0):
+        ask_in_turn(birth.temporary)
+    ended = look_on(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = _told_code(end, is_worker=os.getpid() == pid)
+    except BaseException as error:
+        code = _told_failure(error, is_worker=os.getpid() == pid)
+    else:
+        code = 0
+    if code == 0 and ended is not None:
+        ended()
+    if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
+        Guard.of_process().leave(code)
+        sys.exit(code)
+    leave(code)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run the script or module in a fresh `__main__`, as CPython's own start does."""
+    script = ModuleType("__main__")
+    script.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
+    is_module = arguments[0] == "-m"
+    if not os.environ.get("PYTHONSAFEPATH"):  # the user's own wish; our -P was not his
+        sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(arguments[0]).resolve().parent))
+    if is_module:
+        sys.argv = ["-m", *arguments[2:]]
+        # what `python -m` itself calls: it finds the package's __main__, and sets __spec__, __file__ and sys.argv[0]
+        runpy._run_module_as_main(arguments[1])  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return
+    sys.argv = list(arguments)
+    path = str(Path(arguments[0]).absolute())
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    script.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    # dont_inherit: or the script would be compiled under this file's own __future__ imports
+    exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
+
+
+def _told_code(end: SystemExit, *, is_worker: bool) -> int:
+    """The exit code of sys.exit(...), as Python understands it."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    if is_worker:
+        record_failure(end, ExitCode.FAILED, traceback=False)
+    print(end.code, file=sys.stderr)
+    return ExitCode.FAILED
+
+
+def _told_failure(error: BaseException, *, is_worker: bool) -> int:
+    """Write an uncaught error down, print it as Python does, and return the exit code; -2 for Ctrl-C.
+
+    A child that the script has forked is not the rank: its error is the script's business.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    if is_worker and isinstance(error, PacelineError):  # whose message says it all
+        if getattr(sys.excepthook, "of_paceline", False):  # of a session: it ends first
+            sys.excepthook(type(error), error, trace)
+        return tell(error)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if is_worker and not interrupted:  # a person who stops a run knows it
+        freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
+        victim = freed or is_victim(error)
+        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
+        if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
+            if (sessions := sys.modules.get("paceline.sessions.life")) is not None:  # by name: it imports torch
+                with suppress(Exception):
+                    sessions.close_all(error)
+            tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
+            return ExitCode.FAILED
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as hook_error:  # a broken hook of the script must hide neither
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if interrupted else ExitCode.FAILED
+
+
+class _Turn:
+    """The turn to ask: a lock on a folder that all ranks of the node see. It ends with its holder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._depth = folder, 0
+
+    @contextmanager
+    def taken(self) -> Generator[None]:
+        if self._depth or not self._folder:
+            yield
+            return
+        lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._depth = 1
+            yield
+        finally:
+            self._depth = 0
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
+            os.close(lock)
+
+
+def ask_in_turn(folder: str) -> None:
+    """Have `input` and pdb of this process wait for their turn: ranks with one terminal ask one after the other.
+
+    `input()` asks for a line, pdb until it continues. A script that reads `sys.stdin` itself takes what is there, as
+    under torchrun. `folder` is the same for all ranks of the node.
+    """
+    turn, ask = _Turn(folder), builtins.input
+
+    @wraps(ask)
+    def asked(prompt: object = "", /) -> str:
+        with turn.taken():
+            to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without that it goes to stderr
+            if prompt and to_pipe:  # of a pipe people see whole lines
+                sys.stdout.flush()
+                with suppress(OSError):
+                    os.write(0, f"[rank {os.environ.get('RANK', '')}] {prompt}".encode(errors="replace"))
+                return ask()
+            return ask(prompt)
+
+    def pdb_is_there(*, late: bool) -> None:
+        del late
+        kind: Any = sys.modules["pdb"].Pdb
+        interact = kind.interaction
+
+        @wraps(interact)
+        def interaction(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+            with turn.taken():
+                return interact(debugger, *args, **kwargs)
+
+        kind.interaction = interaction
+
+    builtins.input = asked
+    when_imported("pdb", pdb_is_there)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,305 @@
+"""A process's own part of the hang guard: what it shows of itself while it runs, and how it is freed.
+
+    guard = Guard.of_process()
+    with guard.phase(Phase.EVALUATE): ...        # what it does, in the box that its agent reads
+    guard.ledger.take_order()                    # what collectives it has called, as a number that ranks compare
+    guard.stall_error(error)                     # whether `error` is the guard's doing, and then why
+
+There is one for each process, made at the first call: a process has one agent, one box, one torch whose functions can
+be wrapped once, one handler for a signal. `--stall-after off` leaves nothing of it but the count of steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, ClassVar, Self
+
+import msgspec
+
+from paceline.errors import ExitCode, StallError
+from paceline.host.procfs import GUARD_THREAD
+from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box, make_box
+from paceline.protocol.evidence import Answer, Phase
+from paceline.protocol.failure import is_victim
+from paceline.rank import recorder
+from paceline.rank.imports import when_imported
+from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
+from paceline.rank.release import Connections, abort_nccl
+
+OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
+WAKE_SECONDS = 0.25
+
+
+class _Word(msgspec.Struct, frozen=True):
+    kind: str = ""
+    page: str = ""
+    exit_code: int = ExitCode.STALLED
+
+
+class Guard:
+    """One for each process: see the module's docstring."""
+
+    max_steps = float("inf")  # after which a session ends its training; the script continues
+    _of_process: ClassVar[Guard | None] = None
+
+    def __init__(self, box: Box | None, *, on: bool) -> None:
+        """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
+        self.on = on
+        self._has_agent = box is not None
+        self.record = -1  # memory for the record of a failure, for an agent that did not start us
+        self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
+        self.box = box or Box(make_box(0))
+        self._complained = False
+        self.ledger = Ledger(self.box, self.complain)
+        self.connections = Connections()
+        self._watcher: Watcher | None = None
+        self._look_away: Callable[[], None] | None = None  # from a script that nobody changed
+        if not on:
+            self.box.keep_for_steps()
+            self.ledger.active = False
+
+    @classmethod
+    def of_process(cls) -> Guard:
+        """This process's guard, the same at every call."""
+        if Guard._of_process is None:
+            birth = WorkerBirth.here()
+            box = None if birth is None else Box.inherited(birth.box)
+            Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
+            os.register_at_fork(after_in_child=guard._in_child)
+        return Guard._of_process
+
+    @classmethod
+    def observed(cls, box: int, record: int) -> Guard:
+        """Make this process's guard, where no agent of ours has started it: another process is to read these two."""
+        Guard._of_process = guard = cls(Box(box), on=True)
+        guard.record = record
+        os.register_at_fork(after_in_child=guard._in_child)
+        return guard
+
+    def start(self) -> Self:
+        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises."""
+        if not (self.on and self._has_agent) or self._watcher is not None:
+            return self
+        native: NativeStacks | None = None
+        try:
+            os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no box
+            native = NativeStacks(self.box)
+        except Exception as error:
+            self.complain(error)
+        self._watcher = Watcher(self.box, self.ledger, self.connections, native, self.complain)
+        self._watcher.start()
+        atexit.register(self._watcher.stop)
+        return self
+
+    def watch_torch(self) -> Self:
+        """See torch.distributed's calls from now on, or as soon as it is imported. Never raises."""
+        try:
+            when_imported(MODULE, self._install)
+        except Exception as error:
+            self.complain(error)
+        return self
+
+    def looks_on(
+        self, look_away: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
+    ) -> None:
+        """This process's script is seen from outside, until `look_away` is called. `failed` gets what its collectives
+        raise.
+        """
+        self._look_away, self.ledger.marker, self.ledger.failed = look_away, marker, failed
+        self.box.put("script", 1)
+
+    def take_over(self) -> None:
+        """What runs here says itself what it does, and checks itself: a training of ours, a session."""
+        if self._look_away is not None:
+            self._look_away()
+            self.ledger.marker = self.ledger.failed = None
+        self.box.put("script", 0)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Generator[None]:
+        """Inside, the process says that it is in this phase."""
+        before = self.box.enter(phase)
+        try:
+            yield
+        finally:
+            self.box.enter(before)
+
+    def released(self) -> str:
+        """The agent's reason, as JSON, if it has freed this rank; else empty."""
+        return (self.box.word().decode(errors="replace") or "{}") if self.box.get("released") else ""
+
+    def check_freed(self) -> None:
+        """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
+
+        NCCL returns from an aborted collective without an error. To be called after the host has read what came, and
+        before that is believed, applied or saved; the agent says so before this rank aborts.
+        """
+        if self.box.get("released"):
+            raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
+
+    def stall_error(self, error: BaseException) -> StallError | None:
+        """What to raise in place of `error`, out of a collective, if the guard has broken that up; else None.
+
+        Waits for the agent's word for a second if `error` speaks of a lost connection: ranks are not freed at once.
+        """
+        deadline = time.monotonic() + OTHERS_FIRST_SECONDS
+        while self._has_agent and self.on and not self.released() and is_victim(error) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        text = self.released()
+        if not text:
+            return None
+        try:
+            word = msgspec.json.decode(text, type=_Word)
+            code = ExitCode(word.exit_code)
+        except (msgspec.MsgspecError, ValueError):
+            word, code = _Word(), ExitCode.STALLED
+        return StallError(word.page or "another rank stood still: the hang guard has ended this wait", code)
+
+    def _install(self, *, late: bool) -> None:
+        module = sys.modules[MODULE]
+        others = [sys.modules["torch.distributed"]] if late else []
+        if self.on:
+            self.ledger.install(module, *others, late=late)
+        self.connections.install(module)
+
+    def _in_child(self) -> None:
+        # a forked process loads data, or is the script's own business: it must not speak in the rank's name
+        self.box.keep_for_loaders()
+        self.ledger.active = False
+        self.on = self._has_agent = False
+        self.record, self.leave = -1, lambda code: None
+
+    def complain(self, error: BaseException) -> None:
+        """Say once that something of ours has failed; what it was about goes on."""
+        if not self._complained:
+            self._complained = True
+            print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
+
+
+class Watcher:
+    """A thread that speaks, four times a second, for a worker whose main thread may be stuck.
+
+    It says that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
+    question for stacks and collectives, and cuts the connections of a collective that will never end. It holds no lock
+    that the main thread may want, imports nothing, and whatever goes wrong in it ends there.
+    """
+
+    def __init__(
+        self,
+        box: Box,
+        ledger: Ledger,
+        connections: Connections,
+        native: NativeStacks | None,
+        complain: Callable[[BaseException], None],
+    ) -> None:
+        self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
+        self._complain = complain
+        self._main = threading.main_thread().ident or 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
+        self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
+
+    def start(self) -> None:
+        """Begin."""
+        self._box.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it before the process ends, so that it is not within torch when torch is taken down."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
+        while not self._stop.wait(WAKE_SECONDS):
+            for part in (self._beat, self._reply, self._release):
+                try:
+                    part()
+                except Exception as error:
+                    self._complain(error)
+
+    def _beat(self) -> None:
+        box = self._box
+        box.put("beat_ns", time.monotonic_ns())
+        if self._native is not None:
+            box.put("ready", self._native.ready())
+        groups = [*self._ledger.groups.values()]
+        for group in groups:
+            group.sweep(box)
+        enqueued = [group for group in groups if group.enqueued]
+        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
+            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            for group in enqueued:
+                group.end_enqueued(pending, box)
+        now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
+        self._still = self._still + 1 if now == self._last else 0
+        self._last = now
+        box.put("enqueued", now[0])
+        box.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+
+    def _reply(self) -> None:
+        asked = self._box.get("asked")
+        if asked <= self._answered:
+            return
+        self._answered = asked
+        groups = self._groups()
+        stacks = recorder.stacks(self._main)
+        answer = Answer(
+            ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
+            titles=recorder.group_titles(),
+            stacks=stacks,
+            enqueued=self._last[0],
+        )
+        self._box.answer(asked, msgspec.json.encode(answer))
+
+    def _groups(self) -> dict[str, Group]:
+        return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+
+    def _release(self) -> None:
+        if not self._box.get("released"):
+            return
+        if not self._aborted and (module := recorder.distributed()) is not None:
+            self._aborted = True
+            threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
+        self._connections.shut()
+
+
+class NativeStacks:
+    """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
+
+    So a regular expression that runs for ever, or a C extension that never returns, is seen with the line of Python
+    that called it.
+    """
+
+    def __init__(self, box: Box) -> None:
+        """Raises OSError where /proc is not to be had."""
+        path = f"/proc/self/fd/{box.descriptor}"
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
+        self._inode = os.fstat(self._file.fileno()).st_ino
+        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
+        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
+
+    def ready(self) -> int:
+        """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
+        if self._file is None:
+            return WATCHED
+        try:
+            if os.fstat(self._file.fileno()).st_ino == self._inode:
+                return SIGNAL_SAFE
+        except OSError:
+            pass
+        faulthandler.unregister(SIGNAL)
+        self._file = None
+        return WATCHED

@@ -1,0 +1,290 @@
+"""The one set of hooks that sees: where a script that nobody changed loads, goes forward and backward, and steps.
+
+    class Steps(Events):
+        def step_ended(self, optimizer): ...
+
+    Hooks(complain).listen(Steps()).install()
+
+Two readers listen: what judges silent faults (`finite`, `replicas`, `steps`), in every run, and what writes down facts
+for `--check` (`loading`, `seeing`, `noting`). Only what somebody listens to is told. The hooks are in torch itself:
+`DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
+only one reader looks. No argument and no result is changed, but the closure of a step is wrapped; what a listener
+raises is complained of, and the script goes on. A process that the script forks (a loader's, say) is not the rank, and
+is not heard.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial, update_wrapper, wraps
+from typing import Any, Self
+
+from paceline.rank.imports import when_imported
+from paceline.rank.unseen import unseen
+
+Then = Callable[..., None]
+
+MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
+
+
+class Events:
+    """What may be listened to: override what is of interest. All but one are called in the thread of the script."""
+
+    def torch_is_there(self) -> None:
+        """It has just been imported: now hooks of one's own may be hung."""
+
+    def epoch_begins(self, batches: Any) -> None:
+        """A `DataLoader` has made the iterator `batches`, or begins again with it."""
+
+    def indices_drawn(self, batches: Any, indices: Any) -> None:
+        """Its sampler has given the indices of one more batch: a list, or one; loaders with processes draw ahead."""
+
+    def batch_asked(self, batches: Any) -> None:
+        """The script asks for a batch."""
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        """It gets one."""
+
+    def epoch_ended(self, batches: Any) -> None:
+        """There is no more."""
+
+    def replica_made(self, ddp: Any) -> None:
+        """A `DistributedDataParallel` has been made, with equal parameters on all its ranks."""
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """It is called."""
+
+    def buffers_asked(self, ddp: Any) -> None:
+        """In its forward it waits for the buffers of rank 0."""
+
+    def buffers_given(self, ddp: Any) -> None:
+        """It has them."""
+
+    def forward_ended(self, ddp: Any, output: Any) -> None:
+        """It has returned."""
+
+    def backward_begins(self, losses: Any) -> None:
+        """`backward()` is called on a tensor, or on several."""
+
+    def backward_ended(self) -> None:
+        """It has returned; under DDP the gradients are reduced."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """An optimizer is about to change its parameters; they have their gradients, of a closure or from before."""
+
+    def closure_ended(self, optimizer: Any) -> None:
+        """It has called its closure once more (L-BFGS): other gradients, at parameters that it may give up again."""
+
+    def step_ended(self, optimizer: Any) -> None:
+        """It has changed them."""
+
+    def session_begins(self) -> None:
+        """The script begins a session, or another training of paceline."""
+
+    def thread_ended(self, name: str, error: BaseException) -> None:
+        """A thread of the script has ended with this exception; called in that thread."""
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """An exception has left "data", "forward" or "backward": the script ends, or swallows it. See the ledger for a
+        "collective".
+        """
+
+    def script_ended(self) -> None:
+        """The script has ended with exit code 0."""
+
+
+class Hooks:
+    """Those of one process."""
+
+    def __init__(self, complain: Callable[[BaseException], None]) -> None:
+        self._listeners: dict[str, list[Then]] = {}
+        self._complain = complain
+        os.register_at_fork(after_in_child=self._listeners.clear)
+
+    def listen(self, *listeners: Events) -> Self:
+        """Have these called, after those before them."""
+        for name in vars(Events):
+            heard = [getattr(one, name) for one in listeners if getattr(type(one), name) is not getattr(Events, name)]
+            self._listeners[name] = [*self._listeners.get(name, ()), *heard]
+        return self
+
+    def dismiss(self, *listeners: Events) -> None:
+        """A session begins: have these called no more, and tell the others."""
+        for name, heard in self._listeners.items():
+            self._listeners[name] = [one for one in heard if getattr(one, "__self__", None) not in listeners]
+        self._tell("session_begins")
+
+    def end(self) -> None:
+        """The script has ended with exit code 0."""
+        self._tell("script_ended")
+
+    def install(self) -> Self:
+        """Be called from now on, or as soon as torch is there as a whole."""
+        when_imported("torch", self._install)
+        before = threading.excepthook
+
+        def ended(args: threading.ExceptHookArgs) -> None:
+            if isinstance(args.exc_value, Exception):
+                self._tell("thread_ended", args.thread.name if args.thread is not None else "?", args.exc_value)
+            before(args)
+
+        threading.excepthook = ended
+        return self
+
+    def _tell(self, event: str, *told: Any) -> None:
+        for then in self._listeners.get(event, ()):
+            try:
+                then(*told)
+            except Exception as error:
+                self._complain(error)
+
+    def _install(self, *, late: bool) -> None:
+        tell = self._tell
+        try:
+            self._hang_on_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
+            replica = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+            hang(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
+            hang(
+                replica, "forward",
+                before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
+                after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
+                failed=lambda error, *_, **__: tell("raised", "forward", error),
+            )  # fmt: skip
+            hang(
+                replica, "_sync_buffers",
+                before=lambda ddp: tell("buffers_asked", ddp),
+                after=lambda _, ddp: tell("buffers_given", ddp),
+            )  # fmt: skip
+            hang(
+                sys.modules["torch.autograd"], "backward",
+                before=lambda losses, *_, **__: tell("backward_begins", losses),
+                after=lambda *_, **__: tell("backward_ended"),
+                failed=lambda error, *_, **__: tell("raised", "backward", error),
+            )  # fmt: skip
+            optimizers = sys.modules["torch.optim.optimizer"]
+            optimizers.register_optimizer_step_pre_hook(self._step_begins)
+            optimizers.register_optimizer_step_post_hook(self._step_ended)
+        except Exception as error:  # a torch with other names
+            self._complain(error)
+        tell("torch_is_there")
+
+    def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Gradients are there, unless a closure computes them: then `step_begins` is told when that has returned."""
+        if _is_of_another_step(optimizer):
+            return None
+        closure = _closure(args, named)
+        if not callable(closure) or not self._listeners.get("step_begins"):
+            self._tell("step_begins", optimizer)
+            return None
+        watched = Closure(
+            closure, partial(self._tell, "step_begins", optimizer), partial(self._tell, "closure_ended", optimizer)
+        )
+        return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
+
+    def _step_ended(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if _is_of_another_step(optimizer):
+            return
+        closure = _closure(args, named)
+        if isinstance(closure, Closure):
+            closure.begin()  # it was not called
+        self._tell("step_ended", optimizer)
+
+    def _hang_on_loaders(self, base: Any) -> None:
+        """`__next__` is the base's alone; the two kinds of iterators have their own of the others, and call these."""
+        tell = self._tell
+
+        def begun(_: Any, batches: Any, loader: Any) -> None:
+            batches.of_loader = weakref.ref(loader)
+            tell("epoch_begins", batches)
+
+        def begun_again(_: Any, batches: Any, loader: Any, first_iter: bool = False) -> None:
+            if not first_iter:
+                tell("epoch_begins", batches)
+
+        def failed(error: BaseException, batches: Any) -> None:
+            over = isinstance(error, StopIteration)
+            tell("epoch_ended", batches) if over else tell("raised", "data", error)
+
+        hang(base, "__init__", after=begun)
+        hang(base, "_reset", after=begun_again)
+        hang(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
+        given = partial(hang, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
+        given(after=lambda batch, batches: tell("batch_given", batches, batch))
+
+
+class Closure:
+    """The closure of an optimizer's step: says when it has returned, the first time and later."""
+
+    def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
+        self._closure, self._first, self._later = closure, first, later
+        self._begun = False
+        update_wrapper(self, closure)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        result = self._closure(*args, **named)
+        if self._begun:
+            self._later()
+        self.begin()
+        return result
+
+    def begin(self) -> None:
+        """The step begins, if it has not yet."""
+        if not self._begun:
+            self._begun = True
+            self._first()
+
+
+def _is_of_another_step(optimizer: Any) -> bool:
+    """Whether a subclass's step has called its base's: torch calls the hooks in both."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - torch's wrapper of the method
+    wrapper, args = frame.f_code, frame.f_code.co_varnames[0]
+    for _ in range(MOST_BETWEEN):
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code is wrapper and (frame.f_locals.get(args) or (None,))[0] is optimizer:
+            return True
+    return False
+
+
+def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """What `optimizer.step(...)` was given as its closure."""
+    return named.get("closure", args[1] if len(args) > 1 else None)
+
+
+def hang(
+    owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
+) -> None:
+    """Have these called beside a function of torch's: with its arguments; after it, with what it gave or raised first.
+
+    In code that is compiled they are not: nothing of ours shall be in the graph. What they raise is not seen, then.
+    """
+    function = getattr(owner, name)
+    compiles = sys.modules["torch.compiler"].is_compiling
+
+    def tell(then: Then | None, *told: Any, **named: Any) -> None:
+        if then is not None:
+            try:
+                then(*told, **named)
+            except Exception:
+                return
+
+    @unseen
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if compiles():
+            return function(*args, **kwargs)
+        tell(before, *args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            tell(failed, error, *args, **kwargs)
+            raise
+        tell(after, result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, called)

@@ -1,0 +1,125 @@
+"""The guard of this very process: phases, the agent's word, and being called when torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ExitCode, StallError
+from paceline.protocol import boxes
+from paceline.protocol.box import Box, make_box
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.sites import Owner, owner, short
+
+LOST_PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
+
+
+@dataclass(frozen=True)
+class Mine:
+    guard: Guard
+    descriptor: int
+
+
+@pytest.fixture
+def mine() -> Iterator[Mine]:
+    descriptor = make_box(0)
+    box = Box(descriptor)
+    yield Mine(Guard(box, on=True), descriptor)
+    box.close()
+    os.close(descriptor)
+
+
+def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
+    with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
+        with mine.guard.phase(Phase.CHECKPOINT):
+            assert boxes.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
+        assert boxes.read_counters(mine.descriptor).phase == Phase.EVALUATE
+        raise KeyError
+    assert boxes.read_counters(mine.descriptor).phase == Phase.USER
+
+
+def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
+    assert mine.guard.released() == "" and mine.guard.stall_error(ValueError()) is None
+    word = json.dumps({"kind": "BEHIND", "page": "GUILTY: rank 2", "exit_code": 4, "guilty": [2]})
+    boxes.release(mine.descriptor, word.encode())
+    assert mine.guard.released() == word
+    error = mine.guard.stall_error(ValueError())
+    assert isinstance(error, StallError) and (str(error), error.exit_code) == ("GUILTY: rank 2", ExitCode.MISMATCH)
+
+
+@pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])
+def test_a_word_that_makes_no_sense_is_a_stall_all_the_same(mine: Mine, word: bytes) -> None:
+    boxes.release(mine.descriptor, word)
+    error = mine.guard.stall_error(ValueError())
+    assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
+
+
+def test_a_rank_whose_peer_was_freed_first_waits_for_its_own_word(mine: Mine) -> None:
+    later = threading.Timer(0.3, boxes.release, (mine.descriptor, b'{"page": "late"}'))
+    later.start()
+    begun = time.monotonic()
+    assert str(mine.guard.stall_error(LOST_PEER)) == "late"
+    assert 0.2 < time.monotonic() - begun < 10
+    later.join()
+
+
+def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
+    begun = time.monotonic()
+    assert mine.guard.stall_error(LOST_PEER) is None
+    assert time.monotonic() - begun < 2.0
+    begun = time.monotonic()
+    assert mine.guard.stall_error(ValueError("mine")) is None
+    assert time.monotonic() - begun < 0.9  # it waits for nobody: a wait is at least a second
+
+
+IMPORTS = """
+import sys
+from paceline.rank.imports import when_imported
+def then(late): print("late", late, hasattr(sys.modules["decimal"], "Decimal"))
+when_imported("decimal", then)
+when_imported("decimal", then)
+when_imported("decimal", lambda late: print("another"))
+import json
+print("json")
+from decimal import Decimal
+import decimal, importlib, inspect
+print(decimal.__spec__.loader is decimal.__loader__, "exec_module" in vars(decimal.__loader__), len(inspect.getsource(decimal)) > 0)
+importlib.reload(decimal)
+when_imported("decimal", lambda late: print("late", late))
+print(any("worker.imports" in type(finder).__module__ for finder in sys.meta_path))
+"""  # noqa: E501
+
+
+def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=20)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "json", "late False True", "another", "True False True", "late True", "False",
+    ]  # fmt: skip
+
+
+def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
+    script = "from paceline.rank.imports import when_imported\nwhen_imported('no_such', print)\nimport no_such"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
+
+
+def test_files_have_owners_and_the_same_names_everywhere() -> None:
+    ours = str(Path(boxes.__file__).parents[1] / "train" / "step.py")
+    torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
+    helper = ours.replace("train/step", "collectives/control")
+    assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3
+    assert (owner(ours), owner("/home/u/my/train.py")) == (Owner.OURS, Owner.USER)
+    assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"
+    assert short(threading.__file__) == f"python3.{sys.version_info.minor}/threading.py"
+    assert short("/home/u/my/train.py") == "train.py"
