@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import Task
-from paceline.protocol.box import Box, make_box
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.guard import Guard
 from paceline.tasks.mnist import cross_entropy, dataset
 
@@ -75,7 +75,7 @@ def parts() -> dict[str, float]:
     """Seconds that each part takes once. The collective's is the difference that the wrapper makes."""
     import torch
 
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         tensor = torch.ones(1)

@@ -41,9 +41,9 @@ from paceline.host.facts import Facts, gather
 from paceline.launch.plan import Command
 from paceline.launch.ssh.announcements import await_agents
 from paceline.launch.ssh.sessions import open_sessions
+from paceline.protocol.control import STOP_SIGNALS, Orders, signal_inbox
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import STOP_SIGNALS, Orders, signal_inbox
 
 NODES = (2, 10, 30, 100, 300, 1000)
 NPROC = 8

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests import warm
 
 from paceline.errors import ExitCode
-from paceline.protocol.birth import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP
 
 POLL_SECONDS = 0.02
 SAVED = int(ExitCode.SAVED)  # is no failure

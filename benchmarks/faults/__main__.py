@@ -22,7 +22,7 @@ from paceline.cli.flags import check_out_file, check_positive, write_json
 from paceline.cli.options import CommandLine
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.tables import table_console
-from paceline.protocol.windows import Windows
+from paceline.protocol.job import Windows
 
 ROOT_PROGRAMS = ("unshare", "mount")
 TABLE_WIDTH = 160

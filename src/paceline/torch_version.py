@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from paceline.ladder import LADDER
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 
 OLDEST, NEWEST = "2.11", "2.14"  # the releases that CI installs
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 
 if (birth := WorkerBirth.here()) is not None and birth.preload >= 0:
     from paceline.rank.imports import import_all

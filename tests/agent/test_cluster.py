@@ -14,8 +14,8 @@ from threading import Thread
 from paceline.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
 from paceline.agent.cluster import Cluster
 from paceline.host.facts import gather
+from paceline.protocol.control import Orders, signal_inbox
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import Orders, signal_inbox
 
 SECRET = "5e" * 32
 

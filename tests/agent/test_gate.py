@@ -13,8 +13,8 @@ import pytest
 from paceline.agent.cluster import Cluster
 from paceline.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 from paceline.errors import UsageError
+from paceline.protocol.control import Orders, signal_inbox
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import Orders, signal_inbox
 
 SECRET = "5e" * 32
 

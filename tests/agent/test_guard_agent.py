@@ -18,9 +18,9 @@ from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.protocol.control import Orders, signal_inbox
 from paceline.protocol.evidence import Sample, VerdictKind
 from paceline.protocol.job import NodePlan, NodeRanks
-from paceline.protocol.orders import Orders, signal_inbox
 
 pytestmark = pytest.mark.sample(3)
 
@@ -31,7 +31,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 birth = WorkerBirth.here()
 folder, generation = Path(birth.attempt_dir), birth.generation
 dist.init_process_group("gloo")

@@ -27,9 +27,9 @@ from paceline.protocol.job import Host, NodePlan
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
 STEPS = """
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.box import Box
-box, world = Box.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
+box, world = StatusPage.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:
     fail(ValueError("other data here"), 2)

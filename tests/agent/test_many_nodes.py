@@ -32,9 +32,9 @@ from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
+from paceline.protocol.control import Orders, signal_inbox
 from paceline.protocol.evidence import Sample, Verdict, VerdictKind
 from paceline.protocol.job import NodePlan, NodeRanks
-from paceline.protocol.orders import Orders, signal_inbox
 
 SECRET = "5e" * 32
 NODES = 100

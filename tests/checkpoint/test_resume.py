@@ -18,7 +18,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.config import CheckpointConfig, TrainConfig
 from paceline.disk.writing import write_new
 from paceline.errors import PacelineError
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.rank.world import World
 from paceline.train.run import _origin
 

@@ -29,7 +29,7 @@ from paceline.observe.events import Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary
 from paceline.observe.writers import EventWriter
-from paceline.protocol.failure import Failure
+from paceline.protocol.evidence import Failure
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ SCRIPT = """
 import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), Path(WorkerBirth.here().attempt_dir)

@@ -269,10 +269,10 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
 
 
 STEPS = """
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.box import Box
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
 birth = WorkerBirth.here()
-box = Box.inherited(birth.box)
+box = StatusPage.inherited(birth.box)
 (here / f"ready-{birth.generation}-{rank}-on-{host}").touch()
 while not (here / "enough").exists():
     box.set_step(1)

@@ -21,7 +21,7 @@ from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import gather_words, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
-from paceline.protocol.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
 pytestmark = pytest.mark.ranks

@@ -35,7 +35,7 @@ from paceline.collectives.tree import Forest, added_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.proofs.bench.memory import Traffic
 from paceline.proofs.verify.worker import verify
-from paceline.protocol.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.guard import Guard
 from paceline.rank.world import World
 from paceline.verify.spec import Spec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.guard.detectors import Alarm, StallDetector
 from paceline.protocol.evidence import Phase, Sample
-from paceline.protocol.windows import Windows
+from paceline.protocol.job import Windows
 
 
 def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:

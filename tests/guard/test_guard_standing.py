@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, stands_still, to_free
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
-from paceline.protocol.windows import Windows
+from paceline.protocol.job import Windows
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")

@@ -8,8 +8,7 @@ from tests.rendered import rendered
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_TRACEBACK_LINES, failure_page
 from paceline.observe.terminal import LiveFilter, clean
-from paceline.protocol.evidence import Evidence
-from paceline.protocol.failure import Failure
+from paceline.protocol.evidence import Evidence, Failure
 
 
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):

@@ -32,8 +32,7 @@ from tests.hostile.users import ROOT, User, Users, two_users
 
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
-from paceline.protocol.evidence import Live, LiveRank
-from paceline.protocol.failure import Failure
+from paceline.protocol.evidence import Failure, Live, LiveRank
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
 CASES_A_SAVE = 200

@@ -22,7 +22,7 @@ HARD_LIMIT_SECONDS = 30.0
 LAUNCHER = """
 import fcntl, json, os, sys
 from paceline.protocol.job import JobSpec
-from paceline.protocol.windows import Windows
+from paceline.protocol.job import Windows
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
@@ -39,7 +39,7 @@ sys.exit(run(local(job), keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.rank.attach import attach, record_failure
 attach()
 birth = WorkerBirth.here()

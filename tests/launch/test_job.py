@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.launch.plan import describe, local, node_plan
-from paceline.protocol.job import Allocation, Host, JobSpec, NodePlan
-from paceline.protocol.windows import Windows
+from paceline.protocol.job import Allocation, Host, JobSpec, NodePlan, Windows
 
 GOLDEN = """\
 # agent 0

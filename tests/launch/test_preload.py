@@ -19,13 +19,13 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.protocol.birth import at_import
+from paceline.protocol.control import at_import
 from paceline.protocol.job import JobSpec
 
 BECOMES = """
 import os, sys
 {before}
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 if (birth := WorkerBirth.here()).preload >= 0:
     {first}
     from paceline.rank.imports import import_all
@@ -276,7 +276,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
 TASK = """
 from pathlib import Path
 import os
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.tasks.mnist import cnn as built_in
 
 def cnn(data_dir):

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.protocol import marks
-from paceline.protocol.box import BOX_BYTES, MARKS_AT, Box, make_box
 from paceline.protocol.evidence import Op, ScriptFinding
 from paceline.protocol.marks import (
     FINDINGS,
@@ -25,6 +24,7 @@ from paceline.protocol.marks import (
     read_marks,
     read_orders,
 )
+from paceline.protocol.status_page import BOX_BYTES, MARKS_AT, StatusPage, make_status_page
 
 
 def mark(number: int, table: int = 0) -> Mark:
@@ -43,7 +43,7 @@ def test_the_regions_do_not_overlap() -> None:
 def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int, ahead: int) -> None:
     found: list[set[int]] = []
     for last in (first, first + ahead):
-        box = Box(make_box(0))
+        box = StatusPage(make_status_page(0))
         for number in range(max(1, last - 5000), last + 1):
             put_mark(box, mark(number))
         found.append({one.number for one in marks_of(read_marks(box.descriptor))})
@@ -54,7 +54,7 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
 
 
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     for number in range(1, 77):
         put_mark(box, mark(number))
     found = {one.number for one in marks_of(read_marks(box.descriptor))}
@@ -62,7 +62,7 @@ def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middl
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     put_mark(box, mark(12, table=3))
     (one,) = marks_of(read_marks(box.descriptor))
     assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
@@ -72,7 +72,7 @@ def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
 
 
 def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     for table, count in ((0, 5), (2, LAST_CALLS + 10)):
         for number in range(count):
             put_call(box, table, Order(70 + table, 3, number, ()), number)
@@ -84,7 +84,7 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
 
 
 def test_names_calls_and_the_last_findings_are_read_again() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     names = marks.Names(box)
     names.of_tensors(7, ["fc.weight"])
     names.of_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
@@ -102,7 +102,7 @@ def test_names_calls_and_the_last_findings_are_read_again() -> None:
 
 
 def test_calls_that_were_written_over_while_they_were_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     for number in range(LAST_CALLS):
         put_call(box, 0, Order(70, 3, number, ()), number)
         put_call(box, 1, Order(71, 3, number, ()), number)

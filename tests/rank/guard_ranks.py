@@ -22,10 +22,9 @@ import msgspec
 from tests import warm
 
 from paceline.agent.workers import read_record
-from paceline.protocol import box, boxes
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.evidence import Answer, Op
-from paceline.protocol.failure import Failure
+from paceline.protocol import status_page
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Answer, Failure, Op
 from paceline.rank import bootstrap
 from paceline.rank.preload import _watch_torch
 
@@ -33,7 +32,7 @@ OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
 HEAD = """
 import os, sys, time
 from pathlib import Path
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 birth = WorkerBirth.here()
 rank, folder = int(os.environ["RANK"]), Path(birth.attempt_dir)
 def ready(): (folder / f"ready-{rank}").touch()
@@ -65,21 +64,21 @@ class Rank:
 
     def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
         """Its answer, if one comes within `seconds`."""
-        boxes.put_question(self.box, question)
+        status_page.put_question(self.box, question)
         deadline = time.monotonic() + seconds
-        while boxes.read_counters(self.box).answered < question:
+        while status_page.read_counters(self.box).answered < question:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        return msgspec.json.decode(boxes.read_answer(self.box), type=Answer)
+        return msgspec.json.decode(status_page.read_answer(self.box), type=Answer)
 
     def native(self) -> str:
         """Its stacks as faulthandler writes them."""
-        assert boxes.takes_signal(self.process.pid)
-        boxes.forget_native(self.box)
-        os.kill(self.process.pid, box.SIGNAL)
-        wait(lambda: OUTERMOST.search(boxes.read_native(self.box)), "no stacks")
-        return boxes.read_native(self.box)
+        assert status_page.takes_signal(self.process.pid)
+        status_page.forget_native(self.box)
+        os.kill(self.process.pid, status_page.SIGNAL)
+        wait(lambda: OUTERMOST.search(status_page.read_native(self.box)), "no stacks")
+        return status_page.read_native(self.box)
 
     def failure(self) -> Failure | None:
         """What it has written down about its end."""
@@ -125,7 +124,7 @@ def ranks(
 def _start(
     folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
 ) -> Rank:
-    memory, record = box.make_box(rank), os.memfd_create("record")
+    memory, record = status_page.make_status_page(rank), os.memfd_create("record")
     birth = WorkerBirth(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
     settings = {
         "RANK": str(rank),

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from paceline.agent.workers import read_record
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.failure import Failure
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Failure
 from paceline.rank.attach import attach, record_failure
 
 Born = Callable[..., WorkerBirth]

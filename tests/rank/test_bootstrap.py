@@ -15,7 +15,7 @@ import pytest
 
 from paceline.agent.workers import read_record
 from paceline.errors import UsageError
-from paceline.protocol.birth import BOOTSTRAP, WorkerBirth
+from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.rank.bootstrap import worker_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -158,7 +158,7 @@ def record():
 
 LATE = """
 import atexit, os
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 atexit.register(lambda: print("recorded before:", os.fstat(WorkerBirth.here().record).st_size > 0))
 """
 
@@ -192,7 +192,7 @@ def test_a_forked_childs_failure_is_not_the_ranks(tmp_path: Path, record: int) -
 
 AGENT = """
 import os, subprocess, sys, time
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerBirth(os.getpid()).variable()})
 print(worker.pid, flush=True)
 time.sleep(60)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ExitCode, StallError
-from paceline.protocol import boxes
-from paceline.protocol.box import Box, make_box
+from paceline.protocol import status_page
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.guard import Guard
 from paceline.rank.sites import Owner, owner, short
 
@@ -32,8 +32,8 @@ class Mine:
 
 @pytest.fixture
 def mine() -> Iterator[Mine]:
-    descriptor = make_box(0)
-    box = Box(descriptor)
+    descriptor = make_status_page(0)
+    box = StatusPage(descriptor)
     yield Mine(Guard(box, on=True), descriptor)
     box.close()
     os.close(descriptor)
@@ -42,16 +42,16 @@ def mine() -> Iterator[Mine]:
 def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
     with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
         with mine.guard.phase(Phase.CHECKPOINT):
-            assert boxes.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
-        assert boxes.read_counters(mine.descriptor).phase == Phase.EVALUATE
+            assert status_page.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
+        assert status_page.read_counters(mine.descriptor).phase == Phase.EVALUATE
         raise KeyError
-    assert boxes.read_counters(mine.descriptor).phase == Phase.USER
+    assert status_page.read_counters(mine.descriptor).phase == Phase.USER
 
 
 def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
     assert mine.guard.released() == "" and mine.guard.stall_error(ValueError()) is None
     word = json.dumps({"kind": "BEHIND", "page": "GUILTY: rank 2", "exit_code": 4, "guilty": [2]})
-    boxes.release(mine.descriptor, word.encode())
+    status_page.release(mine.descriptor, word.encode())
     assert mine.guard.released() == word
     error = mine.guard.stall_error(ValueError())
     assert isinstance(error, StallError) and (str(error), error.exit_code) == ("GUILTY: rank 2", ExitCode.MISMATCH)
@@ -59,13 +59,13 @@ def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
 
 @pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])
 def test_a_word_that_makes_no_sense_is_a_stall_all_the_same(mine: Mine, word: bytes) -> None:
-    boxes.release(mine.descriptor, word)
+    status_page.release(mine.descriptor, word)
     error = mine.guard.stall_error(ValueError())
     assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
 
 
 def test_a_rank_whose_peer_was_freed_first_waits_for_its_own_word(mine: Mine) -> None:
-    later = threading.Timer(0.3, boxes.release, (mine.descriptor, b'{"page": "late"}'))
+    later = threading.Timer(0.3, status_page.release, (mine.descriptor, b'{"page": "late"}'))
     later.start()
     begun = time.monotonic()
     assert str(mine.guard.stall_error(LOST_PEER)) == "late"
@@ -115,7 +115,7 @@ def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
 
 
 def test_files_have_owners_and_the_same_names_everywhere() -> None:
-    ours = str(Path(boxes.__file__).parents[1] / "train" / "step.py")
+    ours = str(Path(status_page.__file__).parents[1] / "train" / "step.py")
     torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
     helper = ours.replace("train/step", "collectives/control")
     assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3

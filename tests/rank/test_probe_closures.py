@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.protocol.box import Box, make_box
 from paceline.protocol.facts import ScriptFacts, SeenStep
 from paceline.protocol.marks import read_findings
+from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.probes.finite import Batches, Finite
 from paceline.rank.probes.hooks import Events, Hooks
 from paceline.rank.probes.loading import LoaderWatch
@@ -132,15 +132,15 @@ def test_a_step_begins_when_its_closure_has_computed_the_gradients(how: str, tmp
     assert run_ranks(told, 1, tmp_path, how) == [EVENTS[how]]
 
 
-def looked_on() -> Box:
+def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     steps, batches = ScriptPhases(box), Batches()
     Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
     return box
 
 
-def findings(box: Box) -> list[str]:
+def findings(box: StatusPage) -> list[str]:
     found = [f"{one.kind}, step {one.step}, own {one.own}: {one.words}" for one in read_findings(box.descriptor)]
     box.close()
     return found
@@ -260,7 +260,7 @@ def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) 
 
 
 def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
     for number in range(40):
         stale.backward_begins(None)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.box import Box, make_box
-from paceline.protocol.boxes import read_counters
 from paceline.protocol.marks import Names, marks_of, read_findings, read_marks
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes.joint import Joint
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import Counted, Stale
@@ -33,7 +32,7 @@ class Replica:
 class Rank:
     """The listeners of one, as `look_on` has them, and what a script does."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: StatusPage) -> None:
         self.box, self.collectives = box, 0
         self.joint = Joint(lambda: self.collectives)
         self.counted = Counted(box, self.joint)
@@ -73,7 +72,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0, 1])
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     yield Rank(box)
     box.close()
 
@@ -156,7 +155,7 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def marked_by(probes: int) -> set[tuple[int, int]]:
-        box = Box(make_box(0))
+        box = StatusPage(make_status_page(0))
         one = Rank(box)
         kept: list[Any] = []
         for _ in range(3):

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.protocol.box import Box, make_box
-from paceline.protocol.boxes import read_counters
 from paceline.protocol.evidence import Phase
 from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes.finite import Batches, Finite
 from paceline.rank.probes.hooks import Hooks
 from paceline.rank.probes.replicas import Fingerprints
@@ -23,20 +22,20 @@ from paceline.rank.probes.steps import ScriptPhases, Stale, Swallowed
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
-    made = Box(make_box(0))
+    made = StatusPage(make_status_page(0))
     yield made
     made.close()
 
 
-def marked(box: Box) -> list[Mark]:
+def marked(box: StatusPage) -> list[Mark]:
     return marks_of(read_marks(box.descriptor))
 
 
-def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: Box) -> None:
+def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: StatusPage) -> None:
     other, phases = type("Optimizer", (), {})(), ScriptPhases(box)
     optimizer = type("Optimizer", (), {})()
     seen: list[Phase] = []
@@ -61,7 +60,7 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
     assert phases.done == 5
 
 
-def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: Box) -> None:
+def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: StatusPage) -> None:
     phases = ScriptPhases(box)
     phases.backward_begins(None)
     box.put("released", 1)
@@ -70,7 +69,7 @@ def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: Box) -> None:
     assert read_counters(box.descriptor).moved == before
 
 
-def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: Box) -> None:
+def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: StatusPage) -> None:
     prints, model = Fingerprints(box, Names(box)), torch.nn.Linear(2, 2)
     for _ in range(TABLES + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -83,7 +82,7 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
     assert {one.table for one in marked(box)} == {*range(TABLES)}
 
 
-def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: Box) -> None:
+def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: StatusPage) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     prints = Fingerprints(box, Names(box))
@@ -102,7 +101,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
 
 
-def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
+def test_what_ranks_may_rightly_have_apart_is_not_marked(box: StatusPage) -> None:
     model = torch.nn.Linear(3, 3)
     model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
     Fingerprints(box, Names(box)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -116,14 +115,16 @@ def test_what_ranks_may_rightly_have_apart_is_not_marked(box: Box) -> None:
     assert len(marked(box)) == 1
 
 
-def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box: Box) -> None:
+def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box: StatusPage) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
     optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
     Fingerprints(box, Names(box)).step_ended(optimizer)
     assert marked(box)[0].settings == (1.0, 0.75, 0.0, 1.5)
 
 
-def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False) -> list[str]:
+def trained(
+    box: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
+) -> list[str]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite = Finite(box, steps, Batches())
@@ -144,7 +145,7 @@ def trained(box: Box, x: torch.Tensor, *, apply: bool = True, found_inf: Any = N
     return [f"{one.step} {one.own} {one.words}" for one in read_findings(box.descriptor)]
 
 
-def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> None:
+def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: StatusPage) -> None:
     bad = torch.full((2, 3), float("nan"))
     assert trained(box, torch.ones(2, 3)) == []
     assert trained(box, bad, apply=False) == [], "who looks and leaves the step out has done right"
@@ -155,7 +156,7 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: Box) -> 
     assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
 
 
-def test_an_exception_is_told_if_the_script_steps_on_and_once(box: Box) -> None:
+def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -> None:
     steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     swallowed = Swallowed(box, steps)
     for _ in range(2):
@@ -181,7 +182,7 @@ OTHER_SIZE = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:456] op.p
 @pytest.mark.parametrize("error", [LOST, OTHER_SIZE, DistBackendError("NCCL error: unhandled system error")])
 @pytest.mark.parametrize("where", ["backward", "forward", "collective"])
 def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_ends(
-    box: Box, where: str, error: Exception
+    box: StatusPage, where: str, error: Exception
 ) -> None:
     for last in (True, False):
         steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
@@ -200,7 +201,9 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
         assert (told.kind, told.step, told.last) == ("collective", 0 if last else 1, last)
 
 
-def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(box: Box) -> None:
+def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(
+    box: StatusPage,
+) -> None:
     swallowed = Swallowed(box, ScriptPhases(box))
     swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
     swallowed.script_ended()
@@ -212,7 +215,7 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
     assert (told.kind, told.last) == ("swallowed", True)
 
 
-def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: Box) -> None:
+def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: StatusPage) -> None:
     class Batches: ...
 
     def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
@@ -234,7 +237,9 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(box: Box, persistent: bool) -> None:
+def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
+    box: StatusPage, persistent: bool
+) -> None:
     """As the process that deals out batches with Accelerate: the others have none that would do the same."""
 
     class Batches: ...
@@ -258,7 +263,7 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(b
 
 
 def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
-    box: Box, monkeypatch: pytest.MonkeyPatch
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others: list[object] = []
     monkeypatch.setattr(threading, "excepthook", others.append)
@@ -279,9 +284,11 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     assert told.words.endswith("in read: a broken record") and len(others) == 2 and not complaints
 
 
-def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [time.monotonic_ns()]
-    monkeypatch.setattr("paceline.protocol.box.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("paceline.protocol.status_page.time.monotonic_ns", lambda: now[0])
     phases, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     box.enter(Phase.USER)
     for step in range(20):
@@ -291,7 +298,7 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(box: Box, m
     assert box.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < box.spent_ns[Phase.EVALUATE]
 
 
-def test_a_step_without_backward_is_told_where_each_before_had_one(box: Box) -> None:
+def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPage) -> None:
     optimizer, other = type("Optimizer", (), {})(), type("Optimizer", (), {})()
     stale = Stale(box, ScriptPhases(box))
     for number in range(40):
@@ -304,7 +311,7 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(box: Box) -> 
     assert told[0].startswith("made a step without backward()")
 
 
-def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: Box) -> None:
+def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
     def told(windows: Sequence[int]) -> list[str]:
         optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
         before = len(read_findings(box.descriptor))
@@ -320,7 +327,7 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box:
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
-def test_a_batch_that_comes_again_and_again_is_told(box: Box, same_from: int | None, zeros: bool) -> None:
+def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: int | None, zeros: bool) -> None:
     ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
     stale, mask = Stale(box, phases), torch.ones(4, 3)
     for number in range(80):

@@ -24,7 +24,7 @@ from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
 from paceline.data.plan import ranks_share
-from paceline.protocol.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.strategies import STRATEGIES, Replica
 from paceline.strategies.fsdp import fsdp
 from paceline.train.weights import rescue_alone

@@ -13,7 +13,7 @@ from tests.view.folders import make_run
 
 from paceline.observe.events import Started, Step
 from paceline.observe.writers import EventWriter
-from paceline.protocol.failure import Failure
+from paceline.protocol.evidence import Failure
 from paceline.view.happened import breakdowns, learned, remedy, started_again
 from paceline.view.page import report_page
 from paceline.view.run import whole_run

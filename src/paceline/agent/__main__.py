@@ -35,8 +35,8 @@ from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
 from paceline.observe.folder import create_attempt_dir, lock_run_dir
 from paceline.observe.terminal import say
+from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 
 MAX_PLAN_BYTES = 1 << 20
 

@@ -1,6 +1,6 @@
 """The agent of ranks that another launcher (torchrun, srun, mpirun) started: `paceline watchover`.
 
-Each node has one. The ranks attach to it through a socket (`protocol/attach.py`). It watches them as an agent watches
+Each node has one. The ranks attach to it through a socket (`protocol/control.py`). It watches them as an agent watches
 workers that it started. It differs in three ways: it does not start or restart ranks, it ends ranks only if its plan
 allows it (`may_end`), and it ends with the last rank. After the ranks have met in torch's store, the agents of several
 nodes connect to each other. The agent of node 0 diagnoses, the others follow it.
@@ -33,11 +33,22 @@ from paceline.guard.sentences import named, verb
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.observe.terminal import say
-from paceline.protocol.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
-from paceline.protocol.evidence import Sample
-from paceline.protocol.failure import GOOD_ENDS, Failure
+from paceline.protocol.control import (
+    LIFELINE_GRACE_SECONDS,
+    STOP_SIGNALS,
+    Goodbye,
+    Hello,
+    Meeting,
+    Message,
+    Orders,
+    Readable,
+    peer_pid,
+    receive,
+    send,
+    wait_readable,
+)
+from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders, Readable, wait_readable
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come
 LATE_SECONDS = 1.0  # for one more, when all that have come are gone again

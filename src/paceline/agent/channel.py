@@ -28,9 +28,9 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import port_holder
+from paceline.protocol.control import Readable
 from paceline.protocol.evidence import Evidence, Sample
 from paceline.protocol.job import NodeRanks
-from paceline.protocol.orders import Readable
 
 BEAT_SECONDS = 2.0  # between two signs of life, in both directions
 SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it

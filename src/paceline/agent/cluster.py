@@ -34,9 +34,9 @@ from paceline.errors import PacelineError
 from paceline.host.procfs import allow_files
 from paceline.observe.machine import ClockAhead
 from paceline.observe.terminal import say
+from paceline.protocol.control import STOP_SIGNALS, Orders
 from paceline.protocol.evidence import Evidence, Sample
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import STOP_SIGNALS, Orders
 
 DRIFT = 1e-4  # seconds a second by which two clocks may part: quartz is good for 5e-5
 AGAIN_SECONDS = 60.0  # between two records that say nothing better

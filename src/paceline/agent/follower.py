@@ -37,8 +37,8 @@ from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
 from paceline.observe.terminal import say
+from paceline.protocol.control import REMOTE_GRACE_SECONDS, Orders
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import REMOTE_GRACE_SECONDS, Orders
 
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then
 

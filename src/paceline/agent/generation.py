@@ -18,9 +18,9 @@ from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
 from paceline.guard.deaths import due_seconds
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS
 from paceline.protocol.evidence import Evidence, Sample
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import LIFELINE_GRACE_SECONDS
 
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0

@@ -19,10 +19,9 @@ from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
-from paceline.protocol.evidence import Evidence, Sample
-from paceline.protocol.failure import GOOD_ENDS
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.evidence import GOOD_ENDS, Evidence, Sample
 from paceline.protocol.job import NodePlan
-from paceline.protocol.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 
 TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.host.sweep import sweep_recorded
-from paceline.protocol.orders import STOP_SIGNALS
+from paceline.protocol.control import STOP_SIGNALS
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:

@@ -37,8 +37,8 @@ from paceline.host.reach import candidates, why_unreachable
 from paceline.observe.folder import INVITATION
 from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import MAX_NAMES, say
+from paceline.protocol.control import Orders
 from paceline.protocol.job import NodePlan, labels
-from paceline.protocol.orders import Orders
 
 FIRST_WORD_SECONDS = 10.0
 NEXT_WORD_SECONDS = 30.0

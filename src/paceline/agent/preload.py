@@ -21,9 +21,16 @@ import msgspec
 from paceline.host.procfs import read_process
 from paceline.host.sweep import mark_of
 from paceline.observe.terminal import say
-from paceline.protocol.birth import MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth, as_bytes, at_import
-from paceline.protocol.orders import Orders
-from paceline.protocol.variables import AGENT_MARK
+from paceline.protocol.control import (
+    AGENT_MARK,
+    MAX_ORDER_BYTES,
+    READY,
+    ForkOrder,
+    Orders,
+    WorkerBirth,
+    as_bytes,
+    at_import,
+)
 
 PR_SET_CHILD_SUBREAPER = 36
 READY_SECONDS = 60.0  # importing torch from a slow disk; then every worker has to as well

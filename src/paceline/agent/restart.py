@@ -11,8 +11,7 @@ from typing import Self
 from paceline.errors import ExitCode
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.report import same_verdict
-from paceline.protocol.evidence import Sample, Verdict, VerdictKind
-from paceline.protocol.failure import LOADER_KILLED
+from paceline.protocol.evidence import LOADER_KILLED, Sample, Verdict, VerdictKind
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,18 @@ from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
 from paceline.observe.log_times import TimesWriter
-from paceline.protocol.birth import ROOM, WorkerBirth
-from paceline.protocol.box import make_box
-from paceline.protocol.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
-from paceline.protocol.evidence import Sample
-from paceline.protocol.failure import GOOD_ENDS, Failure
+from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerBirth
+from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
-from paceline.protocol.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
+from paceline.protocol.status_page import (
+    ask_to_regroup,
+    ask_to_save,
+    make_status_page,
+    read_counters,
+    release,
+    takes_signal,
+)
 
 OURS = "PACELINE_"
 THE_USERS = (SHARED_MEMORY,)  # named as ours, and yet a wish of whoever starts a run
@@ -174,7 +178,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         log_start = os.fstat(log).st_size
         # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
         record = os.memfd_create(f"paceline-record-{rank}")
-        box = make_box(rank)
+        box = make_status_page(rank)
         shown = rank == 0 or plan.show == "all"
         direct = rank == max(0, plan.stdin_rank) and shown and os.isatty(1)  # what draws on a terminal must see one
         meet = store.inherited(rank, plain=plan.plain_store)

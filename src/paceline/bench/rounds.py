@@ -18,8 +18,8 @@ from paceline.bench.spec import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measu
 from paceline.errors import ExitCode, plural
 from paceline.launch.supervise import run_workers
 from paceline.mesh import strategy_on
-from paceline.protocol.failure import Failure
-from paceline.protocol.orders import STOP_SIGNALS
+from paceline.protocol.control import STOP_SIGNALS
+from paceline.protocol.evidence import Failure
 
 WORKER = "paceline.proofs.bench.worker"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it

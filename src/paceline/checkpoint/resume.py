@@ -16,7 +16,7 @@ from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.errors import UsageError
 from paceline.observe import folder as run_folder
-from paceline.protocol.birth import WorkerBirth, restarts
+from paceline.protocol.control import WorkerBirth, restarts
 from paceline.rank.world import World
 
 

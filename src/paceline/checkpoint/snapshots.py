@@ -35,7 +35,7 @@ from paceline.collectives.control import costs, gather_words
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.rank.world import World
 
 Pair = tuple[int, int]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import ExitCode, unknown
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.orders import hold_standard_descriptors
+from paceline.protocol.control import WorkerBirth, hold_standard_descriptors
 from paceline.rank.foreign import understood
 
 GROUPS = {

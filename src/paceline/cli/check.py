@@ -12,7 +12,7 @@ from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
-from paceline.protocol.birth import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP
 from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.protocol.job import JobSpec
 from paceline.verify.script_page import judged, mistakes, script_page

@@ -28,8 +28,8 @@ from paceline.launch.supervise import run
 from paceline.launchers import LauncherName, launchers_of
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
+from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
-from paceline.protocol.variables import SECRET_NAME
 
 Launcher = Callable[[JobSpec], Plan]
 LAUNCHERS: dict[LauncherName, Launcher] = {"local": local, "ssh": ssh, "slurm": slurm, "print": by_hand}

@@ -22,9 +22,8 @@ from paceline.launch.plan import local
 from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
-from paceline.protocol.birth import BOOTSTRAP
-from paceline.protocol.job import JobSpec
-from paceline.protocol.windows import Windows
+from paceline.protocol.control import BOOTSTRAP
+from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.bootstrap import worker_command
 from paceline.rank.foreign import launched
 from paceline.torch_version import untested_torch

@@ -24,7 +24,7 @@ from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
 from paceline.observe.machine import MachineUse
 from paceline.observe.tables import table_console
-from paceline.protocol.variables import RUN_ID
+from paceline.protocol.control import RUN_ID
 from paceline.view.watch_lines import gpu_words
 from paceline.view.words import one_line, size_words
 

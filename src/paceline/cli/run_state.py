@@ -19,7 +19,7 @@ from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.nodes import read_nodes
 from paceline.observe.notices import notices
 from paceline.observe.summary import LIVE, RunState, State, Summary, read_ended, read_summary
-from paceline.protocol.failure import GOOD_ENDS
+from paceline.protocol.evidence import GOOD_ENDS
 
 WINDOW_STEPS = 50
 EVENTS = "events-0.jsonl"

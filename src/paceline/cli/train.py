@@ -26,7 +26,7 @@ from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import say
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.protocol.job import JobSpec
 from paceline.rank.foreign import check_shape, launched
 from paceline.rank.imports import TRAINING, import_all

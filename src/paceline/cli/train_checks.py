@@ -11,8 +11,8 @@ from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.mesh import mesh_of
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.windows import Windows
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.job import Windows
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
 from paceline.torch_version import lacks_torch

@@ -22,8 +22,8 @@ from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary
 from paceline.observe.terminal import say
+from paceline.protocol.control import PRELOAD
 from paceline.protocol.job import JobSpec
-from paceline.protocol.variables import PRELOAD
 
 
 def _taken(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:

@@ -19,7 +19,7 @@ from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
-from paceline.protocol.windows import AUTO, Windows
+from paceline.protocol.job import AUTO, Windows
 from paceline.tasks import check_loop, check_task, is_loop
 from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport

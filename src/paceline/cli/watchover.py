@@ -10,9 +10,8 @@ from paceline.cli.commands import command_line
 from paceline.errors import UsageError
 from paceline.observe.folder import create_attempt_dir, open_run_dir
 from paceline.observe.terminal import say
-from paceline.protocol.birth import BOOTSTRAP, WorkerBirth
-from paceline.protocol.job import NodePlan, NodeRanks
-from paceline.protocol.windows import Windows
+from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.job import NodePlan, NodeRanks, Windows
 from paceline.rank.bootstrap import run_script, worker_command
 from paceline.rank.foreign import COUNTS, launched
 from paceline.rank.watchover import attach_to_agent

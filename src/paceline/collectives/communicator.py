@@ -49,7 +49,7 @@ from paceline.collectives.transports import (
 )
 from paceline.collectives.tree import Forest
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
-from paceline.protocol.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 
 Asked = Literal["auto", "shared", "torch"]
 _QUIET = ("switched off", "hosts")  # reasons that are not printed

@@ -77,8 +77,8 @@ from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.errors import ExitCode, TrainingError
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
-from paceline.protocol.variables import SHARED_MEMORY
 from paceline.rank.guard import Guard
 
 SPINS = 1000  # looks, of about 50 ns each

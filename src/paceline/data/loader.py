@@ -32,9 +32,8 @@ from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.seeded import SLOTS_OF_A_LOADER, SeededBatches, SeededSamples, asks_for_batches, collated
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
-from paceline.protocol.box import Box
-from paceline.protocol.boxes import read_loaders
-from paceline.protocol.orders import STOP_SIGNALS
+from paceline.protocol.control import STOP_SIGNALS
+from paceline.protocol.status_page import StatusPage, read_loaders
 from paceline.seeding import preserved_streams
 
 EXIT_SECONDS = 1.0  # a loader process closes its connections before the kernel reports that it ended
@@ -63,7 +62,7 @@ class Loading:
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
-    box: Box | None = None
+    box: StatusPage | None = None
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)
@@ -211,7 +210,7 @@ def without_garbage() -> Generator[None]:
             gc.unfreeze()
 
 
-def drained(iterator: Iterator[Any], box: Box | None) -> Generator[Any]:
+def drained(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
     """What a loader's iterator gives; `box` is told while it is waited for. What it draws changes no random stream."""
     try:
         while True:
@@ -246,7 +245,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 
 @contextmanager
-def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
+def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
     """Inside, a killed loader process becomes an error that names it, and what it worked on.
 
     torch raises in the middle of whatever the main thread does, from its handler of SIGCHLD.

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, default_collate, def
 
 from paceline.errors import UsageError
 from paceline.nested import batch_size
-from paceline.protocol.box import SLOTS, Box
+from paceline.protocol.status_page import SLOTS, StatusPage
 from paceline.seeding import derive, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation live at the same time
@@ -29,7 +29,7 @@ class SeededSamples(Dataset[Any]):
     A worker process writes into the box which sample it works on.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, box: StatusPage | None = None, first_slot: int = 0) -> None:
         self._dataset, self._seed = dataset, seed
         self._box, self._first_slot = box, first_slot
 

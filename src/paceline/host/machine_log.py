@@ -20,7 +20,7 @@ from paceline.host.procfs import PROC, read_process
 from paceline.observe.machine import MachineUse, RankUse, file_name
 from paceline.observe.terminal import say
 from paceline.observe.writers import BoundedWriter
-from paceline.protocol.orders import STOP_SIGNALS
+from paceline.protocol.control import STOP_SIGNALS
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
 BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; what follows is others' (steal), or counted already (guest)

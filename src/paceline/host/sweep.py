@@ -13,7 +13,7 @@ import msgspec
 
 from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
-from paceline.protocol.variables import AGENT_MARK
+from paceline.protocol.control import AGENT_MARK
 
 SWEEP_SECONDS = 2.0
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, as_file, node_plan
-from paceline.protocol.birth import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
 from paceline.protocol.job import JobSpec, head_ports, labels, plain_name
-from paceline.protocol.variables import RUN_ID, SECRET_NAME
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # in the place of a name that we do not know

@@ -19,7 +19,7 @@ from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.observe.bar import REPORT_SECONDS, Bar
 from paceline.observe.summary import read_ended
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 
 CALLED = Path(__file__).parents[1] / "rank" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"

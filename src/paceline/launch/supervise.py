@@ -28,8 +28,8 @@ from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.observe.terminal import say
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.protocol.job import JobSpec, NodePlan
-from paceline.protocol.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop
 

@@ -14,13 +14,16 @@ LAST_CALLS. Beside them are the names of what is marked, and findings: the few t
 import os
 import struct
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
-from paceline.protocol import box
 from paceline.protocol.evidence import Op, ScriptFinding
+from paceline.protocol.status_page import MARKS_AT, StatusPage, op_of
 
 TABLES = 4
 LEVELS, KEPT = 11, 8  # a script that ends before it is looked at twice leaves enough to be judged by
@@ -33,8 +36,8 @@ TABLE_BYTES = LEVELS * KEPT * MARK.size
 # count of calls, hash of the group's name, how many ranks it has; then a ring of hashes, 4 bytes each
 ORDER, GROUPS, LAST_CALLS = struct.Struct("@QII"), 4, 1024
 UNSURE = 32  # of the oldest: they may be overwritten while somebody reads
-ORDERS_AT, ORDER_BYTES = box.MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
-NAMES_AT, NAMES_MAX = box.MARKS_AT + (1 << 16), 1 << 15
+ORDERS_AT, ORDER_BYTES = MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
+NAMES_AT, NAMES_MAX = MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
 SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
 
@@ -75,7 +78,7 @@ class Order(NamedTuple):
         return self.made - len(self.calls)
 
 
-def put_call(own: box.Box, table: int, order: Order, call: int) -> None:
+def put_call(own: StatusPage, table: int, order: Order, call: int) -> None:
     """Write one more call down; `order` is what it was before, its calls are not looked at."""
     at = ORDERS_AT + table * ORDER_BYTES
     own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
@@ -114,11 +117,11 @@ def orders_of(data: bytes) -> list[Order]:
     return found
 
 
-def put_mark(own: box.Box, mark: Mark) -> None:
+def put_mark(own: StatusPage, mark: Mark) -> None:
     """Write a mark down."""
     level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
-    at = box.MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
+    at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
     data = MARK.pack(*mark[:3], *mark.parts, *mark.hashes, *mark.sums, *mark.settings, mark.number)
     own.store_record(at, data)
     own.put("marks", own.get("marks") + 1)
@@ -127,7 +130,7 @@ def put_mark(own: box.Box, mark: Mark) -> None:
 class Names:
     """Of what is marked: a worker's."""
 
-    def __init__(self, own: box.Box) -> None:
+    def __init__(self, own: StatusPage) -> None:
         self._own = own
         self._tensors: dict[str, list[str]] = {}
         self._calls: dict[str, str] = {}
@@ -158,7 +161,7 @@ class Named(msgspec.Struct, frozen=True):
     calls: dict[str, str] = {}
 
 
-def put_finding(own: box.Box, finding: ScriptFinding) -> None:
+def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
     """Tell the agent what was found."""
     told = own.get("findings")
     data = msgspec.json.encode(finding)
@@ -168,7 +171,7 @@ def put_finding(own: box.Box, finding: ScriptFinding) -> None:
 
 def read_marks(descriptor: int) -> bytes:
     """All marks that a worker has written down, to be sent."""
-    data = os.pread(descriptor, TABLES * TABLE_BYTES, box.MARKS_AT)
+    data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
     found = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
     return b"".join(one for one in found if any(one[:8]))
 
@@ -190,7 +193,7 @@ def read_names(descriptor: int) -> Named:
 
 def read_calls(descriptor: int) -> dict[str, Op]:
     """What calls the worker has made, by the hash that stands in marks."""
-    return {key: box.op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
+    return {key: op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
@@ -203,3 +206,82 @@ def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
         except (msgspec.MsgspecError, RecursionError):
             continue
     return found
+
+
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first call at which the ranks part; `odd` are those in the minority, none without a majority."""
+
+    calls: tuple[Op | None, ...]  # by rank; None: it had called nothing more
+    odd: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        """Who called what."""
+        told = [rank for rank in range(len(self.calls)) if not self.odd or rank in self.odd]
+        words = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in told)
+        if not self.odd:
+            return words + "; no majority says which is right"
+        usual = next(call for rank, call in enumerate(self.calls) if rank not in self.odd)
+        return words + f" where all others called {_call(usual)}"
+
+
+def compare_orders(
+    histories: Sequence[Sequence[Op]], local: frozenset[str], known: frozenset[str] = frozenset()
+) -> Mismatch | frozenset[str]:
+    """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
+
+    `local` are the lines of single ranks that are left out already, `known` those from which all ranks have called in
+    earlier steps.
+    """
+    counts = [Counter(op.site for op in history) for history in histories]
+    sites = {site for count in counts for site in count}
+    local |= {site for site in sites if len({count[site] for count in counts}) > 1}
+    for group in dict.fromkeys(op.group for history in histories for op in history):
+        of_group = [[op for op in history if op.group == group] for history in histories]
+        labels = [tuple(order_label(op, local) for op in ops) for ops in of_group]
+        if len(set(labels)) > 1:
+            return _mismatch(of_group, labels)
+        if departure := _departure(of_group, known):
+            return departure
+    return local
+
+
+def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
+    """What ranks must have in common of a call."""
+    # a name says more than a line: the same bucket leaves from backward on one rank, and after it on another
+    shown = "" if op.name or op.kind in ROOTED or op.site in local else op.site
+    return (*op.signature, shown)
+
+
+def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+    """Where ranks have left the known lines of the others for two indistinguishable calls in a row.
+
+    All ranks' calls have the same signatures here.
+    """
+    for first, second in pairwise(zip(*of_group, strict=True)):
+        if first[0].signature != second[0].signature or first[0].name or first[0].kind in ROOTED:
+            continue
+        left = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if not known & {op.site for op in ops}]
+        stayed = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if known >= {op.site for op in ops}]
+        if left and stayed and len(left) + len(stayed) == len(first):
+            return Mismatch(first, tuple(left))
+    return None
+
+
+def _mismatch(of_group: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
+    (common, votes), *_ = Counter(labels).most_common()
+    at = next(i for i in range(max(map(len, labels))) if len({line[i : i + 1] for line in labels}) > 1)
+    calls = tuple(ops[at] if at < len(ops) else None for ops in of_group)
+    majority = 2 * votes > len(labels)
+    return Mismatch(calls, tuple(r for r, line in enumerate(labels) if line != common) if majority else ())
+
+
+def _call(op: Op | None) -> str:
+    if op is None:
+        return "nothing more"
+    name = f" '{op.name}'" if op.name else ""
+    return f"{op.kind}{name} {op.shape} {op.dtype}".rstrip() + (f" at {op.site}" if op.site else "")

@@ -24,8 +24,8 @@ from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.observe.terminal import clean
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.failure import Failure, is_victim
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Failure, is_victim
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
 from paceline.rank.unseen import unseen

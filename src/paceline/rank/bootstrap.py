@@ -26,8 +26,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.birth import BOOTSTRAP, WorkerBirth
-from paceline.protocol.failure import is_victim
+from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.evidence import is_victim
 from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported

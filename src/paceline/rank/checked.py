@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from paceline.disk import writing
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.protocol.facts import MAX_STEPS, ScriptFacts, facts_file
 from paceline.rank import bootstrap
 from paceline.rank.guard import Guard

@@ -26,10 +26,9 @@ import msgspec
 
 from paceline.errors import ExitCode, StallError
 from paceline.host.procfs import GUARD_THREAD
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.box import SIGNAL, SIGNAL_SAFE, WATCHED, Box, make_box
-from paceline.protocol.evidence import Answer, Phase
-from paceline.protocol.failure import is_victim
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Answer, Phase, is_victim
+from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
 from paceline.rank import recorder
 from paceline.rank.imports import when_imported
 from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
@@ -51,13 +50,13 @@ class Guard:
     max_steps = float("inf")  # after which a session ends its training; the script continues
     _of_process: ClassVar[Guard | None] = None
 
-    def __init__(self, box: Box | None, *, on: bool) -> None:
+    def __init__(self, box: StatusPage | None, *, on: bool) -> None:
         """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
         self.on = on
         self._has_agent = box is not None
         self.record = -1  # memory for the record of a failure, for an agent that did not start us
         self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
-        self.box = box or Box(make_box(0))
+        self.box = box or StatusPage(make_status_page(0))
         self._complained = False
         self.ledger = Ledger(self.box, self.complain)
         self.connections = Connections()
@@ -72,7 +71,7 @@ class Guard:
         """This process's guard, the same at every call."""
         if Guard._of_process is None:
             birth = WorkerBirth.here()
-            box = None if birth is None else Box.inherited(birth.box)
+            box = None if birth is None else StatusPage.inherited(birth.box)
             Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
@@ -80,7 +79,7 @@ class Guard:
     @classmethod
     def observed(cls, box: int, record: int) -> Guard:
         """Make this process's guard, where no agent of ours has started it: another process is to read these two."""
-        Guard._of_process = guard = cls(Box(box), on=True)
+        Guard._of_process = guard = cls(StatusPage(box), on=True)
         guard.record = record
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
@@ -195,7 +194,7 @@ class Watcher:
 
     def __init__(
         self,
-        box: Box,
+        box: StatusPage,
         ledger: Ledger,
         connections: Connections,
         native: NativeStacks | None,
@@ -282,7 +281,7 @@ class NativeStacks:
     that called it.
     """
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: StatusPage) -> None:
         """Raises OSError where /proc is not to be had."""
         path = f"/proc/self/fd/{box.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process

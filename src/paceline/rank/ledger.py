@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from paceline.protocol.box import NO_PEER, RECORDS, Box, ring_text
 from paceline.protocol.evidence import Op, Phase
-from paceline.protocol.marks import GROUPS, Names, Order, put_call
-from paceline.protocol.order import ROOTED
+from paceline.protocol.marks import GROUPS, ROOTED, Names, Order, put_call
+from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, ring_text
 from paceline.rank.sites import Site, call_site
 from paceline.rank.unseen import unseen
 
@@ -126,7 +125,7 @@ class Group:
         if after > begun.before:
             self.spans.append((begun.before, after, self.ahead))
 
-    def returned(self, begun: Begun, result: Any, box: Box) -> None:
+    def returned(self, begun: Begun, result: Any, box: StatusPage) -> None:
         """A call has returned, with a `Work` perhaps; end its record, unless it may be on its way."""
         if self.polled and hasattr(result, "is_completed"):
             self.pending.append((begun.record, weakref.ref(result)))
@@ -138,7 +137,7 @@ class Group:
         if len(self.enqueued) > RECORDS // 2:  # so long ago that nobody needs to be asked
             box.end(self.enqueued.popleft()[0])
 
-    def end_enqueued(self, pending: Collection[tuple[str, int]], box: Box) -> None:
+    def end_enqueued(self, pending: Collection[tuple[str, int]], box: StatusPage) -> None:
         """End the records of all that is not `pending`, known by group and number."""
         for entry in [*self.enqueued]:
             if (self.name, entry[1]) not in pending:
@@ -146,7 +145,7 @@ class Group:
                     self.enqueued.remove(entry)
                 box.end(entry[0])
 
-    def sweep(self, box: Box) -> None:
+    def sweep(self, box: StatusPage) -> None:
         """End the records of asynchronous calls that are over by now, up to the first that is not."""
         while self.pending:
             entry = self.pending.popleft()
@@ -209,7 +208,7 @@ def leave_untraced(code: CodeType) -> None:
 class Ledger:
     """What this process has called. One for a process: a torch of its own has only one set of functions to wrap."""
 
-    def __init__(self, box: Box, complain: Callable[[BaseException], None]) -> None:
+    def __init__(self, box: StatusPage, complain: Callable[[BaseException], None]) -> None:
         """`complain` gets an error of the ledger's own; the call that it was about has been made all the same."""
         self.active = True
         self.marker: OrderMarks | None = None  # of a script's calls, whose waits are shown, too
@@ -471,7 +470,7 @@ def order_hash(op: Op) -> int:
 class OrderMarks:
     """Which collectives this process's script calls over the first groups of all ranks: agents compare the orders."""
 
-    def __init__(self, box: Box, names: Names) -> None:
+    def __init__(self, box: StatusPage, names: Names) -> None:
         self._box, self._names = box, names
         self._groups: dict[str, tuple[int, Order]] = {}
 

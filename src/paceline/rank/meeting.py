@@ -23,7 +23,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
-from paceline.protocol.birth import WorkerBirth, restarts
+from paceline.protocol.control import WorkerBirth, restarts
 from paceline.rank.foreign import job_token
 
 MEETING_SECONDS = 300.0

@@ -1,6 +1,6 @@
 """Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
-It runs a worker's own command, up to here (see protocol/birth.py and agent/preload.py). A fork is safe while
+It runs a worker's own command, up to here (see protocol/control.py and agent/preload.py). A fork is safe while
 this is the only thread, and no file and no CUDA device is open: that is looked at before. What a worker would have got
 from its start (environment, descriptors, session, signals) it gets after the fork.
 """
@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.protocol.birth import MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth
-from paceline.protocol.variables import AGENT_MARK
+from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth
 from paceline.rank.guard import Guard
 from paceline.rank.ledger import KINDS, MODULE
 

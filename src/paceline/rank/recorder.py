@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paceline.protocol.boxes import of_this_life
 from paceline.protocol.evidence import Op, Stack
 from paceline.protocol.places import Activity, activity_of, shown_site_of
+from paceline.protocol.status_page import of_this_life
 from paceline.rank.ledger import KINDS, MODULE, SAME, Group
 from paceline.rank.sites import frame_of
 

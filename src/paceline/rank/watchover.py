@@ -21,10 +21,9 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.observe.terminal import say
-from paceline.protocol.attach import Goodbye, Hello, Meeting, agent_address, peer_pid, receive, send
-from paceline.protocol.birth import restarts
-from paceline.protocol.box import make_box
+from paceline.protocol.control import Goodbye, Hello, Meeting, agent_address, peer_pid, receive, restarts, send
 from paceline.protocol.job import NodePlan
+from paceline.protocol.status_page import make_status_page
 from paceline.rank import recorder
 from paceline.rank.foreign import job_token
 from paceline.rank.guard import Guard
@@ -45,7 +44,7 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
     rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
     address = agent_address(env, job_token(env))
     try:
-        box, record = make_box(rank), os.memfd_create(f"paceline-record-{rank}")
+        box, record = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:
             start_agent(address, plan)
         attachment = Attachment(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)

@@ -19,7 +19,7 @@ import msgspec
 from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Op
-from paceline.protocol.order import Mismatch, compare_orders, order_label
+from paceline.protocol.marks import Mismatch, compare_orders, order_label
 from paceline.rank.world import World
 from paceline.stepping.nonfinite import UNCHANGED
 

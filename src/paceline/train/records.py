@@ -21,8 +21,8 @@ from paceline.observe.events import Anatomy, Event, Traced
 from paceline.observe.summary import finite, scores_line
 from paceline.observe.track import Tracking, wanted
 from paceline.observe.writers import EventWriter
-from paceline.protocol.birth import WorkerBirth
-from paceline.protocol.box import Box
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.strategies.base import Replica
 from paceline.train.costs import held_bytes
@@ -140,7 +140,7 @@ class Records:
 class Traces:
     """Steps in detail, for `paceline trace` and the page of a run: few of many, and always the last."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: StatusPage) -> None:
         self._box, self._last = box, deque[tuple[int, Sequence[Border]]](maxlen=LAST)
 
     def of(self, record: StepRecord, new: Sequence[Replica]) -> list[Event]:

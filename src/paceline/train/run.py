@@ -24,7 +24,7 @@ from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
 from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
-from paceline.protocol.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Phase
 from paceline.rank.device import device_words
 from paceline.rank.guard import Guard

@@ -23,7 +23,7 @@ from paceline.observe.machine import ClockAhead, MachineUse, decode_record, mach
 from paceline.observe.notices import Noted, notices
 from paceline.observe.summary import Summary, read_summary
 from paceline.observe.terminal import clean
-from paceline.protocol.failure import Failure
+from paceline.protocol.evidence import Failure
 from paceline.view.rank_log import MOST_OF_A_KIND, RankLog
 
 MOST_RANKS, MOST_CHARS = 4096, 2000

@@ -21,7 +21,7 @@ from tests.run_ranks import run_ranks
 from paceline.collectives import memory_sum
 from paceline.collectives.communicator import make_communicator
 from paceline.proofs.verify.worker import collect_bits, verify
-from paceline.protocol.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 from paceline.verify.spec import Case, Diagnosis, Result, Spec
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from paceline.errors import PacelineError, UsageError, plural, unknown
 from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.slurm.queue import run_slurm, slurm_words
+from paceline.protocol.control import STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.protocol.job import JobSpec
-from paceline.protocol.orders import STOP_SIGNALS, read_inbox, signal_inbox
 
 FORMAT = "%P|%D|%c|%G|%l|%a"
 LONGEST_LISTED = 20

@@ -22,8 +22,8 @@ from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, announced, await_agents, why_lost
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
 from paceline.observe.terminal import say
-from paceline.protocol.failure import GOOD_ENDS
-from paceline.protocol.orders import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
+from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
+from paceline.protocol.evidence import GOOD_ENDS
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
 LAST_SECONDS = 5.0  # the other agents end at the same time as node 0's

@@ -24,8 +24,8 @@ from paceline.compute.resources import peak_memory
 from paceline.data.loader import MicroBatch
 from paceline.nested import tensors
 from paceline.pipeline.line import Pipeline
-from paceline.protocol.box import RECORDS, Box
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Replica
 from paceline.train.costs import held_bytes
@@ -149,7 +149,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 class Traffic:
     """Counts from when it is made, and again from each call of `sent`."""
 
-    def __init__(self, box: Box, world: World, pipeline: Pipeline | None) -> None:
+    def __init__(self, box: StatusPage, world: World, pipeline: Pipeline | None) -> None:
         self._box, self._world, self._line = box, world, pipeline
         self._begin()
 

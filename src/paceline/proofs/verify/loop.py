@@ -28,7 +28,7 @@ from paceline.nested import mapped, tensors
 from paceline.proofs.verify.reference import Observed
 from paceline.proofs.verify.setup import has_batch_norm, in_double, to_double, world_on
 from paceline.proofs.verify.trial import digests_of, fingerprints, gradients_of, parameters_of
-from paceline.protocol.failure import is_victim
+from paceline.protocol.evidence import is_victim
 from paceline.rank.world import World
 from paceline.seeding import derive, seed_streams, stream_states
 from paceline.sessions.life import UNSEEDED, close_all

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from paceline.protocol.box import Box
 from paceline.protocol.evidence import ScriptFinding
 from paceline.protocol.marks import put_finding
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes.hooks import Events
 from paceline.rank.probes.later import Later, may_compute
 from paceline.rank.probes.steps import Counted
@@ -82,7 +82,7 @@ class Batches(Events):
 class Finite(Events):
     """Of this process's optimizers."""
 
-    def __init__(self, box: Box, steps: Counted, batches: Batches) -> None:
+    def __init__(self, box: StatusPage, steps: Counted, batches: Batches) -> None:
         self._box, self._steps, self._batches, self._later = box, steps, batches, Later()
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
         self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.protocol.box import Box
 from paceline.protocol.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes.hooks import Events
 from paceline.rank.probes.joint import Joint, Turn, kept_equal
 from paceline.rank.probes.later import Later, may_compute
@@ -75,7 +75,7 @@ class WatchedOptimizer:
 class Fingerprints(Events):
     """Of this process's optimizers, four at a time."""
 
-    def __init__(self, box: Box, names: Names, joint: Joint | None = None) -> None:
+    def __init__(self, box: StatusPage, names: Names, joint: Joint | None = None) -> None:
         self._box, self._names, self._later = box, names, Later()
         self._joint = joint or Joint(lambda: box.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from paceline.protocol.box import Box
 from paceline.protocol.marks import Names
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import Guard
 from paceline.rank.ledger import OrderMarks
 from paceline.rank.probes.finite import Batches, Finite
@@ -41,7 +41,7 @@ def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
 class Joins(Events):
     """Sees whether ranks may rightly take different numbers of steps: torch's Join is entered."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: StatusPage) -> None:
         self._box, self._sees = box, False
 
     def replica_made(self, ddp: Any) -> None:

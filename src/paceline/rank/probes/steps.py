@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from msgspec.structs import replace
 
-from paceline.protocol.box import Box
-from paceline.protocol.evidence import Phase, ScriptFinding
-from paceline.protocol.failure import is_victim
+from paceline.protocol.evidence import Phase, ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
+from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes.digests import leaf_digests
 from paceline.rank.probes.hooks import Events
 from paceline.rank.probes.joint import Joint
@@ -40,7 +39,7 @@ PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps 
 class Counted(Events):
     """Counts steps: all that is left where the guard is off."""
 
-    def __init__(self, box: Box, joint: Joint | None = None) -> None:
+    def __init__(self, box: StatusPage, joint: Joint | None = None) -> None:
         self._box, self._joint = box, joint
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
@@ -67,7 +66,7 @@ class Counted(Events):
 class ScriptPhases(Counted):
     """Says in the box, too, what the script does."""
 
-    def __init__(self, box: Box, joint: Joint | None = None) -> None:
+    def __init__(self, box: StatusPage, joint: Joint | None = None) -> None:
         super().__init__(box, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
         self._seen_ns = dict.fromkeys(ASIDE, 0)
@@ -123,7 +122,7 @@ class ScriptPhases(Counted):
 class Swallowed(Events):
     """Tells of exceptions after which the script steps on as if nothing had been, and of those that end a thread."""
 
-    def __init__(self, box: Box, steps: Counted) -> None:
+    def __init__(self, box: StatusPage, steps: Counted) -> None:
         self._box, self._steps = box, steps
         self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
         """since the last step: what and where -> in words, and, if a collective failed, a reference to its world"""
@@ -171,7 +170,7 @@ class Stale(Events):
     It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
     """
 
-    def __init__(self, box: Box, steps: Counted, joint: Joint | None = None) -> None:
+    def __init__(self, box: StatusPage, steps: Counted, joint: Joint | None = None) -> None:
         self._box, self._steps, self._joint = box, steps, joint
         self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
         self._past = 0  # steps in a row

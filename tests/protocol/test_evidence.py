@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ExitCode, ToldElsewhere
-from paceline.protocol.failure import LOADER_KILLED, is_victim
+from paceline.protocol.evidence import LOADER_KILLED, is_victim
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 

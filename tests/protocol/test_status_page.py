@@ -17,16 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import warm
 
-from paceline.protocol import box as box_layout
-from paceline.protocol import boxes, marks
-from paceline.protocol.box import BOX_BYTES, RECORDS, Box, make_box
+from paceline.protocol import marks, status_page
 from paceline.protocol.evidence import Op, Phase
+from paceline.protocol.status_page import BOX_BYTES, RECORDS, StatusPage, make_status_page
 
 # A worker that writes all the time. Each number is larger than the one before.
 WRITER = """
 import itertools, sys
-from paceline.protocol.box import Box
-box = Box(int(sys.argv[1]))
+from paceline.protocol.status_page import StatusPage
+box = StatusPage(int(sys.argv[1]))
 for n in itertools.count(1):
     box.set_step(n)
     box.put("beat_ns", n)
@@ -37,37 +36,37 @@ for n in itertools.count(1):
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    made = make_box(3)
+    made = make_status_page(3)
     yield made
     os.close(made)
 
 
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
-    assert boxes.read_counters(descriptor).step == 0
-    box = Box.inherited(descriptor)
+    assert status_page.read_counters(descriptor).step == 0
+    box = StatusPage.inherited(descriptor)
     assert box is not None
     for step in (1, 2**40 + 3, 7):
         box.set_step(step)
-        assert boxes.read_counters(descriptor).step == step
+        assert status_page.read_counters(descriptor).step == step
     box.close()
-    assert boxes.read_counters(descriptor).step == 7
+    assert status_page.read_counters(descriptor).step == 7
     assert os.fstat(descriptor).st_size == BOX_BYTES
 
 
 def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
-    one, other = Box.inherited(descriptor), Box.inherited(descriptor)
+    one, other = StatusPage.inherited(descriptor), StatusPage.inherited(descriptor)
     assert one is not None and other is not None
     one.set_step(5)
     one.close()
     one.close()
     other.set_step(6)
     other.close()
-    assert boxes.read_counters(descriptor).step == 6
+    assert status_page.read_counters(descriptor).step == 6
 
 
 def test_a_number_of_no_open_file_is_no_box() -> None:
-    assert Box.inherited(-1) is None
-    assert Box.inherited(99999) is None
+    assert StatusPage.inherited(-1) is None
+    assert StatusPage.inherited(99999) is None
 
 
 def test_a_number_that_is_another_file_by_now_is_no_box(tmp_path: Path) -> None:
@@ -75,91 +74,93 @@ def test_a_number_that_is_another_file_by_now_is_no_box(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_bytes(b"x" * BOX_BYTES)
     with path.open("r+b") as file:
-        assert Box.inherited(file.fileno()) is None
+        assert StatusPage.inherited(file.fileno()) is None
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.binary(max_size=400), at=st.integers(0, box_layout.ANSWER_AT + 64), length=st.integers(0, 2 * BOX_BYTES))
+@given(
+    data=st.binary(max_size=400), at=st.integers(0, status_page.ANSWER_AT + 64), length=st.integers(0, 2 * BOX_BYTES)
+)
 def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data: bytes, at: int, length: int) -> None:
     os.ftruncate(descriptor, length)  # a worker may do that, too
     os.pwrite(descriptor, data, at)
-    seen = boxes.read_counters(descriptor)
+    seen = status_page.read_counters(descriptor)
     assert isinstance(seen.phase, Phase) and len(seen.phase_seconds) == len(Phase)
-    assert len(boxes.read_ring(descriptor)) <= RECORDS
-    assert len(boxes.read_answer(descriptor)) <= box_layout.ANSWER_MAX
-    assert len(boxes.read_loaders(descriptor)) <= box_layout.SLOTS
-    assert len(boxes.read_native(descriptor)) <= box_layout.NATIVE_MAX
+    assert len(status_page.read_ring(descriptor)) <= RECORDS
+    assert len(status_page.read_answer(descriptor)) <= status_page.ANSWER_MAX
+    assert len(status_page.read_loaders(descriptor)) <= status_page.SLOTS
+    assert len(status_page.read_native(descriptor)) <= status_page.NATIVE_MAX
 
 
 def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     made = [Op("0", n, "all_reduce", f"bucket {n}", "[3]", "float32", "a.py:1 in f", done=True) for n in range(1, 400)]
     for op in made:
         box.end(box.begin(op))
-    assert boxes.read_ring(descriptor) == made[-RECORDS:]
+    assert status_page.read_ring(descriptor) == made[-RECORDS:]
     first = box.begin(Op("1", 1, "recv", peer=3))
-    assert boxes.read_ring(descriptor)[-1] == Op("1", 1, "recv", peer=3)
+    assert status_page.read_ring(descriptor)[-1] == Op("1", 1, "recv", peer=3)
     for op in made[:RECORDS]:
         box.begin(op)
     box.end(first)  # its record is another's by now
-    assert not any(op.done for op in boxes.read_ring(descriptor))
+    assert not any(op.done for op in status_page.read_ring(descriptor))
     box.close()
 
 
 def test_a_record_half_written_is_not_read(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     for seq in (1, 2, 3):
         box.begin(Op("0", seq, "barrier"))
-    os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), box_layout.RING_AT + box_layout.RECORD.size)
-    assert [op.seq for op in boxes.read_ring(descriptor)] == [1, 3]
+    os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), status_page.RING_AT + status_page.RECORD.size)
+    assert [op.seq for op in status_page.read_ring(descriptor)] == [1, 3]
     box.close()
 
 
 def test_long_words_cost_their_own_ends_only(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     box.begin(Op("g" * 99, 7, "all_gather_into_tensor", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
-    (op,) = boxes.read_ring(descriptor)
+    (op,) = status_page.read_ring(descriptor)
     assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "all_gather_into_tensor", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
     box.close()
 
 
 def test_a_question_an_answer_a_word(descriptor: int) -> None:
-    box = Box(descriptor)
-    boxes.put_question(descriptor, 3)
-    assert box.get("asked") == 3 and boxes.read_counters(descriptor).answered == 0
+    box = StatusPage(descriptor)
+    status_page.put_question(descriptor, 3)
+    assert box.get("asked") == 3 and status_page.read_counters(descriptor).answered == 0
     box.answer(3, b"{}")
-    assert boxes.read_counters(descriptor).answered == 3 and boxes.read_answer(descriptor) == b"{}"
-    box.answer(4, b"x" * (box_layout.ANSWER_MAX + 1))  # half a JSON text would be none
-    assert boxes.read_counters(descriptor).answered == 4 and boxes.read_answer(descriptor) == b""
-    boxes.release(descriptor, b"why")
+    assert status_page.read_counters(descriptor).answered == 3 and status_page.read_answer(descriptor) == b"{}"
+    box.answer(4, b"x" * (status_page.ANSWER_MAX + 1))  # half a JSON text would be none
+    assert status_page.read_counters(descriptor).answered == 4 and status_page.read_answer(descriptor) == b""
+    status_page.release(descriptor, b"why")
     assert box.get("released") == 1 and box.word() == b"why"
     box.close()
 
 
 def test_time_goes_to_the_phase_that_was(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     assert box.enter(Phase.DATA) == Phase.USER
     time.sleep(0.05)
     assert box.enter(Phase.FORWARD) == Phase.DATA
-    seen = boxes.read_counters(descriptor)
+    seen = status_page.read_counters(descriptor)
     assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 30
     box.tick()
-    assert boxes.read_counters(descriptor).moved != seen.moved
+    assert status_page.read_counters(descriptor).moved != seen.moved
     box.close()
 
 
 def test_only_a_process_that_catches_the_signal_takes_it() -> None:
-    assert not boxes.takes_signal(os.getpid()) and not boxes.takes_signal(2**22 + 1)
-    signal.signal(box_layout.SIGNAL, lambda *_: None)
+    assert not status_page.takes_signal(os.getpid()) and not status_page.takes_signal(2**22 + 1)
+    signal.signal(status_page.SIGNAL, lambda *_: None)
     try:
-        assert boxes.takes_signal(os.getpid())
+        assert status_page.takes_signal(os.getpid())
     finally:
-        signal.signal(box_layout.SIGNAL, signal.SIG_DFL)
+        signal.signal(status_page.SIGNAL, signal.SIG_DFL)
 
 
 def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
-    steps, loads = Box(descriptor), Box(descriptor)
+    steps, loads = StatusPage(descriptor), StatusPage(descriptor)
     steps.keep_for_steps()
     loads.keep_for_loaders()
     for box in (steps, loads):
@@ -168,9 +169,9 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
         box.begin(Op("0", 1, "barrier"))
     steps.set_loader(0, epoch=0, item=1, busy=True)
     loads.set_loader(1, epoch=0, item=2, busy=True)
-    seen = boxes.read_counters(descriptor)
+    seen = status_page.read_counters(descriptor)
     assert (seen.step, seen.phase, seen.met, seen.moved) == (5, Phase.USER, False, (5, 0, 0, 0, 0))
-    assert [loader.item for loader in boxes.read_loaders(descriptor)] == [1, 2]
+    assert [loader.item for loader in status_page.read_loaders(descriptor)] == [1, 2]
 
 
 @contextmanager
@@ -179,7 +180,7 @@ def writing(descriptor: int) -> Generator[None]:
     with warm.Popen(["-c", WRITER, str(descriptor)], torch=False, pass_fds=[descriptor]) as writer:
         try:
             until = time.monotonic() + 30
-            while not any(boxes.read_counters(descriptor).moved):
+            while not any(status_page.read_counters(descriptor).moved):
                 assert writer.poll() is None and time.monotonic() < until
                 time.sleep(0.01)
             yield
@@ -188,14 +189,14 @@ def writing(descriptor: int) -> Generator[None]:
 
 
 def test_a_reader_never_sees_a_smaller_number_than_before(descriptor: int) -> None:
-    names = [box_layout.COUNTERS_AT[name] for name in ("step", "beat_ns", "changes")]
-    words = [at // 8 for at in (*names, box_layout.PHASES_AT, box_layout.SLOTS_AT, box_layout.SLOTS_AT + 16)]
+    names = [status_page.COUNTERS_AT[name] for name in ("step", "beat_ns", "changes")]
+    words = [at // 8 for at in (*names, status_page.PHASES_AT, status_page.SLOTS_AT, status_page.SLOTS_AT + 16)]
     last = [0] * len(words)
     with writing(descriptor):
         until = time.monotonic() + 1
         while time.monotonic() < until:
             for _ in range(100):
-                data = memoryview(os.pread(descriptor, box_layout.RING_AT, 0)).cast("Q")
+                data = memoryview(os.pread(descriptor, status_page.RING_AT, 0)).cast("Q")
                 now = [data[word] for word in words]
                 assert all(map(ge, now, last)), (last, now)
                 last = now
@@ -225,23 +226,23 @@ def reads(descriptor: int, at: int, size: int, write: Callable[[], object]) -> I
 
 
 def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     for seq in range(1, RECORDS + 1):
         box.begin(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
-    mixed = reads(descriptor, box_layout.RING_AT, box_layout.RECORD.size, lambda: box.begin(new))
-    found = [op for data in mixed for _, op in box_layout.records(data)]
+    mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: box.begin(new))
+    found = [op for data in mixed for _, op in status_page.records(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.Mark(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
     marks.put_mark(box, old)
-    mixed = reads(descriptor, box_layout.MARKS_AT, marks.MARK.size, lambda: marks.put_mark(box, mark))
+    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_mark(box, mark))
     kept = [one for data in mixed for one in marks.marks_of(data)]
     assert {*kept} == {old, mark}
     box.close()
 
 
 def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int) -> None:
-    box = Box(descriptor)
+    box = StatusPage(descriptor)
     box.end(box.begin(Op("0", 1, "barrier")))
     box.put("ops", 2)  # the record of the second one is not there yet
     assert [op.seq for _, _, op in box.calls_since(1)] == [1]

@@ -1,14 +1,14 @@
-"""The box: memory in which a worker shows what it does, and which its agent reads, also after the worker's death.
+"""The status page: memory in which a rank shows what it does, and which its agent reads, also after the rank's death.
 
 The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
-is a store to memory, so a step may do it many times; what a killed process has written stays. The readers' side is
-boxes.py.
+is a store to memory, so a step may do it many times; what a killed process has written stays. The functions of
+readers are at the end of this module.
 
 There are no locks. A reader is another process, or another thread, and may read at any moment:
 
 - A counter is one aligned 8-byte word. It is stored through a memoryview of format Q, which is a single store, so a
   reader sees the old value or the new one. `struct.pack_into` must not be used: it sets the bytes to 0 before it packs.
-- A record has the same number in its first and its last word. `Box.store_record` stores the last word, then the
+- A record has the same number in its first and its last word. `StatusPage.store_record` stores the last word, then the
   content, then the first word. A reader copies upwards: first word, content, last word. If both words are equal, the
   content is that record's. This needs the order of stores and of loads that x86 keeps.
 
@@ -31,12 +31,13 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.protocol.evidence import Op, Phase
+from paceline.protocol.evidence import LoaderWorker, Op, Phase
 
 NAME = "paceline-box-"
 SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
@@ -89,7 +90,7 @@ IN_FLIGHT = 0  # as a record's state; else it is over: 1 + the microseconds that
 NO_PEER = -1
 
 
-class Box:
+class StatusPage:
     """The worker's side; also that of the processes that it forks to load data."""
 
     def __init__(self, descriptor: int) -> None:
@@ -286,8 +287,150 @@ def records(data: bytes) -> list[tuple[int, Op]]:
     return [(began_ns, op) for _, began_ns, op in sorted(found, key=lambda record: record[0])]
 
 
-def make_box(rank: int) -> int:
+def make_status_page(rank: int) -> int:
     """A descriptor of an empty box, not yet inherited by anybody."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
     os.ftruncate(descriptor, BOX_BYTES)
     return descriptor
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a box shows at one moment. `moved` changes whenever the worker has made any progress."""
+
+    step: int
+    phase: Phase
+    ready: int
+    answered: int
+    beat_ns: int
+    met: bool  # it has called a collective
+    moved: tuple[int, ...]
+    phase_seconds: tuple[float, ...]  # spent in each phase, up to its last change
+    waiting: bool  # for other ranks, in a collective or message, when its watcher last woke
+    script: bool = False  # seen from outside
+    notes_stops: bool = False  # it acts on signals that ask to stop between two steps
+    uneven: bool = False  # ranks may rightly take different numbers of steps
+    alone: int = 0  # of the steps: the rank's own
+    marks: int = 0
+    findings: int = 0
+
+
+def read_counters(descriptor: int) -> Counters:
+    """Read a box's counters. Never fails for what a worker has written there."""
+    data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
+    value = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
+    phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
+    spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
+    moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
+    return Counters(
+        step=value["step"],
+        phase=phase,
+        ready=value["ready"],
+        answered=value["answered"],
+        beat_ns=value["beat_ns"],
+        met=value["ops"] > 0 or value["enqueued"] > 0,
+        moved=moved,
+        phase_seconds=spent,
+        waiting=bool(value["waiting"]),
+        script=bool(value["script"]),
+        notes_stops=bool(value["notes_stops"]),
+        uneven=bool(value["uneven"]),
+        alone=value["alone"],
+        marks=value["marks"],
+        findings=value["findings"],
+    )
+
+
+def put_question(descriptor: int, question: int) -> None:
+    """Ask the worker for its stacks and collectives; its watcher answers within a fraction of a second, if it can."""
+    os.pwrite(descriptor, WORD.pack(question), COUNTERS_AT["asked"])
+
+
+def ask_to_save(descriptor: int, times: int) -> None:
+    """Say how many times this worker has been asked for a checkpoint."""
+    os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
+
+
+def ask_to_regroup(descriptor: int) -> None:
+    """Have this worker vote for the end after its next step: the next generation has other hosts."""
+    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
+
+
+def release(descriptor: int, why: bytes) -> None:
+    """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
+    why = why[:WORD_MAX]
+    os.pwrite(descriptor, why, WORD_AT)
+    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["word_bytes"])
+    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["released"])
+
+
+def read_answer(descriptor: int) -> bytes:
+    """The worker's last answer, as it wrote it."""
+    size = os.pread(descriptor, WORD.size, COUNTERS_AT["answer_bytes"]).ljust(WORD.size, b"\0")
+    return os.pread(descriptor, min(WORD.unpack(size)[0], ANSWER_MAX), ANSWER_AT)
+
+
+def has_box(pid: int) -> bool:
+    """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
+    try:
+        if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
+            return True
+        links = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())  # noqa: PTH115 - no file behind it
+        return any(link.startswith(f"/memfd:{NAME}") for link in links)
+    except OSError:
+        return True  # it is just ending, or closes files: nobody can say
+
+
+def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> bool:
+    """Whether the process catches this signal at this moment, or is `ignoring` it: else it may be its end.
+
+    One that has become another program does not catch SIGNAL.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        names = ("SigCgt:", "SigIgn:") if ignoring else ("SigCgt:",)
+        masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(names)]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def forget_native(descriptor: int) -> None:
+    """Throw away what faulthandler has written so far, before SIGNAL is sent again."""
+    os.ftruncate(descriptor, BOX_BYTES)
+
+
+def read_native(descriptor: int) -> str:
+    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread is."""
+    size = os.fstat(descriptor).st_size
+    start = max(BOX_BYTES, size - NATIVE_MAX)
+    return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
+
+
+def read_ring(descriptor: int) -> list[Op]:
+    """The worker's last collectives, the oldest first, as far as they are whole."""
+    return [op for _, op in of_this_life(records(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+
+
+def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+    """Without what an earlier group of the same name has called: numbers that restart make the old ones void."""
+    kept: list[tuple[int, Op]] = []
+    last: dict[str, int] = {}
+    for at, op in operations:
+        if not op.is_message and op.seq < last.get(op.group, 0):
+            kept = [one for one in kept if one[1].group != op.group]
+        if not op.is_message:
+            last[op.group] = op.seq
+        kept.append((at, op))
+    return kept
+
+
+def read_loaders(descriptor: int) -> list[LoaderWorker]:
+    """The processes that load data for this worker, as far as they have said what they do."""
+    data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
+    slots = [SLOT.unpack_from(data, at) for at in range(0, len(data) - SLOT.size + 1, SLOT.size)]
+    return [
+        LoaderWorker(number, pid, item, epoch, busy=bool(busy))
+        for number, (pid, epoch, item, busy) in enumerate(slots)
+        if pid
+    ]
