@@ -13,7 +13,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.rank.foreign import understood
+from paceline.rank.environment import understood
 
 MEETS = """
 import os, sys

@@ -9,7 +9,7 @@ import pytest
 from tests.rank.guard_ranks import ranks, wait
 
 from paceline.protocol import status_page
-from paceline.rank import release
+from paceline.rank import guard
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -79,5 +79,5 @@ def test_groups_are_aborted_together_and_only_those_of_nccl() -> None:
     module._world = type("World", (), {})()
     module._world.pg_names = {group: group.name for group in groups}
     module._world.pg_backend_config = dict(zip(groups, ("cuda:nccl", "cpu:gloo", "cuda:nccl"), strict=True))
-    release.abort_nccl(module)
+    guard.abort_nccl(module)
     assert order == ["start", "2", "0", "end"]

@@ -8,8 +8,8 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.errors import UsageError
-from paceline.rank import device
-from paceline.rank.device import chosen_backend, chosen_device, device_words, overlooked
+from paceline.rank import world
+from paceline.rank.world import chosen_backend, chosen_device, device_words, overlooked
 
 CPU = torch.device("cpu")
 Torch = Callable[[str, int], None]
@@ -85,8 +85,8 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
     store, gpu = HashStore(), torch.device("cuda", 0)
 
     def meets(rank: int, uuid: str) -> None:
-        monkeypatch.setattr(device, "identity", lambda _: uuid)
-        device.check_placement(rank, 4, gpu, backend, store)
+        monkeypatch.setattr(world, "identity", lambda _: uuid)
+        world.check_placement(rank, 4, gpu, backend, store)
 
     for rank, uuid in ((0, "a"), (1, "b"), (2, ""), (3, "")):
         meets(rank, uuid)
@@ -101,12 +101,12 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
 
 def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gone: list[set[int]] = []
-    monkeypatch.setattr(device, "identity", lambda _: "a")
+    monkeypatch.setattr(world, "identity", lambda _: "a")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: gone.append(cores))
     for near in ({2, 3, 4, 5}, {0, 1, 2, 3, 4}, {8, 9}, set[int]()):  # the last three: nothing is better
-        monkeypatch.setattr(device, "cores_near", lambda _, near=near: near)
-        device.go_near(torch.device("cuda", 0))
+        monkeypatch.setattr(world, "cores_near", lambda _, near=near: near)
+        world.go_near(torch.device("cuda", 0))
     assert gone == [{2, 3}]
 
 

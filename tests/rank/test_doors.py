@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from paceline.rank import release
+from paceline.rank import guard
 
 NEIGHBOUR = """
 import os, socket, sys
@@ -43,10 +43,10 @@ def connects(port: int) -> bool:
 def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket, monkeypatch, way) -> None:
     if os.geteuid() != 0 and way == "filter":
         pytest.skip("needs root: newer kernels let nobody else filter")
-    monkeypatch.setattr(release, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
+    monkeypatch.setattr(guard, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
     port = listening.getsockname()[1]
     with socket.create_connection(("127.0.0.1", port)) as early:
-        assert release.shut([listening.fileno(), early.fileno()])
+        assert guard.shut([listening.fileno(), early.fileno()])
         inside, _ = listening.accept()
         with inside:
             assert not connects(port)
@@ -58,16 +58,16 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
 
 def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
     for way in ("sign", "_filter"):
-        monkeypatch.setattr(release, way, lambda *_: False)
-    assert not release.shut([listening.fileno()])
-    assert release.shut([]) and connects(listening.getsockname()[1])
+        monkeypatch.setattr(guard, way, lambda *_: False)
+    assert not guard.shut([listening.fileno()])
+    assert guard.shut([]) and connects(listening.getsockname()[1])
 
 
 def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None:
     with socket.create_connection(listening.getsockname()) as one:
         other, _ = listening.accept()
         with other:
-            assert release.strangers([listening.fileno(), one.fileno(), other.fileno()]) == ""
+            assert guard.strangers([listening.fileno(), one.fileno(), other.fileno()]) == ""
 
 
 @pytest.mark.root
@@ -77,6 +77,6 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
         assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
         stranger, _ = listening.accept()
         with stranger:
-            found = release.strangers([listening.fileno(), stranger.fileno()])
+            found = guard.strangers([listening.fileno(), stranger.fileno()])
         assert found.startswith("a process of user 65432 has connected to a port of this training")
         neighbour.communicate("")

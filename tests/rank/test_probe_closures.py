@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.protocol.facts import ScriptFacts, SeenStep
 from paceline.protocol.marks import read_findings
 from paceline.protocol.status_page import StatusPage, make_status_page
-from paceline.rank.probes.finite import Batches, Finite
-from paceline.rank.probes.hooks import Events, Hooks
-from paceline.rank.probes.loading import LoaderWatch
-from paceline.rank.probes.seeing import StepWatch
-from paceline.rank.probes.steps import ScriptPhases, Stale
+from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.check.steps import StepWatch
+from paceline.rank.hooks import Events, Hooks
+from paceline.rank.probes.faults import Batches, Finite, Stale
+from paceline.rank.probes.steps import ScriptPhases
 
 pytestmark = pytest.mark.sample(3)
 

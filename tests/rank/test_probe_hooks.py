@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.rank.probes.hooks import Events, Hooks
+from paceline.rank.hooks import Events, Hooks
 
 
 class Heard(Events):

@@ -12,9 +12,9 @@ from torch import nn
 
 from paceline.protocol.marks import Names, marks_of, read_findings, read_marks
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes.joint import Joint
+from paceline.rank.probes.faults import Stale
 from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import Counted, Stale
+from paceline.rank.probes.steps import Counted, Joint
 
 pytestmark = pytest.mark.sample(3)
 

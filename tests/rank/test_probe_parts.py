@@ -15,10 +15,10 @@ import torch
 from paceline.protocol.evidence import Phase
 from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes.finite import Batches, Finite
-from paceline.rank.probes.hooks import Hooks
+from paceline.rank.hooks import Hooks
+from paceline.rank.probes.faults import Batches, Finite, Stale, Swallowed
 from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import ScriptPhases, Stale, Swallowed
+from paceline.rank.probes.steps import ScriptPhases
 
 
 @pytest.fixture

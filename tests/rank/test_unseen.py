@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from paceline.rank.probes import hooks
+from paceline.rank import hooks
 from paceline.rank.sites import Owner, owner, short
 
 

@@ -12,12 +12,11 @@ from paceline.disk import reading, writing
 from paceline.errors import ExitCode, UsageError
 from paceline.observe.notices import notices
 from paceline.observe.terminal import clean, say
-from paceline.protocol.control import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP, CHECK
 from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.protocol.job import JobSpec
 from paceline.verify.script_page import judged, mistakes, script_page
 
-CHECKED = "paceline.rank.checked"
 FINDINGS = "check.json"
 MAX_FACTS_BYTES = 64 << 20
 
@@ -45,7 +44,8 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> J
         f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
     # what drifts is on the page: a run that ended of it would hide what comes after
-    return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
+    at = job.argv.index(BOOTSTRAP) + 1
+    return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK, *job.argv[at:]))
 
 
 def told_findings(job: JobSpec, code: int) -> int:

@@ -19,7 +19,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.plan import Command
 from paceline.launch.ssh.plan import sessions
-from paceline.rank.foreign import expand_nodes
+from paceline.rank.environment import expand_nodes
 
 
 @dataclass(frozen=True)

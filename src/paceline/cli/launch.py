@@ -25,7 +25,7 @@ from paceline.observe.terminal import say
 from paceline.protocol.control import BOOTSTRAP
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.bootstrap import worker_command
-from paceline.rank.foreign import launched
+from paceline.rank.environment import launched
 from paceline.torch_version import untested_torch
 
 

@@ -12,9 +12,9 @@ from paceline.observe.folder import create_attempt_dir, open_run_dir
 from paceline.observe.terminal import say
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
+from paceline.rank.attach import attach_to_agent
 from paceline.rank.bootstrap import run_script, worker_command
-from paceline.rank.foreign import COUNTS, launched
-from paceline.rank.watchover import attach_to_agent
+from paceline.rank.environment import COUNTS, launched
 
 SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
 

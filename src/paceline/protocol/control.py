@@ -22,7 +22,6 @@ scheduler or a user sends to an agent: stop signals, and the lifeline.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import select
@@ -38,6 +37,7 @@ import msgspec
 
 ROOM = "paceline.rank."  # what runs in a rank
 BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
+CHECK = "--check"  # between the bootstrap and the script: it also records facts of the run
 BIRTH = "PACELINE_BIRTH"
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
@@ -142,6 +142,8 @@ def agent_address(env: Mapping[str, str], job: str) -> bytes:
 
     `env` has torchrun's variables, `job` is what all ranks of the job have in common.
     """
+    import hashlib  # each command imports this module, and hashlib takes milliseconds
+
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "SLURM_NODEID")
     words = [str(os.geteuid()), job, *(env.get(name, "") for name in names)]
     return b"\0paceline-watchover-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:32].encode()

@@ -42,7 +42,7 @@ ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begi
     "paceline/collectives/": Activity.WAITS,
     "paceline/rank/": Activity.GUARD,
     "paceline/rank/world.py": Activity.OTHER,
-    "paceline/rank/meeting.py": Activity.MEETS,
+    "paceline/rank/rendezvous.py": Activity.MEETS,
 }
 
 

@@ -17,22 +17,25 @@ import runpy
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.control import BOOTSTRAP, CHECK, WorkerBirth
 from paceline.protocol.evidence import is_victim
+from paceline.protocol.marks import Names
 from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
 from paceline.rank.guard import Guard
-from paceline.rank.imports import when_imported
-from paceline.rank.probes.hooks import Events
-from paceline.rank.probes.start import look_on
+from paceline.rank.hooks import Events, Hooks, when_imported
+from paceline.rank.ledger import OrderMarks
+from paceline.rank.probes.faults import Batches, Finite, Stale, Swallowed
+from paceline.rank.probes.replicas import Fingerprints
+from paceline.rank.probes.steps import Counted, Joins, Joint, ScriptPhases
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -96,8 +99,17 @@ def _near(path: Path) -> str:
     return f" Scripts there: {', '.join(there[:12])}" if there else ""
 
 
-def main(arguments: Sequence[str], *also: Events) -> NoReturn:
-    """Run `arguments`, a script or -m and a module, and end this process as Python would; `also` look on."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `arguments`, a script or -m and a module, and end this process as Python would; `--check` before them also
+    records facts of the run for `paceline launch --check`.
+    """
+    also: tuple[Events, ...] = ()
+    if arguments[:1] == [CHECK]:
+        arguments, birth = arguments[1:], WorkerBirth.here()
+        if birth is not None and birth.attempt_dir:
+            from paceline.rank.check import watch  # costs all other scripts nothing
+
+            also = watch(Path(birth.attempt_dir))
     attach()
     run_script(arguments, *also)
 
@@ -253,6 +265,25 @@ def ask_in_turn(folder: str) -> None:
 
     builtins.input = asked
     when_imported("pdb", pdb_is_there)
+
+
+def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
+    """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises.
+
+    What is returned must be called when the script has ended with exit code 0.
+    """
+    box, names, marker, failed = guard.box, Names(guard.box), None, None
+    joint = Joint(lambda: box.get("ops"))
+    listeners: list[Events] = [joint, Counted(box, joint)]
+    if guard.on:
+        steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
+        swallowed = Swallowed(box, steps)
+        failed = partial(swallowed.raised, "collective")
+        judging = Finite(box, steps, batches), swallowed, Stale(box, steps, joint)
+        listeners = [joint, batches, *judging, steps, Joins(box), Fingerprints(box, names, joint)]
+    hooks = Hooks(guard.complain).listen(*listeners, *also).install()
+    guard.looks_on(lambda: hooks.dismiss(*listeners), marker, failed)
+    return hooks.end
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.observe import folder as run_folder
-from paceline.rank.device import device_words
 from paceline.rank.sites import line_of
-from paceline.rank.world import World
+from paceline.rank.world import World, device_words
 from paceline.train.wording import shares_line
 
 OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too

@@ -26,9 +26,8 @@ from paceline.observe import folder as run_folder
 from paceline.observe.summary import Summary, write_summary
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Phase
-from paceline.rank.device import device_words
 from paceline.rank.guard import Guard
-from paceline.rank.world import World, joined, on_mesh
+from paceline.rank.world import World, device_words, joined, on_mesh
 from paceline.train.alike import check_code
 from paceline.train.computing import take_threads
 from paceline.train.determinism import deterministic, holds_for

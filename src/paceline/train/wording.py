@@ -10,7 +10,7 @@ from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
-from paceline.rank.device import device_words
+from paceline.rank.world import device_words
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
 

@@ -39,9 +39,8 @@ from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.rank.attach import run_worker
-from paceline.rank.device import device_words
 from paceline.rank.guard import Guard
-from paceline.rank.world import World, joined, on_mesh
+from paceline.rank.world import World, device_words, joined, on_mesh
 from paceline.train.determinism import deterministic
 from paceline.train.step import ignore
 

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 
 from paceline.protocol.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes.hooks import Events
-from paceline.rank.probes.joint import Joint, Turn, kept_equal
-from paceline.rank.probes.later import Later, may_compute
+from paceline.rank.hooks import Events
+from paceline.rank.probes import Later, may_compute
+from paceline.rank.probes.steps import Joint, Turn, kept_equal
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # of all elements, that a step marks
 IN_TURN = PARTS - 1  # pieces of a mark

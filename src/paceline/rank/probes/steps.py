@@ -1,8 +1,15 @@
-"""Steps and phases of a script that nobody changed, into its box: what `watch` shows, and by what slow ranks are found.
+"""The steps and phases of a script that nobody changed, on its status page; and which steps all ranks take together.
 
-A step is one of the optimizer that has stepped most, of those that are joint (joint.py). What lies between the hooks is
-the script's own code. Under DDP a rank waits for the others in backward, for rank 0 in the forward of a model with
-buffers, and where it calls a collective itself (see the ledger).
+A step is one of the optimizer that has stepped most, of those that are joint. What lies between the hooks is the
+script's own code. Under DDP a rank waits for the others in backward, for rank 0 in the forward of a model with buffers,
+and where it calls a collective itself (see the ledger).
+
+An optimizer is joint if some of its parameters belong to a `DistributedDataParallel`, or are sharded (FSDP, DTensor).
+Gradients may also be averaged by hand: outside of these, it is joint if most of its steps come after a collective. All
+else is private to the rank where there is a joint one: a probe, a temperature, an auxiliary model.
+
+A joint optimizer may leave DDP: after steps through DDP it goes on with gradients of forwards past it. Such a step is
+`past`: a rank that continues alone may do so. One that has no backward of its own is not: it is a step too many.
 """
 
 from __future__ import annotations
@@ -10,30 +17,191 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from statistics import median
-from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from msgspec.structs import replace
-
-from paceline.protocol.evidence import Phase, ScriptFinding, is_victim
-from paceline.protocol.marks import put_finding
+from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes.digests import leaf_digests
-from paceline.rank.probes.hooks import Events
-from paceline.rank.probes.joint import Joint
-from paceline.rank.recorder import distributed
-from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
+from paceline.rank.hooks import Events, unseen
 
-USUAL_STEPS, LEAST_STEPS = 15, 4  # by which it is judged what a step takes
+LEAST_STEPS = 4  # of an optimizer, before it is judged by them
+PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
+SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
+
+
+@dataclass
+class Seen:
+    """Counts since the process began."""
+
+    backwards: int = 0
+    forwards: int = 0  # of the optimizer's own replica
+    synced: int = 0  # those after which gradients are reduced
+    met: int = 0  # collectives, and forwards of any replica that are to be reduced
+
+
+@dataclass
+class Turn:
+    """An optimizer, and what has happened since its last step."""
+
+    own: bool = False  # parameters of a replica, or sharded ones
+    replica: weakref.ref[Any] | None = None
+    model: int = 0  # within the replica: its identity; 0: of no replica
+    steps: int = 0
+    met: int = 0  # steps since whose last one the rank has met others
+    has_met: bool = False  # before the last step
+    since: Seen | None = None  # what is new when a step begins; None: nothing is known
+    past: bool = False
+    before: Seen | None = None
+    version: object = None
+
+    @property
+    def level(self) -> int:
+        """How surely it is joint."""
+        most = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
+        return KEPT_EQUAL if self.own else BY_HAND if most else PRIVATE
+
+
+class Joint(Events):
+    """Of this process's optimizers. It listens before those that ask it."""
+
+    def __init__(self, calls: Callable[[], int]) -> None:
+        """`calls` counts the collectives that the process has called."""
+        self._calls = calls
+        self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+        self._replicas: WeakSet[Any] = WeakSet()
+        self._made = 0
+        self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._stepped: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()  # by replica: until its last step
+        self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
+        self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
+        self._backwards = self._synced = 0
+        self.through = 0
+        """backwards that a forward of a replica came before"""
+        self._pending = False  # such a forward
+        self._own = False  # there was an optimizer of a replica
+
+    @property
+    def replicas(self) -> Iterator[Any]:
+        """Those that there are."""
+        return iter(self._replicas)
+
+    @property
+    def called(self) -> bool:
+        """Whether a collective has been called yet."""
+        return self._calls() > 0
+
+    @property
+    def version(self) -> object:
+        """Another one when there are other replicas."""
+        return self._made, len(self._replicas)
+
+    def of(self, optimizer: Any) -> Turn:
+        """What is known of it."""
+        return (self._turns.get(optimizer) if self._turns else None) or Turn()
+
+    def private(self, optimizer: Any) -> bool:
+        """Whether its last step is the rank's own: another optimizer is joint, or it has left its replica."""
+        turn = self.of(optimizer)
+        return turn.past or turn.level < self.level
+
+    @property
+    def level(self) -> int:
+        """That of the optimizer which is most surely joint."""
+        return KEPT_EQUAL if self._own else max((turn.level for turn in self._turns.values()), default=PRIVATE)
+
+    def replica_made(self, ddp: Any) -> None:
+        self._replicas.add(ddp)
+        self._made += 1
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if grad_enabled():
+            synced = bool(ddp.require_backward_grad_sync)
+            forwards, before = self._forwards.get(ddp, (0, 0))
+            self._forwards[ddp] = forwards + 1, before + synced
+            self._synced += synced
+            self._pending = True
+
+    def backward_begins(self, losses: Any) -> None:
+        self._backwards += 1
+        self.through += self._pending
+        self._pending = False
+
+    def step_begins(self, optimizer: Any) -> None:
+        turn = self._turns.setdefault(optimizer, Turn())
+        self._look_whose(turn, optimizer)
+        now, before = self._seen(turn), turn.before or Seen()
+        turn.since = new = Seen(
+            now.backwards - max(before.backwards, self._taken(turn)),
+            max(0, now.forwards - before.forwards),  # of a replica that is gone there are none
+            max(0, now.synced - before.synced),
+        )
+        replica = turn.replica and turn.replica()
+        gone = turn.replica is not None and replica is None
+        left = new.backwards > 0 and not new.forwards
+        turn.past = left and (gone or (replica is not None and replica.module in self._trained))
+        if replica is not None and new.forwards:
+            self._trained.add(replica.module)
+
+    def step_ended(self, optimizer: Any) -> None:
+        turn = self._turns.setdefault(optimizer, Turn())
+        now = self._seen(turn)
+        turn.steps += 1
+        turn.has_met = now.met > (turn.before or Seen()).met
+        turn.met += turn.has_met
+        turn.before = now
+        self._taken_by[turn.model] = now.backwards
+        replica = turn.replica and turn.replica()
+        if replica is not None:
+            self._stepped[replica] = now
+        self._own = self._own or turn.own
+
+    def _taken(self, turn: Turn) -> int:
+        """Backwards until the last step of an optimizer of another model: these were that one's."""
+        return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
+
+    def _seen(self, turn: Turn) -> Seen:
+        replica = turn.replica and turn.replica()
+        forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
+        return Seen(self._backwards, forwards, synced, self._calls() + self._synced)
+
+    def _look_whose(self, turn: Turn, optimizer: Any) -> None:
+        version = self.version, [len(group["params"]) for group in optimizer.param_groups]
+        if turn.version == version:
+            return
+        turn.version = version
+        parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+        replica = next(
+            (ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None
+        )
+        if replica is not None and (turn.replica is None or turn.replica() is not replica):
+            turn.replica, turn.model = weakref.ref(replica), id(replica.module)
+            turn.before = self._stepped.get(replica, Seen(turn.before.backwards if turn.before else 0))
+        turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
+
+
+def grad_enabled() -> bool:
+    """Whether what goes forward now may go backward."""
+    return bool(sys.modules["torch"].is_grad_enabled())
+
+
+def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters that DDP keeps equal, with their names."""
+    left_out: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return ((name, one) for name, one in ddp.module.named_parameters() if name not in left_out)
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether each rank holds a part of its own: of FSDP, or a DTensor."""
+    return any(hasattr(parameter, name) for name in SHARDED)
+
+
+USUAL_STEPS = 15  # by which it is judged what a step takes
 UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
-TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
-PAST_STEPS = 3  # in a row, before it is said that an optimizer has left DDP
-MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
-PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
 class Counted(Events):
@@ -119,169 +287,23 @@ class ScriptPhases(Counted):
             self._seen_ns[phase] = self._box.spent_ns[phase]
 
 
-class Swallowed(Events):
-    """Tells of exceptions after which the script steps on as if nothing had been, and of those that end a thread."""
+class Joins(Events):
+    """Sees whether ranks may rightly take different numbers of steps: torch's Join is entered."""
 
-    def __init__(self, box: StatusPage, steps: Counted) -> None:
-        self._box, self._steps = box, steps
-        self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
-        """since the last step: what and where -> in words, and, if a collective failed, a reference to its world"""
-        self._told: set[str] = set()
-        self._collective = False  # that one failed has been told
+    def __init__(self, box: StatusPage) -> None:
+        self._box, self._sees = box, False
 
-    def raised(self, where: str, error: BaseException) -> None:
-        if not isinstance(error, Exception):
+    def replica_made(self, ddp: Any) -> None:
+        if self._sees:
             return
-        failed_in = _world() if collective_failed(error) else None
-        if where != "collective" or failed_in is not None:  # else it was not begun: this backend does not have it, say
-            at, what = _line_of(error), type(error).__name__
-            self._raised[f"{what} {at}"] = f"{what} in its {where}, at {at}: {str(error)[:MOST_CHARS]}", failed_in
+        self._sees, box = True, self._box
+        joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
+        enter = joins.__enter__
 
-    def thread_ended(self, name: str, error: BaseException) -> None:
-        key, what = f"{type(error).__name__} at {_line_of(error)}", str(error)[:MOST_CHARS]
-        if key not in self._told and len(self._told) < MOST_SWALLOWED:
-            self._told.add(key)
-            words = f"its thread {name[:MOST_NAME]} ended with {key}: {what}"
-            put_finding(self._box, ScriptFinding("thread", self._steps.done, words))
+        @unseen
+        @wraps(enter)
+        def entered(join: Any) -> Any:
+            box.put("uneven", 1)
+            return enter(join)
 
-    def step_ended(self, optimizer: Any) -> None:
-        self._tell(self._steps.done)
-
-    def script_ended(self) -> None:
-        self._tell(self._steps.done, last=True)
-
-    def _tell(self, step: int, *, last: bool = False) -> None:
-        raised, self._raised = self._raised, {}
-        for key, (words, failed_in) in raised.items():
-            if failed_in is not None:
-                world = _world()()
-                # a script that has made a new group of all ranks since has not overlooked it
-                if not self._collective and (world is None or world is failed_in()):
-                    self._collective = True
-                    put_finding(self._box, ScriptFinding("collective", step, words, last=last))
-            elif key not in self._told and len(self._told) < MOST_SWALLOWED:
-                self._told.add(key)
-                put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
-
-
-class Stale(Events):
-    """Tells of a step that has no gradients of its own, of a step or batch left out, of a batch that comes again.
-
-    It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
-    """
-
-    def __init__(self, box: StatusPage, steps: Counted, joint: Joint | None = None) -> None:
-        self._box, self._steps, self._joint = box, steps, joint
-        self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
-        self._past = 0  # steps in a row
-        self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
-        """by optimizer: backwards until its last step, how many of them were its own, how often so many in a row"""
-        self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
-        self._given = 0  # batches by it, since any optimizer's last step
-        self._usual_given, self._times_given = 0, 0  # the same before the last step, and how often so many in a row
-        self._begun: WeakSet[Any] = WeakSet()  # iterators that no step has followed yet
-        self._most_at_first = 0  # batches before the first step of a pass: more, where a reader reads ahead
-        self._inputs: WeakKeyDictionary[Any, tuple[int, list[str], int]] = WeakKeyDictionary()
-        self._told: set[str] = set()
-
-    def backward_begins(self, losses: Any) -> None:
-        self._backwards += 1
-
-    def epoch_begins(self, batches: Any) -> None:
-        self._begun.add(batches)
-        self._batches = None  # that of persistent workers is the same one again
-
-    def batch_given(self, batches: Any, batch: Any) -> None:
-        if self._batches is None or self._batches() is not batches:
-            self._batches, self._given = weakref.ref(batches), 0
-        self._given += 1
-
-    def step_begins(self, optimizer: Any) -> None:
-        if self._is_private(optimizer):
-            self._backwards = self._before_step
-            return
-        self._before_step = self._backwards
-        if self._given:
-            self._compare_given()
-        backwards, usual, times = self._stepped.get(optimizer, (-1, 0, 0))
-        own = self._of(optimizer) - backwards
-        if own == 0 < usual and times >= USUAL_STEPS:
-            self._tell("made a step without backward(), as none before: a batch left out, or an error swallowed")
-        elif own > usual and times >= USUAL_STEPS:
-            self._tell("left out a step after backward(), as never before: an error swallowed, or a batch left out")
-        self._stepped[optimizer] = self._of(optimizer), own, times + 1 if own == usual else 0
-
-    def _compare_given(self) -> None:
-        given, self._given = self._given, 0
-        batches = self._batches and self._batches()
-        usual, is_usual = self._usual_given, self._times_given >= USUAL_STEPS
-        if batches in self._begun:
-            self._begun.discard(batches)
-            usual = self._most_at_first or given
-            self._most_at_first = max(given, usual)
-        else:
-            self._times_given = self._times_given + 1 if given == usual else 0
-            self._usual_given = given
-        if given > usual and is_usual:
-            self._tell("skipped a batch, as never before: an error swallowed, or a batch left out")
-
-    def step_ended(self, optimizer: Any) -> None:
-        """What its closure does after the first time (L-BFGS) belongs to this step: as often as it likes."""
-        if optimizer in self._stepped:
-            self._stepped[optimizer] = self._of(optimizer), *self._stepped[optimizer][1:]
-
-    def _of(self, optimizer: Any) -> int:
-        """Backwards that it may have gradients of, so far: with a replica, only what came through one."""
-        through = self._joint is not None and self._joint.of(optimizer).replica is not None
-        return self._joint.through if self._joint is not None and through else self._backwards
-
-    def _is_private(self, optimizer: Any) -> bool:
-        if self._joint is None:
-            return False
-        past = self._joint.of(optimizer).past
-        if past or not self._joint.private(optimizer):
-            self._past = self._past + 1 if past else 0
-        if self._past == PAST_STEPS and past:
-            put_finding(self._box, ScriptFinding("left", self._steps.done, "trains on past DDP"))
-        return self._joint.private(optimizer)
-
-    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        step = self._steps.done
-        if step % PAIR_EVERY > 1 or not ddp.training or not sys.modules["torch"].is_grad_enabled():
-            return
-        at, before, equal = self._inputs.get(ddp, (-1, [], 0))
-        if at == step or any(getattr(one, "is_cuda", False) for one in (*inputs, *named.values())):
-            return  # of several micro-batches the first counts; and a device is not waited for
-        now = leaf_digests([inputs, named], most=FEW_ELEMENTS, constants=True)  # of zeros, say: a reader filled up
-        if step % PAIR_EVERY == 1 and at == step - 1:
-            equal = equal + 1 if now == before and any(now) else 0
-            if equal == PAIRS:
-                since = step - PAIR_EVERY * (PAIRS - 1)
-                self._tell(f"trains on one batch again and again, from about step {since} on")
-        self._inputs[ddp] = step, now, equal
-
-    def _tell(self, words: str) -> None:
-        if words[:8] not in self._told:
-            self._told.add(words[:8])
-            put_finding(self._box, ScriptFinding("stale", self._steps.done + 1, words))
-
-
-def collective_failed(error: BaseException) -> bool:
-    """Whether an error says that a collective was begun and has failed: a lost peer, a timeout, another size."""
-    names = {base.__name__ for base in type(error).__mro__}
-    return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
-
-
-def _world() -> Callable[[], Any]:
-    """A reference to the process group of all ranks that there is now; to None, where there is none."""
-    module: Any = distributed()
-    world = None if module is None else module._world.default_pg
-    return (lambda: None) if world is None else weakref.ref(world)
-
-
-def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's that an exception has come through; else the one that called."""
-    for frame, line in reversed([*walk_tb(error.__traceback__)]):
-        if owner(frame.f_code.co_filename) is Owner.USER:
-            return site_words(replace(frame_of(frame), line=line))
-    return user_site() or "a line unknown"
+        joins.__enter__ = entered

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.rank.foreign import check_shape, expand_nodes, job_token, launched, tasks_of_node, understood
+from paceline.rank.environment import check_shape, expand_nodes, job_token, launched, tasks_of_node, understood
 
 STEP = {  # task 3 of `srun -N 2 -n 4` in Slurm 22.05, with what surrounds it in the job
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_STEPID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import weakref
@@ -12,15 +13,12 @@ from functools import wraps
 from typing import Any
 
 from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
-from paceline.rank.imports import when_imported
-from paceline.rank.probes.digests import MOST, digest_of, hashed, leaf_digests
-from paceline.rank.probes.graphs import factors_of, parameters_reached, roots_of
-from paceline.rank.probes.hooks import Events, hang
-from paceline.rank.probes.joint import Joint, is_sharded
-from paceline.rank.probes.loading import LoaderWatch
+from paceline.rank.hooks import Events, hang, unseen, when_imported
+from paceline.rank.probes import MOST, digest_of, hashed, leaf_digests
+from paceline.rank.probes.steps import Joint, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
-from paceline.rank.unseen import unseen
 
 MAX_ALONE = 1000  # in place of MAX_STEPS, as long as nothing is known that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
@@ -411,3 +409,44 @@ class Meshes:
                     of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
             count, number = max((count, number), (of, at))
         return count, number
+
+
+MAX_FACTORS = 4
+
+
+def factors_of(losses: Any) -> list[float]:
+    """By which constants it was multiplied last, the reciprocals of those that it was divided by."""
+    found: list[float] = []
+    node = getattr(losses, "grad_fn", None)
+    while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
+        own, other = node._saved_self, node._saved_other
+        constant = other if own is None else own if other is None else None
+        if constant is None or constant.numel() != 1:
+            break
+        value = float(constant)
+        if value and math.isfinite(value):
+            found.append(1 / value if node.name() == "DivBackward0" else value)
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return found
+
+
+def roots_of(output: Any, depth: int = 0) -> list[Any]:
+    """The nodes that computed the tensors of an output."""
+    if getattr(output, "grad_fn", None) is not None:
+        return [output.grad_fn]
+    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [root for value in inner for root in roots_of(value, depth + 1)] if depth < 4 else []
+
+
+def parameters_reached(nodes: list[Any]) -> set[int]:
+    """The parameters from which an output was computed, by identity."""
+    seen, found = set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(id(variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import gc
+import linecache
+import mmap
+import random
+import re
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from operator import index as as_index
+from types import FrameType
 from typing import Any
 
-from paceline.protocol.facts import EPOCHS, MAX_DIGESTS, MAX_INDICES, Pass, ScriptFacts, SeenLoader, kept_batches
+from paceline.protocol.facts import (
+    EPOCHS,
+    MAX_DIGESTS,
+    MAX_INDICES,
+    OWN_GENERATORS,
+    Pass,
+    ScriptFacts,
+    SeenLoader,
+    kept_batches,
+)
 from paceline.rank.guard import Guard
-from paceline.rank.probes.digests import leading, leaf_digests
-from paceline.rank.probes.generators import LOOKS, Fetched, Generators, watch_setters
-from paceline.rank.probes.graphs import divided_by_world
-from paceline.rank.probes.hooks import Events, hang
-from paceline.rank.sites import call_site, user_site
+from paceline.rank.hooks import Events, hang, unseen, when_imported
+from paceline.rank.probes import hashed, leading, leaf_digests
+from paceline.rank.sites import USER, call_site, owner, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
 MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that is looked at, and in a later one
@@ -252,3 +268,228 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
                 looks.append(leaf_digests(data[index]))
             found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # a generator of its own: unknown
         return found
+
+
+SLOTS, DIGEST_BYTES = 64, 16
+NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+SETTERS = {  # of the shared generators, by the modules that have them
+    "torch": ("torch", ("manual_seed", "set_rng_state")),
+    "torch.random": ("torch", ("manual_seed", "set_rng_state")),
+    "random": ("random", ("seed", "setstate")),
+    "numpy.random": ("numpy", ("seed", "set_state")),
+}
+CHUNK = 10_000  # objects: their references fit into the cache
+LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
+
+
+class Fetched:
+    """With which random generators each loader's samples are fetched, in processes of the loader, too.
+
+    Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are
+    found by way of the garbage collector, so nothing is put in place of their classes. One counts as used for a batch's
+    samples if it has drawn half as many numbers as there are samples, or more: a number or two for all of a batch, for
+    example its size, may be the same on purpose. One of those that are shared may be put into another state, as by a
+    checkpoint that is loaded: then what counts is how far it has drawn from there.
+    """
+
+    def __init__(self) -> None:
+        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # loader processes are forks: they share it
+        self._count: defaultdict[int, int] = defaultdict(int)
+
+    def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
+        """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
+
+        @unseen
+        @wraps(fetch)
+        def fetched(fetcher: Any, indices: Any) -> Any:
+            number = number_of(fetcher.dataset)
+            worker = sys.modules["torch.utils.data"].get_worker_info()
+            if not 0 <= number < SLOTS or (worker is not None and worker.id):
+                return fetch(fetcher, indices)
+            self._count[number] += 1
+            if self._count[number] not in LOOKS:
+                return fetch(fetcher, indices)
+            generators = Generators()
+            batch = fetch(fetcher, indices)
+            for name, state in generators.used(len(indices) if isinstance(indices, list) else 1).items():
+                at = self._place(number, name)
+                if not self._states[at]:
+                    self._states[at : at + DIGEST_BYTES] = state.encode()
+            return batch
+
+        return fetched
+
+    def of(self, number: int) -> dict[str, str]:
+        """Their states before they were used first, by their names."""
+        found: dict[str, str] = {}
+        for name in NAMES if number < SLOTS else ():
+            at = self._place(number, name)
+            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
+                found[name] = state.decode()
+        return found
+
+    def _place(self, number: int, name: str) -> int:
+        return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
+
+
+class Generators:
+    """Those that are alive, as they are now."""
+
+    def __init__(self) -> None:
+        self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
+        _LOOKED_AT.add(self)
+
+    def was_set(self, which: str) -> None:
+        """A shared one has been put into the state that it has now."""
+        self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
+
+    def used(self, samples: int) -> dict[str, str]:
+        """By name, a digest of the states in which those were that have since been used for so many samples."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for name, one, before in self._before:
+            if _goes_on(before, one, max(1, samples // 2)):
+                found[name].append(_state(before))
+        return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
+
+
+_LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
+
+
+def watch_setters() -> None:
+    """Have it noticed when a generator that everybody shares is put into another state."""
+    for module in SETTERS:
+        when_imported(module, partial(_watch_setters, module))
+
+
+def _watch_setters(module: str, *, late: bool) -> None:
+    generator, names = SETTERS[module]
+    for name in names:
+        hang(sys.modules[module], name, after=partial(_was_set, generator))
+        setter = getattr(sys.modules[module], name)
+        setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
+
+
+def _was_set(which: str, *_: Any, **__: Any) -> None:
+    for one in [*_LOOKED_AT]:
+        one.was_set(which)
+
+
+def _alive() -> Iterator[tuple[str, Any]]:
+    numpy: Any = sys.modules.get("numpy.random")
+    torch: Any = sys.modules["torch"]
+    kinds: set[type] = {random.Random, torch.Generator}
+    shared = {"torch": torch.default_generator, "random": vars(random)["_inst"]}
+    if numpy is not None:
+        kinds |= {numpy.Generator, numpy.RandomState}
+        shared["numpy"] = numpy.mtrand._rand
+    yield from shared.items()
+    seen = {id(one) for one in shared.values()}
+    for one in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+        if type(one) in kinds and id(one) not in seen:
+            seen.add(id(one))
+            yield OWN_GENERATORS, one
+
+
+def _of_kinds(kinds: set[type]) -> list[Any]:
+    """All instances of these classes, also those that only objects without a cycle refer to; at least once each."""
+    found: list[Any] = []
+    known: list[Any] = gc.get_objects()
+    for at in range(0, len(known), CHUNK):
+        part = known[at : at + CHUNK]
+        held = gc.get_referents(*part)
+        untracked = [one for one in held if type(one) is dict and not gc.is_tracked(one)]
+        for some in (part, held, gc.get_referents(*untracked)):
+            if not kinds.isdisjoint(map(type, some)):
+                found += [one for one in some if type(one) in kinds]
+    return found
+
+
+def _locals(frame: FrameType | None) -> Iterator[Any]:
+    """Of the script's functions that are running: frames are not among what is collected."""
+    while frame is not None:
+        if owner(frame.f_code.co_filename) is USER:
+            yield from frame.f_locals.values()
+        frame = frame.f_back
+
+
+def _copy(one: Any) -> Any:
+    if not hasattr(one, "device"):
+        return copy.deepcopy(one)
+    if one.device.type != "cpu":
+        return None  # a device is not waited for
+    copied = type(one)()
+    copied.set_state(one.get_state())
+    return copied
+
+
+def _state(one: Any) -> str:
+    if isinstance(one, random.Random):
+        return repr(one.getstate()[1])
+    if hasattr(one, "device"):
+        return hashed(one.get_state().numpy().tobytes())
+    inner = _bits(one).state["state"]
+    return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
+
+
+def _bits(one: Any) -> Any:
+    """What numpy's two kinds of generators draw from."""
+    return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
+
+
+def _goes_on(before: Any, now: Any, numbers: int) -> bool:
+    """Whether it has drawn so many, or more."""
+    goal, going = _state(now), _copy(before)
+    for drawn in range(numbers):
+        if _state(going) == goal:
+            return False
+        if drawn < numbers - 1:
+            _draw(going)
+    return True
+
+
+def _draw(one: Any) -> None:
+    if isinstance(one, random.Random):
+        one.getrandbits(32)
+    elif hasattr(one, "device"):
+        sys.modules["torch"].rand(1, generator=one)
+    else:
+        _bits(one).random_raw()
+
+
+MAX_NAMES = 4  # that are followed to where they were given their values
+RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
+
+
+def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
+    """How an argument of the call that this frame is in is divided by the number of ranks, as the script has it."""
+    if frame is None:
+        return ""
+    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    try:
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
+    except (SyntaxError, ValueError):
+        return ""
+    calls = (one for one in nodes if isinstance(one, ast.Call))
+    call = next(
+        (one for one in calls if here == (one.lineno, one.end_lineno, one.col_offset, one.end_col_offset)), None
+    )
+    if call is None:
+        return ""
+    before = sorted(
+        (one for one in nodes if isinstance(one, ast.Assign) and one.lineno < call.lineno), key=lambda one: one.lineno
+    )
+    given = {ast.unparse(target): one.value for one in before for target in one.targets}  # the last value counts
+    values = [*[one.value for one in call.keywords if one.arg == argument], *call.args[place : place + 1]][:1]
+    for _ in range(MAX_NAMES):
+        parts = [part for value in values for part in ast.walk(value)]
+        if divided := next(filter(_by_ranks, parts), None):
+            return ast.unparse(divided)
+        names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
+        values = [given[name] for name in names if name in given]
+    return ""
+
+
+def _by_ranks(node: ast.AST) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.FloorDiv):
+        return False
+    return RANKS.search(ast.unparse(node.right)) is not None

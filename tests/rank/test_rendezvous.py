@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 
 RANK = """
 import sys
-import paceline.rank.meeting as meeting
+import paceline.rank.rendezvous as meeting
 meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
 from paceline.rank.attach import tell
 from paceline.rank.attach import leave

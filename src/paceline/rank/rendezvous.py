@@ -24,7 +24,7 @@ from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
 from paceline.protocol.control import WorkerBirth, restarts
-from paceline.rank.foreign import job_token
+from paceline.rank.environment import job_token
 
 MEETING_SECONDS = 300.0
 FIRST_WORD_SECONDS = 10.0

@@ -1,32 +1,47 @@
-"""What `--check` sees beside the training: files, seeds, threads, losses that leave out padding, what is printed."""
+"""`launch --check`: a script runs as ever, with shorter epochs, and the facts of the run are written to a file.
+
+Nothing is judged here. This module has the file, and what is seen beside the training: other files, seeds, threads,
+losses that leave out padding, what is printed. loaders.py has the DataLoaders, steps.py the replicas and optimizers.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
 import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from paceline.disk import writing
 from paceline.protocol.evidence import Frame
 from paceline.protocol.facts import (
     MAX_DIGESTS,
+    MAX_STEPS,
     MeanLoss,
     PaddedMetric,
     Pass,
     PlacedFile,
     ScriptFacts,
     SeenSchedule,
+    facts_file,
     finite,
 )
+from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
-from paceline.rank.imports import when_imported
-from paceline.rank.probes.hooks import Events, hang
+from paceline.rank.hooks import Events, hang, when_imported
+from paceline.rank.probes.steps import Joint
 from paceline.rank.sites import short, site_words, user_site
 
+EVERY_SECONDS = 2.0  # how often facts are written: a script may be killed
 MAX_FILES, MAX_SCORES = 200, 16
 FAR, ROUNDING = 1 << 24, 1e-12
 BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
@@ -235,3 +250,49 @@ def _gpus(state: Any, depth: int = 0) -> set[int]:
         return {int(state.device.index or 0)}
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
     return {gpu for value in inner for gpu in _gpus(value, depth + 1)} if depth < 5 else set()
+
+
+class Writing(Events):
+    """Writes the facts down, now and then and at the end."""
+
+    def __init__(self, facts: ScriptFacts, folder: Path) -> None:
+        self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
+        self._last = 0.0
+
+    def step_ended(self, optimizer: Any) -> None:
+        if time.monotonic() - self._last > EVERY_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """As they are."""
+        with suppress(OSError):  # a full disk: the script's own words say more of it
+            writing.replace(self._path, msgspec.json.encode(self._facts))
+        self._last = time.monotonic()
+
+    def finish(self, *watches: SideWatch | LoaderWatch) -> None:
+        """The last words."""
+        if os.getpid() != self._pid:
+            return
+        self._facts.ended = True
+        for one in watches:
+            try:
+                one.finish()
+            except Exception as error:
+                print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)
+        self.write()
+
+
+def watch(folder: Path) -> tuple[Events, ...]:
+    """What sees what this process does."""
+    facts = ScriptFacts(
+        rank=int(os.environ["RANK"]),
+        world=int(os.environ["WORLD_SIZE"]),
+        local_world=int(os.environ["LOCAL_WORLD_SIZE"]),
+        host=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+    )
+    loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
+    atexit.register(written.finish, noting, loading)
+    guard = Guard.of_process()
+    guard.max_steps, joint = MAX_STEPS, Joint(lambda: guard.box.get("ops"))
+    return joint, loading, StepWatch(facts, loading, joint), noting, written
