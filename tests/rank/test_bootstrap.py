@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.errors import raises
 
 from paceline.agent.workers import read_record
-from paceline.errors import UsageError
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.rank.bootstrap import worker_command
 
@@ -237,25 +237,25 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "fields"),
     [
-        ([], "nothing to run"),
-        (["-m"], "-m needs the name of a module"),
-        (["-m", "--epochs"], "-m needs the name of a module"),
-        (["trian.py"], r"there is no script trian\.py .*Did you mean train\.py\?"),
-        (["zzz.py"], r"there is no script zzz\.py .*Scripts there: train\.py"),
-        (["folder.py"], "is a folder"),
-        (["./plain"], "is not executable"),
-        (["train"], r"no program 'train' in PATH.*Did you mean train\.py"),
-        (["-x.py"], "there is no script -x.py"),
+        ([], "nothing-to-run", {}),
+        (["-m"], "module-missing", {}),
+        (["-m", "--epochs"], "module-missing", {}),
+        (["trian.py"], "script-not-found", {"value": "trian.py", "hint": " Did you mean train.py?"}),
+        (["zzz.py"], "script-not-found", {"value": "zzz.py", "hint": " Scripts there: train.py"}),
+        (["folder.py"], "script-is-folder", {"name": "folder"}),
+        (["./plain"], "script-not-executable", {}),
+        (["train"], "program-not-found", {"value": "train", "hint": " Did you mean train.py?"}),
+        (["-x.py"], "script-not-found", {"value": "-x.py"}),
     ],
 )
 def test_what_cannot_be_run_is_refused(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], code: str, fields: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "plain").write_text("")
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UsageError, match=said):
+    with raises(code, **fields):
         worker_command(words)

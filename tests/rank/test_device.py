@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.errors import raises
 from torch.distributed import HashStore
 
-from paceline.errors import UsageError
 from paceline.rank import world
 from paceline.rank.world import chosen_backend, chosen_device, device_words, overlooked
 
@@ -45,35 +45,37 @@ def test_the_accelerator_that_torch_has_is_taken_unless_another_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "words"),
+    ("kind", "asked", "code", "fields"),
     [
-        ("xpu", "cuda", "--device cuda: torch has xpu here. Use --device xpu"),
-        ("", "cuda", "--device cuda: .*Use --device cpu"),
-        ("mps", "mps", "does not train on mps, which has no float64"),
-        ("", "tpu", "unknown device 'tpu'. Choose from: auto, cpu, cuda, xpu"),
+        ("xpu", "cuda", "device-not-here", {"value": "cuda", "usable": "xpu"}),
+        ("", "cuda", "device-not-here", {"value": "cuda", "usable": "cpu"}),
+        ("mps", "mps", "", {}),
+        ("", "tpu", "device-unknown", {"value": "tpu"}),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_with_what_is(has: Torch, kind: str, asked: str, words: str) -> None:
+def test_a_device_that_is_not_there_is_refused_with_what_is(
+    has: Torch, kind: str, asked: str, code: str, fields: dict[str, str]
+) -> None:
     has(kind, 1)
-    with pytest.raises(UsageError, match=words):
+    with raises(code, **fields):
         chosen_device(asked, 0, 1, "auto")
 
 
 def test_several_ranks_share_a_gpu_over_gloo_only(has: Torch) -> None:
     has("cuda", 2)
     assert [chosen_device("auto", i, 4, "gloo").index for i in range(4)] == [0, 1, 0, 1]
-    with pytest.raises(UsageError, match=r"need 4 GPUs, torch sees 2.*2 processes.*--backend gloo"):
+    with raises("processes-without-gpu", processes=4, count=2, most="2 processes"):
         chosen_device("auto", 0, 4, "auto")
 
 
 def test_a_wrapper_may_show_each_rank_another_gpu(has: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     has("cuda", 1)
-    with pytest.raises(UsageError, match="need 4 GPUs, torch sees 1"):
+    with raises("processes-without-gpu", processes=4, count=1):
         chosen_device("auto", 3, 4, "auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert chosen_device("auto", 3, 4, "auto") == torch.device("cuda", 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")  # both: then one of them does not work
-    with pytest.raises(UsageError, match="need 4 GPUs, torch sees 1"):
+    with raises("processes-without-gpu", processes=4, count=1):
         chosen_device("auto", 3, 4, "auto")
 
 
@@ -92,7 +94,7 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
         meets(rank, uuid)
     assert capsys.readouterr().err == ""
     if backend == "nccl":
-        with pytest.raises(UsageError, match=r"ranks 1 and 2 compute on one GPU, b \(cuda:0\), and nccl wants one"):
+        with raises("gpu-shared", first="1", second=2, gpu="b (cuda:0)", backend="nccl"):
             meets(2, "b")
     else:
         meets(2, "b")
@@ -112,7 +114,7 @@ def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 def test_each_kind_of_device_has_its_backend() -> None:
     assert chosen_backend("auto", CPU) == chosen_backend("gloo", torch.device("cuda", 0)) == "gloo"
-    with pytest.raises(UsageError, match="built without xccl"):
+    with raises("backend-not-built", value="xccl"):
         chosen_backend("auto", torch.device("xpu", 0))
     assert device_words(CPU) == "cpu"
 

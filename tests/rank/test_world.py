@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.errors import raises
 
-from paceline.errors import UsageError
 from paceline.rank.world import World, joined
 
 FULL = {
@@ -24,21 +24,21 @@ def test_torchruns_variables():
 
 @pytest.mark.parametrize("missing", FULL)
 def test_a_partly_set_environment_is_an_error_that_names_what_is_missing(missing):
-    with pytest.raises(UsageError, match=f"not {missing}"):
+    with raises("variables-missing", missing=[missing]):
         World.from_env({k: v for k, v in FULL.items() if k != missing}, device="cpu")
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"WORLD_SIZE": "x"}])
 def test_contradictions_are_errors(wrong):
-    with pytest.raises(UsageError, match=r"contradicts|whole number"):
+    with raises("variable-not-a-number" if "x" in wrong.values() else "variables-contradict"):
         World.from_env({**FULL, **wrong}, device="cpu")
 
 
-@pytest.mark.parametrize(("backend", "words"), [("mpi", "built without mpi"), ("carrier-pigeon", "Choose from")])
-def test_backends_that_are_not_there(backend, words):
+@pytest.mark.parametrize(("backend", "code"), [("mpi", "backend-not-built"), ("carrier-pigeon", "backend-unknown")])
+def test_backends_that_are_not_there(backend, code):
     if backend == "mpi" and dist.is_mpi_available():
         pytest.skip("this torch has MPI")
-    with pytest.raises(UsageError, match=words):
+    with raises(code, value=backend):
         World.from_env({}, device="cpu", backend=backend)
 
 
@@ -56,7 +56,7 @@ def test_the_group_is_torn_down_also_on_an_error():
         raise ZeroDivisionError
     assert not dist.is_initialized()
     with joined(world):  # and can be joined again
-        with pytest.raises(UsageError), joined(world):  # not inside itself: a session in a Task
+        with raises("process-group-exists"), joined(world):  # not inside itself: a session in a Task
             pass
         assert dist.is_initialized()
 

@@ -39,6 +39,7 @@ ROOM = "paceline.rank."  # what runs in a rank
 BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
 CHECK = "--check"  # between the bootstrap and the script: it also records facts of the run
 BIRTH = "PACELINE_BIRTH"
+FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
 MAX_DESCRIPTORS = 253  # that the kernel sends at once

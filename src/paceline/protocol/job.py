@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.protocol.control import GRACE_SECONDS
+from paceline.protocol.control import FIRST_PORT, GRACE_SECONDS, PORTS
 
 GAP_FACTOR = 5.0
 WARM_UP_STEPS = 5
@@ -67,10 +67,7 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
             return cls(off=True) if word == "off" else AUTO
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?s?", word)
         if match is None or not 0 < float(match[1]) <= MAX_SECONDS:
-            raise UsageError(
-                "--stall-after must be auto, off, or a number of seconds above 0 and up to a week (30, 7.5, 30s), "
-                f"got {text!r}"
-            )
+            raise UsageError(code="stall-after-invalid", value=text)
         return cls(float(match[1]))
 
     def of(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
@@ -88,7 +85,6 @@ AUTO = Windows()  # one object, which a plan leaves out as its default
 
 JOIN_SECONDS = 300.0  # how long the agents of several nodes wait for each other
 STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
-FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
 NUM_PORTS = 8
 GPU_CORES = 8  # of a rank with a GPU: it prepares batches, and launches kernels without a pause
 

@@ -48,14 +48,14 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
         UsageError: when there is nothing to run, or what is named does not exist.
     """
     if not script_and_args:
-        raise UsageError("nothing to run. Give a script with its arguments: SCRIPT.py ARGS, or -m MODULE ARGS")
+        raise UsageError(code="nothing-to-run")
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
     if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
         script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
     through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
-            raise UsageError("-m needs the name of a module, e.g. -m my_package.train --epochs 5")
+            raise UsageError(code="module-missing")
         return (*through, "-m", *arguments)
     if script.endswith(".py"):
         _check_file(script)
@@ -63,10 +63,9 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
     if "/" in script:
         _check_file(script)
         if not os.access(script, os.X_OK):
-            raise UsageError(f"{script} is not executable. Make it so (chmod +x), or name a script that ends in .py")
+            raise UsageError(code="script-not-executable", value=script)
     elif shutil.which(script) is None:
-        hint = _near(Path(script))
-        raise UsageError(f"there is no program {script!r} in PATH. To run a script of this folder name it .py.{hint}")
+        raise UsageError(code="program-not-found", value=script, hint=_near(Path(script)))
     return (script, *arguments)
 
 
@@ -81,9 +80,9 @@ def _is_this_python(script: str, python: str) -> bool:
 def _check_file(script: str) -> None:
     path = Path(script)
     if path.is_dir():
-        raise UsageError(f"{script} is a folder. Name the script in it, or run it as a module: -m {path.name}")
+        raise UsageError(code="script-is-folder", value=script, name=path.name)
     if not path.exists():
-        raise UsageError(f"there is no script {script} (looked in {Path.cwd()}).{_near(path)}")
+        raise UsageError(code="script-not-found", value=script, folder=str(Path.cwd()), hint=_near(path))
 
 
 def _near(path: Path) -> str:

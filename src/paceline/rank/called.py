@@ -45,10 +45,7 @@ def _sendable(result: Any) -> bytes:
     try:
         return cloudpickle.dumps(result)
     except Exception as error:
-        raise UsageError(
-            f"what the function has returned, {type(result).__name__}, cannot be sent back: {error}. Of a model return "
-            "s.weights(model)"
-        ) from error
+        raise UsageError(code="result-not-sendable", kind=type(result).__name__, why=str(error)) from error
 
 
 def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:

@@ -8,15 +8,15 @@ Every launcher tells each rank its place, in names of its own. Training knows to
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 from paceline.errors import UsageError
-from paceline.protocol.control import RUN_ID
+from paceline.protocol.control import FIRST_PORT, PORTS, RUN_ID
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT, PORTS = 20000, 10000  # below what Linux gives to outgoing connections (32768..)
 NO_STEP = 0xFFFFFFF0  # Slurm's step ids from here on mean batch scripts and shells, which no srun has started
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 100_000  # more is a mistake, and would fill the memory
@@ -47,16 +47,14 @@ def understood(env: Mapping[str, str]) -> dict[str, str]:
     if len(set_already) == len(COUNTS):
         _check_not_exported(env)
         return {}
-    for starter, read in _READERS:
+    for starter, read in _READERS.items():
         found = read(env)
         if not found:
             continue
         if set_already:
-            be, them = ("is", "it") if len(set_already) == 1 else ("are", "them")
+            size, needed = found["WORLD_SIZE"], [*COUNTS, *ADDRESS]
             raise UsageError(
-                f"{', '.join(set_already)} {be} set beside the variables of {starter}, "
-                f"which started {found['WORLD_SIZE']} ranks and gives each its own. Leave {them} out "
-                "(unset them in the batch script), or set all of " + ", ".join((*COUNTS, *ADDRESS))
+                code="variables-beside-launcher", present=set_already, launcher=starter, size=size, needed=needed
             )
         return found
     return {}
@@ -85,10 +83,7 @@ def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
     wrong = [f"{name} is {env.get(name, 'not set')}, not {wanted}" for name, wanted in asked.items()
              if env.get(name) != str(wanted)]  # fmt: skip
     if wrong:
-        raise UsageError(
-            f"Expected {nodes} x {nproc} ranks, but {' and '.join(wrong)}. "
-            "Check that every node started with the same launcher options, and that their clocks agree"
-        )
+        raise UsageError(code="world-not-as-asked", nodes=nodes, nproc=nproc, wrong=" and ".join(wrong))
 
 
 def _check_not_exported(env: Mapping[str, str]) -> None:
@@ -97,10 +92,8 @@ def _check_not_exported(env: Mapping[str, str]) -> None:
     if agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
         return
     if env["RANK"] != env.get("SLURM_PROCID"):
-        raise UsageError(
-            f"RANK={env['RANK']}, but this is task {env.get('SLURM_PROCID')} of {env['WORLD_SIZE']} of the Slurm step: "
-            "RANK was exported in the batch script, once for all tasks. Leave it out; srun tells every task its place"
-        )
+        task, size = env.get("SLURM_PROCID"), env["WORLD_SIZE"]
+        raise UsageError(code="rank-exported", value=env["RANK"], task=task, size=size)
 
 
 def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
@@ -113,10 +106,7 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
     names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     if rank is None or local_rank is None or node is None or not tasks or not names:
-        raise UsageError(
-            f"the Slurm step has {size} tasks, but the environment lacks SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, "
-            "SLURM_STEP_TASKS_PER_NODE or SLURM_STEP_NODELIST. Start the ranks with srun, and do not clear them"
-        )
+        raise UsageError(code="slurm-variables-missing", tasks=size)
     nodes = expand_nodes(names)
     job, step = _number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
     # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
@@ -125,39 +115,23 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
 
 
-def _from_open_mpi(env: Mapping[str, str]) -> dict[str, str]:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    return _from_mpi(
-        env, names, "mpirun", "-x MASTER_ADDR=<a name or address of rank 0's host>", "-x MASTER_PORT=29500"
-    )
-
-
-def _from_pmi(env: Mapping[str, str]) -> dict[str, str]:
-    names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
-    return _from_mpi(
-        env, names, "mpiexec", "-genv MASTER_ADDR <name or address of rank 0's host>", "-genv MASTER_PORT 29500"
-    )
-
-
-def _from_mpi(env: Mapping[str, str], names: list[str], starter: str, address: str, port: str) -> dict[str, str]:
+def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
+    """`names` are those of the variables in the order of COUNTS, `to_set` how its command sets another variable."""
     present = [name for name in names if name in env]
     if not present or _number(env, names[1]) == 1:
         return {}
     rank, size, local_rank, local_size = (_number(env, name) for name in names)
     if rank is None or size is None or local_rank is None or local_size is None:
-        missing = [name for name in names if name not in env]
+        missing, needed = [name for name in names if name not in env], [*COUNTS, *ADDRESS]
         raise UsageError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}, which {starter} sets together. "
-            f"Set {', '.join((*COUNTS, *ADDRESS))} yourself, or start with torchrun"
+            code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=needed
         )
     if local_size < size and "MASTER_ADDR" not in env:
-        raise UsageError(
-            f"{starter} has started {size} ranks, {local_size} of them on this host, and does not say where rank 0 "
-            f"is. Add to {starter}: {address}"
-        )
+        option = to_set.format("MASTER_ADDR", "<name or address of rank 0's host>")
+        raise UsageError(code="mpi-address-missing", launcher=starter, size=size, here=local_size, option=option)
     namespace = _mpi_namespace(env)
     if not namespace and "MASTER_PORT" not in env:
-        raise UsageError(f"{starter} does not say which port is this job's own. Add to {starter}: {port}")
+        raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
     own_port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # not hash(): the same number in every process
     return _world(env, (rank, size, local_rank, local_size), LOOPBACK, own_port)
 
@@ -192,12 +166,18 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
         if name not in env:
             continue
         if not re.fullmatch(r"[0-9]{1,18}", env[name]):
-            raise UsageError(f"{name} must be a whole number, got {env[name]!r}")
+            raise UsageError(code="variable-not-a-number", name=name, value=env[name])
         return int(env[name])
     return None
 
 
-_READERS = (("mpirun (Open MPI)", _from_open_mpi), ("srun", _from_slurm), ("mpiexec (PMI)", _from_pmi))
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_PMI = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
+    "mpirun (Open MPI)": partial(_from_mpi, starter="mpirun", names=_OPEN_MPI, to_set="-x {}={}"),
+    "srun": _from_slurm,
+    "mpiexec (PMI)": partial(_from_mpi, starter="mpiexec", names=_PMI, to_set="-genv {} {}"),
+}
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -210,23 +190,21 @@ def expand_nodes(text: str) -> list[str]:
     for entry in re.split(r",(?![^\[]*\])", text):
         parts = _PART.findall(entry)
         if not entry or "".join(parts) != entry:
-            raise UsageError(f"{text!r} is no list of nodes. Slurm writes them as n[1-3,7],gpu-[01-02]")
+            raise UsageError(code="node-list-invalid", value=text)
         choices = [list(_numbers(part[1:-1], text)) if part[0] == "[" else [part] for part in parts]
         for combination in product(*choices):
             names.append("".join(combination))
             if len(names) > MAX_NODES:
-                raise UsageError(f"{text!r} names more than {MAX_NODES} nodes")
+                raise UsageError(code="node-list-too-long", value=text, most=MAX_NODES)
     return names
 
 
 def _numbers(text: str, whole: str) -> Iterator[str]:
     for entry in text.split(","):
         match = _RANGE.fullmatch(entry)
-        if match is None:
-            raise UsageError(f"{whole!r} is no list of nodes: {entry!r} is no number and no range of numbers")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or last - first >= MAX_NODES:
-            raise UsageError(f"{whole!r} is no list of nodes: {entry!r} is empty or too long")
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, -1)
+        if match is None or not 0 <= last - first < MAX_NODES:
+            raise UsageError(code="node-range-invalid", value=whole, range=entry)
         yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
 
 
@@ -236,8 +214,8 @@ def tasks_of_node(text: str, node: int) -> int:
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)
         if match is None:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE must be like 2(x3),1, got {text!r}")
+            raise UsageError(code="tasks-per-node-invalid", value=text)
         left -= int(match[2] or 1)
         if left < 0:
             return int(match[1])
-    raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, but SLURM_NODEID says that this is node {node}")
+    raise UsageError(code="tasks-per-node-too-short", value=text, node=node)

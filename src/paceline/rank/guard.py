@@ -340,7 +340,7 @@ class Connections:
         self.inodes: set[str] = set()
         self.ends: list[End] = []
         """of the connections to other hosts that the last group has opened"""
-        self._tolerated: list[str] | None = None
+        self._tolerated: list[list[str]] | None = None
 
     def install(self, distributed: ModuleType) -> None:
         """Note from now on what a new process group opens, and shut its door behind it."""
@@ -368,17 +368,19 @@ class Connections:
                         "machine can connect to them, which wastes memory and time, but not be taken for a rank",
                         file=sys.stderr,
                     )
-                if words := strangers(new.values()):
+                if users := strangers(new.values()):
                     if self._tolerated is None:
-                        raise UsageError(words)
-                    self._tolerated.append(words)
+                        raise stranger_met(users)
+                    self._tolerated.append(users)
             return group
 
         setattr(distributed, MAKES_GROUP, made)
 
     @contextmanager
-    def tolerating(self) -> Generator[list[str]]:
-        """Inside, a group with a stranger in it is no error, but noted in the list: all ranks must make it again."""
+    def tolerating(self) -> Generator[list[list[str]]]:
+        """Inside, a group with strangers in it is no error: their users go into the list, and all ranks must make it
+        again.
+        """
         self._tolerated = []
         try:
             yield self._tolerated
@@ -465,8 +467,8 @@ def _filter(one: socket.socket) -> bool:
     return False
 
 
-def strangers(descriptors: Collection[int]) -> str:
-    """Who is connected over the loopback and is another user, in words; empty: nobody."""
+def strangers(descriptors: Collection[int]) -> list[str]:
+    """The other users who are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
     for one in _internet(descriptors):
         with suppress(OSError):  # it only listens
@@ -475,13 +477,12 @@ def strangers(descriptors: Collection[int]) -> str:
                 ends[written(its_address, its_port), written(address, port)] = None
     # (own end, other end) -> user, of all connections over IPv4 in this network
     users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
-    if strange := {users[end] for end in ends if end in users} - {os.geteuid()}:
-        return (
-            f"a process of user {', '.join(map(user_name, sorted(strange)))} has connected to a port of this training "
-            f"on {os.uname().nodename} while its ranks met, in place of one of them. Nothing was sent there. Start it "
-            "again, and tell your administrator"
-        )
-    return ""
+    return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
+
+
+def stranger_met(users: list[str]) -> UsageError:
+    """The error for a process group with these other users in it."""
+    return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 
 
 def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:

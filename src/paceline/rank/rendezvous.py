@@ -34,6 +34,7 @@ LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
 _met: list[int] = []  # how often this process has met the others, once it has: a group may follow another
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
+CLAIMED_TWICE = "rank-claimed-twice"
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
         TrainingError: not all have come within `seconds`.
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
-        raise UsageError(f"MASTER_PORT must be 1..65535, got {env['MASTER_PORT']!r}")
+        raise UsageError(code="master-port-invalid", value=env["MASTER_PORT"])
     start, generation = time.monotonic(), "-".join(map(str, (restarts(env), *_met)))
     _met[:] = [sum(_met) + 1]
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -101,10 +102,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
         raise meeting.error
     if meeting.store is None:
         waits_for = meeting.waits_for or f"rank {rank} waits for others, which a lower rank names"
-        raise TrainingError(
-            f"the {size} ranks did not meet within {seconds:g} s: {waits_for}. Were all of them started, with the "
-            "same MASTER_ADDR and MASTER_PORT?"
-        )
+        raise TrainingError(code="ranks-did-not-meet", size=size, seconds=seconds, waits_for=waits_for)
     return PrefixStore(f"paceline/generation-{generation}", meeting.store)
 
 
@@ -141,7 +139,8 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
                 if not (birth and meeting.host == "127.0.0.1"):  # else our agent answers; the store is elsewhere
-                    raise _no_store(meeting, str(error).partition("\n")[0]) from error
+                    why = str(error).partition("\n")[0]
+                    raise UsageError(code="not-our-store", where=meeting.where, why=why) from error
                 reason = f"{meeting.where}, where our agent finds no way to its store"
         meeting.waits_for = f"rank {meeting.rank} on {os.uname().nodename} cannot reach rank 0 at {reason}"
         time.sleep(LONGEST_POLL_SECONDS)
@@ -156,23 +155,13 @@ def _host(meeting: _Meeting, inherited: int) -> Store:
         if "failed to listen" not in str(error):
             raise
         by = port_holder(meeting.port) or "another process"
-        raise UsageError(
-            f"rank 0 cannot listen at {meeting.where}: the port is taken by {by}. Is another job running here? "
-            "Choose another port (--port, MASTER_PORT)"
-        ) from error
+        raise UsageError(code="master-port-taken", where=meeting.where, by=by) from error
 
 
 def _tcp_store(meeting: _Meeting, *, is_master: bool, listen_fd: int | None = None) -> Store:
     timeout = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(
         meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-    )
-
-
-def _no_store(meeting: _Meeting, words: str) -> UsageError:
-    return UsageError(
-        f"{meeting.where} is used by another program, not a paceline store ({words}). "
-        "Choose another port (--port, MASTER_PORT)"
     )
 
 
@@ -183,11 +172,9 @@ def _compare(meeting: _Meeting, store: Store, keys: Store) -> None:
     if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
         first = _first_word(meeting, keys, mine)
     if (first.token, first.size) != (mine.token, mine.size):
-        raise UsageError(
-            f"another job answers at {meeting.where}: job {first.token or 'without a name'} of {first.size} ranks "
-            f"(from {first.by}); this is job {mine.token or 'without a name'} of {mine.size} ranks. "
-            "Use another port for one of them (--port, MASTER_PORT)"
-        )
+        jobs = {"other": first.token or "without a name", "job": mine.token or "without a name"}
+        sizes = {"other_size": first.size, "size": mine.size}
+        raise UsageError(code="another-job-answers", where=meeting.where, by=first.by, **jobs, **sizes)
 
 
 def _first_word(meeting: _Meeting, keys: Store, mine: _Job) -> _Job:
@@ -196,7 +183,8 @@ def _first_word(meeting: _Meeting, keys: Store, mine: _Job) -> _Job:
     try:
         return msgspec.json.decode(written, type=_Job)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _no_store(meeting, f"{JOB!r} is not in our words: {error}") from None
+        why = f"{JOB!r} is not in our words: {error}"
+        raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
 
 
 def _claim(meeting: _Meeting, keys: Store) -> None:
@@ -206,14 +194,10 @@ def _claim(meeting: _Meeting, keys: Store) -> None:
         if keys.add(ARRIVED, 1) == meeting.size:
             keys.set(COMPLETE, "")
         return
-    words = (
-        f"two processes at {meeting.where} say that they are rank {meeting.rank} of {meeting.size}: {holder} and "
-        f"{meeting.me}. RANK must be another one in each process (exported once for all?), or another job uses this "
-        "port"
-    )
+    fields = {"where": meeting.where, "rank": meeting.rank, "size": meeting.size, "first": holder, "second": meeting.me}
     if meeting.token:  # of this very job: another rank is missing then, and all would wait for it in vain
-        keys.set(REFUSED, words)
-    raise UsageError(words)
+        keys.set(REFUSED, msgspec.json.encode(fields).decode())
+    raise UsageError(code=CLAIMED_TWICE, **fields)
 
 
 def _wait_for_all(meeting: _Meeting, keys: Store) -> bool:
@@ -222,9 +206,9 @@ def _wait_for_all(meeting: _Meeting, keys: Store) -> bool:
     meeting.waits_for = ""
     while not keys.check([COMPLETE]):
         if keys.check([REFUSED]):
-            words = keys.get(REFUSED).decode()
+            fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, str | int])
             time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # the store ends with rank 0: all shall read
-            raise UsageError(words)
+            raise UsageError(code=CLAIMED_TWICE, **fields)
         last = meeting.late()
         if last or time.monotonic() >= next_look:
             meeting.waits_for = _missing(meeting, lambda rank: keys.check([str(rank)]))

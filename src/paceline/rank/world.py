@@ -19,7 +19,7 @@ from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
 from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.rank.environment import ADDRESS, COUNTS, understood
-from paceline.rank.guard import End, Guard, abort_nccl
+from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
 from paceline.rank.rendezvous import MEETING_SECONDS, meet
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -98,22 +98,17 @@ def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
         return 0, 1, 0, 1
     missing = [name for name in names if name not in env]
     if missing:
-        raise UsageError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}. A launcher (paceline --nproc, "
-            f"torchrun) sets all of {', '.join(names)}; for a single process unset them all."
-        )
+        raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
     values: list[int] = []
     for name in COUNTS:
         try:
             values.append(int(env[name]))
         except ValueError:
-            raise UsageError(f"{name} must be a whole number, got {env[name]!r}") from None
+            raise UsageError(code="variable-not-a-number", name=name, value=env[name]) from None
     rank, size, local_rank, local_size = values
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise UsageError(
-            f"the environment contradicts itself: RANK={rank} of WORLD_SIZE={size}, "
-            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
-        )
+        counts = dict(zip(("rank", "size", "local_rank", "local_size"), values, strict=True))
+        raise UsageError(code="variables-contradict", **counts)
     return rank, size, local_rank, local_size
 
 
@@ -182,10 +177,7 @@ def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOU
 def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     """Make the default group; again, where another user of the machine was faster than a rank of ours."""
     if dist.is_initialized():
-        raise UsageError(
-            "this process already has a process group: `paceline train` makes one for a Task. Start a function that "
-            "calls paceline.session as a script: `paceline launch SCRIPT`"
-        )
+        raise UsageError(code="process-group-exists")
     check_placement(world.rank, world.size, world.device, world.backend, store)
     met: list[str] = []
     for number in range(TRIES):
@@ -207,7 +199,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
             return
         met += strangers
         dist.destroy_process_group()
-    raise UsageError(met[0] if met else "a stranger has connected to a port of another rank, each time")
+    raise stranger_met(met[0]) if met else UsageError(code="stranger-at-another-rank")
 
 
 def _unknown(world: World, store: Store, timeout: timedelta, ends: Sequence[End]) -> int:
@@ -236,9 +228,7 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> 
     store.add(word, 1)
     while store.add(word, 0) < world.size:
         if time.monotonic() > deadline:
-            raise TrainingError(
-                f"not all ranks have come out of making their group within {timeout.total_seconds():g} s"
-            )
+            raise TrainingError(code="group-not-made-by-all", seconds=timeout.total_seconds())
         time.sleep(0.001)
 
 
@@ -274,16 +264,13 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
     if asked == "cpu" or (asked == "auto" and not kind):
         return torch.device("cpu")
     if asked not in ("auto", "cpu", "cuda", "xpu", kind):
-        raise UsageError(lacks(asked) or f"unknown device {asked!r}. Choose from: auto, cpu, cuda, xpu")
+        raise UsageError(lacks(asked)) if lacks(asked) else UsageError(code="device-unknown", value=asked)
     if asked not in ("auto", kind):
         has = f"torch has {kind} here" if kind else overlooked() or "torch sees no accelerator here"
-        raise UsageError(f"--device {asked}: {has}. Use --device {kind or 'cpu'}")
+        raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
     if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
-        raise UsageError(
-            f"{workers} processes on this node need {workers} GPUs, torch sees {count}. "
-            f"Start at most {plural(count, 'process', 'processes')} per node, let several processes share a GPU "
-            "(--backend gloo), or use --device cpu."
-        )
+        most = plural(count, "process", "processes")
+        raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
     return torch.device(kind, index % count)
 
 
@@ -313,13 +300,10 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
     if store.add(f"ranks on {mine}", 1) == 1:
         store.set(f"first on {mine}", str(rank))
         return
-    words = f"ranks {store.get(f'first on {mine}').decode()} and {rank} compute on one GPU, {mine} ({device})"
+    first, gpu = store.get(f"first on {mine}").decode(), f"{mine} ({device})"
     if backend not in SHARE_GPUS:
-        raise UsageError(
-            f"{words}, and {backend} wants one for each: does a launcher or wrapper show both the same "
-            "(CUDA_VISIBLE_DEVICES)? Start fewer processes, or let them share it: --backend gloo"
-        )
-    print(f"WARNING: {words}: they take turns", file=sys.stderr)
+        raise UsageError(code="gpu-shared", first=first, second=rank, gpu=gpu, backend=backend)
+    print(f"WARNING: ranks {first} and {rank} compute on one GPU, {gpu}: they take turns", file=sys.stderr)
 
 
 def go_near(device: torch.device) -> None:
@@ -379,10 +363,10 @@ def chosen_backend(asked: str, device: torch.device) -> str:
         "mpi": dist.is_mpi_available(),
     }
     if chosen not in available:
-        raise UsageError(f"unknown backend {chosen!r}. Choose from: auto, {', '.join(available)}")
+        raise UsageError(code="backend-unknown", value=chosen, allowed=["auto", *available])
     if not available[chosen]:
-        usable = ", ".join(name for name, there in available.items() if there)
-        raise UsageError(f"this torch ({torch.__version__}) was built without {chosen}. Available here: {usable}")
+        usable = [name for name, there in available.items() if there]
+        raise UsageError(code="backend-not-built", value=chosen, version=torch.__version__, allowed=usable)
     if chosen in BACKENDS.values() and BACKENDS.get(device.type) != chosen:
-        raise UsageError(f"backend {chosen} moves GPU memory only; for device {device.type} use gloo (or auto)")
+        raise UsageError(code="backend-of-gpus", value=chosen, device=device.type)
     return chosen
