@@ -36,7 +36,7 @@ class Rank:
         self.box, self.collectives = box, 0
         self.joint = Joint(lambda: self.collectives)
         self.counted = Counted(box, self.joint)
-        self.stale, self.prints = Stale(box, self.counted, self.joint), Fingerprints(box, Names(box), self.joint)
+        self.stale, self.prints = Stale(box, self.counted), Fingerprints(box, Names(box), self.joint)
 
     def replica(self) -> Replica:
         made = Replica()

@@ -322,23 +322,10 @@ def read_counters(descriptor: int) -> Counters:
     phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
     spent = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
     moved = tuple(value[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    return Counters(
-        step=value["step"],
-        phase=phase,
-        ready=value["ready"],
-        answered=value["answered"],
-        beat_ns=value["beat_ns"],
-        met=value["ops"] > 0 or value["enqueued"] > 0,
-        moved=moved,
-        phase_seconds=spent,
-        waiting=bool(value["waiting"]),
-        script=bool(value["script"]),
-        notes_stops=bool(value["notes_stops"]),
-        uneven=bool(value["uneven"]),
-        alone=value["alone"],
-        marks=value["marks"],
-        findings=value["findings"],
-    )
+    met, flags = value["ops"] > 0 or value["enqueued"] > 0, ("waiting", "script", "notes_stops", "uneven")
+    plain = {name: value[name] for name in ("step", "ready", "answered", "beat_ns", "alone", "marks", "findings")}
+    flagged = {name: bool(value[name]) for name in flags}
+    return Counters(phase=phase, met=met, moved=moved, phase_seconds=spent, **flagged, **plain)
 
 
 def put_question(descriptor: int, question: int) -> None:

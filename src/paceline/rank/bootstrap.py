@@ -278,7 +278,7 @@ def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
         steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
         swallowed = Swallowed(box, steps)
         failed = partial(swallowed.raised, "collective")
-        judging = Finite(box, steps, batches), swallowed, Stale(box, steps, joint)
+        judging = Finite(box, steps, batches), swallowed, Stale(box, steps)
         listeners = [joint, batches, *judging, steps, Joins(box), Fingerprints(box, names, joint)]
     hooks = Hooks(guard.complain).listen(*listeners, *also).install()
     guard.looks_on(lambda: hooks.dismiss(*listeners), marker, failed)

@@ -47,7 +47,6 @@ WAKE_SECONDS = 0.25
 
 
 class _Word(msgspec.Struct, frozen=True):
-    kind: str = ""
     page: str = ""
     exit_code: int = ExitCode.STALLED
 
@@ -102,7 +101,7 @@ class Guard:
             native = NativeStacks(self.box)
         except Exception as error:
             self.complain(error)
-        self._watcher = Watcher(self.box, self.ledger, self.connections, native, self.complain)
+        self._watcher = Watcher(self, native)
         self._watcher.start()
         atexit.register(self._watcher.stop)
         return self
@@ -200,16 +199,9 @@ class Watcher:
     that the main thread may want, imports nothing, and whatever goes wrong in it ends there.
     """
 
-    def __init__(
-        self,
-        box: StatusPage,
-        ledger: Ledger,
-        connections: Connections,
-        native: NativeStacks | None,
-        complain: Callable[[BaseException], None],
-    ) -> None:
-        self._box, self._ledger, self._connections, self._native = box, ledger, connections, native
-        self._complain = complain
+    def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
+        self._box, self._ledger, self._connections, self._native = guard.box, guard.ledger, guard.connections, native
+        self._complain = guard.complain
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)

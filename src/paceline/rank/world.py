@@ -179,7 +179,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
     if dist.is_initialized():
         raise UsageError(code="process-group-exists")
     check_placement(world.rank, world.size, world.device, world.backend, store)
-    met: list[str] = []
+    met: list[list[str]] = []
     for number in range(TRIES):
         attempt = PrefixStore(f"group-{number}", store)
         connections = Guard.of_process().connections

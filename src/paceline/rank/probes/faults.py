@@ -25,7 +25,7 @@ from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.hooks import Events
 from paceline.rank.probes import Later, leaf_digests, may_compute
-from paceline.rank.probes.steps import USUAL_STEPS, Counted, Joint
+from paceline.rank.probes.steps import USUAL_STEPS, Counted
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
 
@@ -33,7 +33,6 @@ SMALL = 16384  # elements; where there is no such parameter, so many are looked 
 MOST_NAMED = 8  # samples
 ONE_AHEAD = "/accelerate/data_loader.py"  # its loaders are those of the Trainer, too
 PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which is one ahead where it cannot ask for the number of batches
-_UNKNOWN = object()
 
 
 class Batches(Events):
@@ -129,8 +128,7 @@ class Finite(Events):
     def step_begins(self, optimizer: Any) -> None:
         if self._said or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has looked itself
             return
-        sensor = self._sensors.get(optimizer, _UNKNOWN)
-        sensor = self._chosen(optimizer) if sensor is _UNKNOWN else sensor
+        sensor = self._sensors[optimizer] if optimizer in self._sensors else self._chosen(optimizer)
         if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not may_compute(sensor.grad):
             return
         step = self._steps.done + 1
@@ -269,8 +267,8 @@ class Stale(Events):
     It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
     """
 
-    def __init__(self, box: StatusPage, steps: Counted, joint: Joint | None = None) -> None:
-        self._box, self._steps, self._joint = box, steps, joint
+    def __init__(self, box: StatusPage, steps: Counted) -> None:
+        self._box, self._steps, self._joint = box, steps, steps.joint
         self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
         self._past = 0  # steps in a row
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
@@ -331,12 +329,9 @@ class Stale(Events):
 
     def _of(self, optimizer: Any) -> int:
         """Backwards that it may have gradients of, so far: with a replica, only what came through one."""
-        through = self._joint is not None and self._joint.of(optimizer).replica is not None
-        return self._joint.through if self._joint is not None and through else self._backwards
+        return self._backwards if self._joint.of(optimizer).replica is None else self._joint.through
 
     def _is_private(self, optimizer: Any) -> bool:
-        if self._joint is None:
-            return False
         past = self._joint.of(optimizer).past
         if past or not self._joint.private(optimizer):
             self._past = self._past + 1 if past else 0

@@ -19,14 +19,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events, unseen
+from paceline.rank.hooks import Events, hang
 
 LEAST_STEPS = 4  # of an optimizer, before it is judged by them
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
@@ -208,24 +207,23 @@ class Counted(Events):
     """Counts steps: all that is left where the guard is off."""
 
     def __init__(self, box: StatusPage, joint: Joint | None = None) -> None:
-        self._box, self._joint = box, joint
+        self._box, self.joint = box, joint or Joint(lambda: 0)
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
         self.done = 0
 
     def step_ended(self, optimizer: Any) -> None:
-        if self._joint is not None and self._joint.of(optimizer).past:
+        turn = self.joint.of(optimizer)
+        if turn.past:
             return
         before = max(0, self.done - self._alone - 1)  # one that comes later steps beside those that are there, or after
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
-        if self._joint is not None:
-            if self._joint.private(optimizer):
-                return
-            if self._joint.level > self._level:  # what was counted until now was this rank's own
-                self._level, count = self._joint.level, self._joint.of(optimizer).steps
-                self._counts[optimizer] = count
-                self._alone = max(0, self.done + 1 - count)
-                self._box.put("alone", self._alone)
+        if self.joint.private(optimizer):
+            return
+        if self.joint.level > self._level:  # what was counted until now was this rank's own
+            self._level, self._counts[optimizer] = self.joint.level, (count := turn.steps)
+            self._alone = max(0, self.done + 1 - count)
+            self._box.put("alone", self._alone)
         if count + self._alone > self.done:
             self.done = count + self._alone
             self._box.set_step(self.done)
@@ -294,16 +292,7 @@ class Joins(Events):
         self._box, self._sees = box, False
 
     def replica_made(self, ddp: Any) -> None:
-        if self._sees:
-            return
-        self._sees, box = True, self._box
-        joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
-        enter = joins.__enter__
-
-        @unseen
-        @wraps(enter)
-        def entered(join: Any) -> Any:
-            box.put("uneven", 1)
-            return enter(join)
-
-        joins.__enter__ = entered
+        if not self._sees:
+            self._sees = True
+            joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
+            hang(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))
