@@ -128,7 +128,7 @@ def wrapped_and_plain(rank: int, world_size: int) -> dict[str, list[str]]:
         assert inspect.signature(now) == inspect.signature(function) and now.__name__ == name
         assert now.__doc__ == function.__doc__ and inspect.unwrap(now) is inspect.unwrap(function)
     told: list[BaseException] = []
-    guard.looks_on(lambda: None, None, told.append)
+    guard.attach_probes(lambda: None, None, told.append)
     after = errors()
     assert "Operation timed out!" in str(told[-1]) and any("rank: 99" in str(error) for error in told)
     total = torch.full((2,), float(rank + 1))

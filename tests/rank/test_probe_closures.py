@@ -21,7 +21,7 @@ from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.hooks import Events, Hooks
-from paceline.rank.probes.faults import Batches, Finite, Stale
+from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients
 from paceline.rank.probes.steps import ScriptPhases
 
 pytestmark = pytest.mark.sample(3)
@@ -136,7 +136,7 @@ def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
     box = StatusPage(make_status_page(0))
     steps, batches = ScriptPhases(box), Batches()
-    Hooks(print).listen(batches, Finite(box, steps, batches), Stale(box, steps), steps).install()
+    Hooks(print).listen(batches, NonFiniteGradients(box, steps, batches), StaleGradients(box, steps), steps).install()
     return box
 
 
@@ -261,7 +261,7 @@ def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) 
 
 def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() -> None:
     box = StatusPage(make_status_page(0))
-    optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+    optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
     for number in range(40):
         stale.backward_begins(None)
         stale.step_begins(optimizer)

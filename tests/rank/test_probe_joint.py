@@ -12,9 +12,9 @@ from torch import nn
 
 from paceline.protocol.marks import Names, marks_of, read_findings, read_marks
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes.faults import Stale
+from paceline.rank.probes.faults import StaleGradients
 from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import Counted, Joint
+from paceline.rank.probes.steps import JointOptimizers, StepCounter
 
 pytestmark = pytest.mark.sample(3)
 
@@ -30,13 +30,13 @@ class Replica:
 
 
 class Rank:
-    """The listeners of one, as `look_on` has them, and what a script does."""
+    """The listeners of one, as `watch_script` has them, and what a script does."""
 
     def __init__(self, box: StatusPage) -> None:
         self.box, self.collectives = box, 0
-        self.joint = Joint(lambda: self.collectives)
-        self.counted = Counted(box, self.joint)
-        self.stale, self.prints = Stale(box, self.counted), Fingerprints(box, Names(box), self.joint)
+        self.joint = JointOptimizers(lambda: self.collectives)
+        self.counted = StepCounter(box, self.joint)
+        self.stale, self.prints = StaleGradients(box, self.counted), Fingerprints(box, Names(box), self.joint)
 
     def replica(self) -> Replica:
         made = Replica()

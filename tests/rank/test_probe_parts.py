@@ -16,7 +16,7 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.hooks import Hooks
-from paceline.rank.probes.faults import Batches, Finite, Stale, Swallowed
+from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import ScriptPhases
 
@@ -127,7 +127,7 @@ def trained(
 ) -> list[str]:
     model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    finite = Finite(box, steps, Batches())
+    finite = NonFiniteGradients(box, steps, Batches())
     for batch in (torch.ones(2, 3), x):
         optimizer.zero_grad()
         loss = model(batch).sum()
@@ -158,7 +158,7 @@ def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: StatusPa
 
 def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -> None:
     steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-    swallowed = Swallowed(box, steps)
+    swallowed = SwallowedExceptions(box, steps)
     for _ in range(2):
         try:
             raise ValueError("a bad batch")
@@ -186,7 +186,7 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
 ) -> None:
     for last in (True, False):
         steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
-        swallowed = Swallowed(box, steps)
+        swallowed = SwallowedExceptions(box, steps)
         before = len(read_findings(box.descriptor))
         swallowed.raised(where, error)
         swallowed.raised(where, error)
@@ -204,7 +204,7 @@ def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_e
 def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(
     box: StatusPage,
 ) -> None:
-    swallowed = Swallowed(box, ScriptPhases(box))
+    swallowed = SwallowedExceptions(box, ScriptPhases(box))
     swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
     swallowed.script_ended()
     assert not read_findings(box.descriptor)
@@ -219,7 +219,7 @@ def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box:
     class Batches: ...
 
     def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
         before, training = len(read_findings(box.descriptor)), Batches()
         for number, batches in enumerate(windows):
             for _ in range(evaluated * (number % 20 == 19)):
@@ -245,7 +245,7 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
     class Batches: ...
 
     def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
         before, batches = len(read_findings(box.descriptor)), Batches()
         for extra in first:
             batches = batches if persistent else Batches()
@@ -268,7 +268,7 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     others: list[object] = []
     monkeypatch.setattr(threading, "excepthook", others.append)
     complaints: list[BaseException] = []
-    Hooks(complaints.append).listen(Swallowed(box, ScriptPhases(box))).install()
+    Hooks(complaints.append).listen(SwallowedExceptions(box, ScriptPhases(box))).install()
 
     def read() -> None:
         raise OSError("a broken record")
@@ -300,7 +300,7 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
 
 def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPage) -> None:
     optimizer, other = type("Optimizer", (), {})(), type("Optimizer", (), {})()
-    stale = Stale(box, ScriptPhases(box))
+    stale = StaleGradients(box, ScriptPhases(box))
     for number in range(40):
         if number not in (3, 30, 35):
             stale.backward_begins(None)
@@ -313,7 +313,7 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPa
 
 def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
     def told(windows: Sequence[int]) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), Stale(box, ScriptPhases(box))
+        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
         before = len(read_findings(box.descriptor))
         for backwards in windows:
             for _ in range(backwards):
@@ -329,7 +329,7 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box:
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
 def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: int | None, zeros: bool) -> None:
     ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
-    stale, mask = Stale(box, phases), torch.ones(4, 3)
+    stale, mask = StaleGradients(box, phases), torch.ones(4, 3)
     for number in range(80):
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
         if zeros and number >= 20:

@@ -349,7 +349,7 @@ def _store_at_port() -> Any:
     """A client of the store at the launcher's address, as soon as there is one: before the script comes to it."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
-        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would complain aloud
+        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print its complaint
         make = sys.modules["torch.distributed"].TCPStore
         return make(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
     except (OSError, ValueError, RuntimeError):

@@ -33,9 +33,9 @@ from paceline.rank.attach import attach, leave, record_failure, tell, tell_victi
 from paceline.rank.guard import Guard
 from paceline.rank.hooks import Events, Hooks, when_imported
 from paceline.rank.ledger import OrderMarks
-from paceline.rank.probes.faults import Batches, Finite, Stale, Swallowed
+from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
-from paceline.rank.probes.steps import Counted, Joins, Joint, ScriptPhases
+from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         sys.exit(ExitCode.USAGE)
     if (birth := WorkerBirth.here()) is not None and os.isatty(0):
         ask_in_turn(birth.temporary)
-    ended = look_on(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
+    ended = watch_script(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
     try:
         _run(arguments)
     except SystemExit as end:
@@ -266,22 +266,22 @@ def ask_in_turn(folder: str) -> None:
     when_imported("pdb", pdb_is_there)
 
 
-def look_on(guard: Guard, *also: Events) -> Callable[[], None]:
+def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
     """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises.
 
     What is returned must be called when the script has ended with exit code 0.
     """
     box, names, marker, failed = guard.box, Names(guard.box), None, None
-    joint = Joint(lambda: box.get("ops"))
-    listeners: list[Events] = [joint, Counted(box, joint)]
+    joint = JointOptimizers(lambda: box.get("ops"))
+    listeners: list[Events] = [joint, StepCounter(box, joint)]
     if guard.on:
         steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
-        swallowed = Swallowed(box, steps)
+        swallowed = SwallowedExceptions(box, steps)
         failed = partial(swallowed.raised, "collective")
-        judging = Finite(box, steps, batches), swallowed, Stale(box, steps)
-        listeners = [joint, batches, *judging, steps, Joins(box), Fingerprints(box, names, joint)]
-    hooks = Hooks(guard.complain).listen(*listeners, *also).install()
-    guard.looks_on(lambda: hooks.dismiss(*listeners), marker, failed)
+        judging = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)
+        listeners = [joint, batches, *judging, steps, JoinContexts(box), Fingerprints(box, names, joint)]
+    hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
+    guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, failed)
     return hooks.end
 
 

@@ -64,11 +64,11 @@ class Guard:
         self.record = -1  # memory for the record of a failure, for an agent that did not start us
         self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
         self.box = box or StatusPage(make_status_page(0))
-        self._complained = False
-        self.ledger = Ledger(self.box, self.complain)
+        self._warned = False
+        self.ledger = Ledger(self.box, self.warn_once)
         self.connections = Connections()
         self._watcher: Watcher | None = None
-        self._look_away: Callable[[], None] | None = None  # from a script that nobody changed
+        self._detach: Callable[[], None] | None = None  # from a script that nobody changed
         if not on:
             self.box.keep_for_steps()
             self.ledger.active = False
@@ -100,7 +100,7 @@ class Guard:
             os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no box
             native = NativeStacks(self.box)
         except Exception as error:
-            self.complain(error)
+            self.warn_once(error)
         self._watcher = Watcher(self, native)
         self._watcher.start()
         atexit.register(self._watcher.stop)
@@ -111,22 +111,22 @@ class Guard:
         try:
             when_imported(MODULE, self._install)
         except Exception as error:
-            self.complain(error)
+            self.warn_once(error)
         return self
 
-    def looks_on(
-        self, look_away: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
+    def attach_probes(
+        self, detach: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
     ) -> None:
-        """This process's script is seen from outside, until `look_away` is called. `failed` gets what its collectives
+        """This process's script is seen from outside, until `detach` is called. `failed` gets what its collectives
         raise.
         """
-        self._look_away, self.ledger.marker, self.ledger.failed = look_away, marker, failed
+        self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
         self.box.put("script", 1)
 
-    def take_over(self) -> None:
+    def detach_probes(self) -> None:
         """What runs here says itself what it does, and checks itself: a training of ours, a session."""
-        if self._look_away is not None:
-            self._look_away()
+        if self._detach is not None:
+            self._detach()
             self.ledger.marker = self.ledger.failed = None
         self.box.put("script", 0)
 
@@ -184,10 +184,10 @@ class Guard:
         self.on = self._has_agent = False
         self.record, self.leave = -1, lambda code: None
 
-    def complain(self, error: BaseException) -> None:
+    def warn_once(self, error: BaseException) -> None:
         """Say once that something of ours has failed; what it was about goes on."""
-        if not self._complained:
-            self._complained = True
+        if not self._warned:
+            self._warned = True
             print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
 
 
@@ -201,7 +201,7 @@ class Watcher:
 
     def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
         self._box, self._ledger, self._connections, self._native = guard.box, guard.ledger, guard.connections, native
-        self._complain = guard.complain
+        self._warn_once = guard.warn_once
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
@@ -225,7 +225,7 @@ class Watcher:
                 try:
                     part()
                 except Exception as error:
-                    self._complain(error)
+                    self._warn_once(error)
 
     def _beat(self) -> None:
         box = self._box

@@ -5,7 +5,7 @@
     class Steps(Events):
         def step_ended(self, optimizer): ...
 
-    Hooks(complain).listen(Steps()).install()
+    Hooks(warn_once).listen(Steps()).install()
 
 Two readers listen: what judges silent faults (`finite`, `replicas`, `steps`), in every run, and what writes down facts
 for `--check` (`loading`, `seeing`, `noting`). Only what somebody listens to is told. The hooks are in torch itself:
@@ -105,9 +105,9 @@ class Events:
 class Hooks:
     """Those of one process."""
 
-    def __init__(self, complain: Callable[[BaseException], None]) -> None:
+    def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
         self._listeners: dict[str, list[Then]] = {}
-        self._complain = complain
+        self._warn_once = warn_once
         os.register_at_fork(after_in_child=self._listeners.clear)
 
     def listen(self, *listeners: Events) -> Self:
@@ -145,7 +145,7 @@ class Hooks:
             try:
                 then(*told)
             except Exception as error:
-                self._complain(error)
+                self._warn_once(error)
 
     def _install(self, *, late: bool) -> None:
         tell = self._tell
@@ -174,7 +174,7 @@ class Hooks:
             optimizers.register_optimizer_step_pre_hook(self._step_begins)
             optimizers.register_optimizer_step_post_hook(self._step_ended)
         except Exception as error:  # a torch with other names
-            self._complain(error)
+            self._warn_once(error)
         tell("torch_is_there")
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

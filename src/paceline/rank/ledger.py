@@ -116,7 +116,7 @@ class Group:
             ahead = total
         return number - ahead
 
-    def count_ahead(self, begun: Begun) -> None:
+    def count_ahead(self, begun: StartedCall) -> None:
         """Note by how much torch's number has risen more than ours with a call that has returned."""
         after = torch_number(begun.backend, self)
         self.ahead += after - begun.before - begun.counts
@@ -125,7 +125,7 @@ class Group:
         if after > begun.before:
             self.spans.append((begun.before, after, self.ahead))
 
-    def returned(self, begun: Begun, result: Any, box: StatusPage) -> None:
+    def returned(self, begun: StartedCall, result: Any, box: StatusPage) -> None:
         """A call has returned, with a `Work` perhaps; end its record, unless it may be on its way."""
         if self.polled and hasattr(result, "is_completed"):
             self.pending.append((begun.record, weakref.ref(result)))
@@ -157,7 +157,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Known:
+class CachedCall:
     """One call as it comes again and again: at this line, with these arguments."""
 
     code: CodeType  # kept, as the next one, so that no other code can have its address
@@ -167,7 +167,7 @@ class Known:
     order: int = 0  # a hash of what all ranks have in common, in the order of calls
 
 
-class Begun(NamedTuple):  # made at every call: half the price of a dataclass
+class StartedCall(NamedTuple):  # made at every call: half the price of a dataclass
     """A call that is on its way."""
 
     record: int
@@ -208,22 +208,22 @@ def leave_untraced(code: CodeType) -> None:
 class Ledger:
     """What this process has called. One for a process: a torch of its own has only one set of functions to wrap."""
 
-    def __init__(self, box: StatusPage, complain: Callable[[BaseException], None]) -> None:
-        """`complain` gets an error of the ledger's own; the call that it was about has been made all the same."""
+    def __init__(self, box: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
+        """`warn_once` gets an error of the ledger's own; the call that it was about has been made all the same."""
         self.active = True
         self.marker: OrderMarks | None = None  # of a script's calls, whose waits are shown, too
         self.failed: Callable[[BaseException], None] | None = None
         """told of what a script's calls raise, and its waits for a `Work`"""
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # taken down since the last `take_order`
-        self._box, self._complain = box, complain
+        self._box, self._warn_once = box, warn_once
         self._torch: Any = None
         self._inside: set[int] = set()  # threads in a wrapped call: what it calls in turn is part of it
         self._main = main_thread().ident
         self._own = 0  # operations that are none of torch's, and on their way
-        self._known: dict[tuple[object, ...], Known] = {}
-        self._current: deque[tuple[Known, int]] = deque(maxlen=MAX_TAKEN)
-        self._taken: list[tuple[Known, int]] = []
+        self._known: dict[tuple[object, ...], CachedCall] = {}
+        self._current: deque[tuple[CachedCall, int]] = deque(maxlen=MAX_TAKEN)
+        self._taken: list[tuple[CachedCall, int]] = []
 
     @property
     def waiting(self) -> bool:
@@ -268,7 +268,7 @@ class Ledger:
         """What the last `take_order` covered, the oldest first; of more than 256 the last."""
         return [replace(known.op, seq=seq, done=True) for known, seq in self._taken]
 
-    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> Begun | None:
+    def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> StartedCall | None:
         """Note that an operation begins that is none of torch's, for `end_own`; None if nothing is noted. Never raises.
 
         `owner` is what its `ranks` (of the world) have in common, as a process group is: numbers count up as long as it
@@ -288,10 +288,10 @@ class Ledger:
             self._own += 1
             return self._note(known, group, group.calls, NO_PEER if op.peer is None else op.peer)
         except Exception as error:
-            self._complain(error)
+            self._warn_once(error)
             return None
 
-    def end_own(self, begun: Begun | None, work: Any = None, *, failed: bool = False) -> None:
+    def end_own(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
         """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
         if begun is not None:
             self._own -= 1
@@ -338,7 +338,7 @@ class Ledger:
             if begun is None:
                 result = call(*args, **kwargs)  # if it raises, too, the trouble was the caller's arguments
                 if trouble is not None:
-                    self._complain(trouble)
+                    self._warn_once(trouble)
                 return result
             inside.add(thread)
             before = self._box.enter(Phase.SYNC) if self.marker is not None and thread == self._main else None
@@ -384,9 +384,9 @@ class Ledger:
             try:
                 self.failed(error)
             except Exception as trouble:
-                self._complain(trouble)
+                self._warn_once(trouble)
 
-    def _begin(self, name: str, kind: ReadingRule, passed: Any, group: Any, asked: list[Any]) -> Begun | None:
+    def _begin(self, name: str, kind: ReadingRule, passed: Any, group: Any, asked: list[Any]) -> StartedCall | None:
         backend = self._torch._world.default_pg if group is None else group
         found = None if backend is None else self.group_of(backend)
         if found is None:
@@ -407,7 +407,7 @@ class Ledger:
             begun = begun._replace(number=-found.sent)
         return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
 
-    def _note(self, known: Known, group: Group, seq: int, peer: int, *, message: bool = False) -> Begun:
+    def _note(self, known: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
         """Write down that a call begins: into the ring, and into what ranks compare."""
         if group.pending:
             group.sweep(self._box)
@@ -417,9 +417,9 @@ class Ledger:
             self._current.append((known, seq))
             if self.marker is not None:
                 self.marker.note(group.name, len(group.members), known.order, known.text)
-        return Begun(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
+        return StartedCall(self._box.begin_text(seq, peer, known.text), group, None, 0, True, 0 if message else 1, seq)
 
-    def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> Known:
+    def _recall(self, name: str, kind: ReadingRule, passed: Any, group: str) -> CachedCall:
         place = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         shape = dtype = None
         label, several = "", isinstance(passed, list | tuple)
@@ -436,7 +436,7 @@ class Ledger:
 
         return self._known_at(place, (name, shape, dtype, label, group), made)
 
-    def _known_at(self, place: Site, asked: tuple[object, ...], made: Callable[[str], Op]) -> Known:
+    def _known_at(self, place: Site, asked: tuple[object, ...], made: Callable[[str], Op]) -> CachedCall:
         """The call of this kind from this line, and this line of a library, which is described once."""
         frame, library = place
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
@@ -446,20 +446,20 @@ class Ledger:
         if known is not None and known.code is code and known.inner is inner:
             return known
         op = made(place.words())
-        known = Known(code, inner, op, ring_text(op), order_hash(op))
+        known = CachedCall(code, inner, op, ring_text(op), order_hash(op))
         if len(self._known) >= MAX_CACHED:  # shapes that never come again
             self._known.clear()
         self._known[key] = known
         return known
 
-    def _end(self, begun: Begun, result: Any, *, failed: bool = False) -> None:
+    def _end(self, begun: StartedCall, result: Any, *, failed: bool = False) -> None:
         try:
             if not begun.single:
                 begun.group.count_ahead(begun)
             if not failed:  # else its record stays: begun, and never over
                 begun.group.returned(begun, result, self._box)
         except Exception as error:
-            self._complain(error)
+            self._warn_once(error)
 
 
 def order_hash(op: Op) -> int:

@@ -44,7 +44,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """What one rank does to meet the others. The thread writes `store` to `ended`, which the main thread reads."""
 
     rank: int
@@ -68,7 +68,7 @@ class _Meeting:
         return time.monotonic() >= self.deadline
 
 
-def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETING_SECONDS) -> Store:
+def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETING_SECONDS) -> Store:
     """The store of this job, when all its `size` ranks, and nobody else, have come to it.
 
     It is the memory that our agent has given to the ranks of one host (no other user can reach it), else at
@@ -88,8 +88,8 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     start, generation = time.monotonic(), "-".join(map(str, (restarts(env), *_met)))
     _met[:] = [sum(_met) + 1]
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    meeting = _Meeting(rank, size, host, port, generation, job_token(env), start + seconds)
-    threading.Thread(target=_come, args=(meeting, env), daemon=True, name="paceline-meeting").start()
+    meeting = _Rendezvous(rank, size, host, port, generation, job_token(env), start + seconds)
+    threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()
     next_word = start + FIRST_WORD_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_word, meeting.deadline) - time.monotonic())):
         if meeting.late():
@@ -106,7 +106,7 @@ def meet(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETI
     return PrefixStore(f"paceline/generation-{generation}", meeting.store)
 
 
-def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
+def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
     try:
         store = _open(meeting, env)
         if store is not None:
@@ -120,7 +120,7 @@ def _come(meeting: _Meeting, env: Mapping[str, str]) -> None:
     meeting.ended.set()
 
 
-def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
+def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
     inherited = -1 if (birth := WorkerBirth.here()) is None else birth.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
@@ -147,7 +147,7 @@ def _open(meeting: _Meeting, env: Mapping[str, str]) -> Store | None:
     return None
 
 
-def _host(meeting: _Meeting, inherited: int) -> Store:
+def _host(meeting: _Rendezvous, inherited: int) -> Store:
     try:
         # where the agent has bound the port already, nobody can take it meanwhile
         return _tcp_store(meeting, is_master=True, listen_fd=inherited if inherited >= 0 else None)
@@ -158,14 +158,14 @@ def _host(meeting: _Meeting, inherited: int) -> Store:
         raise UsageError(code="master-port-taken", where=meeting.where, by=by) from error
 
 
-def _tcp_store(meeting: _Meeting, *, is_master: bool, listen_fd: int | None = None) -> Store:
+def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None = None) -> Store:
     timeout = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(
         meeting.host, meeting.port, meeting.size, is_master, timeout, wait_for_workers=False, master_listen_fd=listen_fd
     )
 
 
-def _compare(meeting: _Meeting, store: Store, keys: Store) -> None:
+def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
     """Refuse to be among strangers; the later one gets the error, and the others' work goes on."""
     mine = _Job(meeting.token, meeting.size, meeting.me)
     first = _first_word(meeting, PrefixStore(PREFIX, store), mine)
@@ -177,7 +177,7 @@ def _compare(meeting: _Meeting, store: Store, keys: Store) -> None:
         raise UsageError(code="another-job-answers", where=meeting.where, by=first.by, **jobs, **sizes)
 
 
-def _first_word(meeting: _Meeting, keys: Store, mine: _Job) -> _Job:
+def _first_word(meeting: _Rendezvous, keys: Store, mine: _Job) -> _Job:
     """What the first one has written, who may be this process."""
     written = keys.compare_set(JOB, "", msgspec.json.encode(mine).decode())
     try:
@@ -187,7 +187,7 @@ def _first_word(meeting: _Meeting, keys: Store, mine: _Job) -> _Job:
         raise UsageError(code="not-our-store", where=meeting.where, why=why) from None
 
 
-def _claim(meeting: _Meeting, keys: Store) -> None:
+def _claim(meeting: _Rendezvous, keys: Store) -> None:
     """Take this rank, which no other process may have taken."""
     holder = keys.compare_set(str(meeting.rank), "", meeting.me).decode()
     if holder == meeting.me:
@@ -200,7 +200,7 @@ def _claim(meeting: _Meeting, keys: Store) -> None:
     raise UsageError(code=CLAIMED_TWICE, **fields)
 
 
-def _wait_for_all(meeting: _Meeting, keys: Store) -> bool:
+def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
     """Whether all have come before the time was over."""
     pause_seconds, next_look = 0.002, time.monotonic() + FIRST_WORD_SECONDS / 2
     meeting.waits_for = ""
@@ -220,7 +220,7 @@ def _wait_for_all(meeting: _Meeting, keys: Store) -> bool:
     return True
 
 
-def _missing(meeting: _Meeting, has_come: Callable[[int], bool]) -> str:
+def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
     """Who is missing; empty where a lower rank says it."""
     if any(has_come(rank) for rank in range(meeting.rank)):
         return ""

@@ -20,7 +20,7 @@ from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mi
 from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.rank.environment import ADDRESS, COUNTS, understood
 from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
-from paceline.rank.rendezvous import MEETING_SECONDS, meet
+from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TRIES = 10  # to make a group without strangers in it
@@ -235,7 +235,7 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> 
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     if world.size == 1:
         return HashStore()
-    store = meet(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store = rendezvous(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
     store.set_timeout(timeout)
     return store
 

@@ -107,7 +107,7 @@ class Life(Loop):
         attach()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
-        self._guard.take_over()
+        self._guard.detach_probes()
         self._guard.box.enter(Phase.INIT)
         self._stack, self._complete = ExitStack(), False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT

@@ -53,7 +53,7 @@ def train(config: TrainConfig) -> Outcome:
             collective.
     """
     guard = Guard.of_process()
-    guard.take_over()
+    guard.detach_probes()
     guard.box.enter(Phase.INIT)
     prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has made and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)

@@ -38,7 +38,7 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
 from paceline.rank.hooks import Events, hang, when_imported
-from paceline.rank.probes.steps import Joint
+from paceline.rank.probes.steps import JointOptimizers
 from paceline.rank.sites import short, site_words, user_site
 
 EVERY_SECONDS = 2.0  # how often facts are written: a script may be killed
@@ -294,5 +294,5 @@ def watch(folder: Path) -> tuple[Events, ...]:
     loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
     atexit.register(written.finish, noting, loading)
     guard = Guard.of_process()
-    guard.max_steps, joint = MAX_STEPS, Joint(lambda: guard.box.get("ops"))
+    guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.box.get("ops"))
     return joint, loading, StepWatch(facts, loading, joint), noting, written

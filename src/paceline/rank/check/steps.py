@@ -17,7 +17,7 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
 from paceline.rank.hooks import Events, hang, unseen, when_imported
 from paceline.rank.probes import MOST, digest_of, hashed, leaf_digests
-from paceline.rank.probes.steps import Joint, is_sharded
+from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
 MAX_ALONE = 1000  # in place of MAX_STEPS, as long as nothing is known that the rank trains with others
@@ -46,8 +46,8 @@ class Window:
 class StepWatch(Events):
     """Of one process."""
 
-    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: Joint | None = None) -> None:
-        self._facts, self._loading, self._joint = facts, loading, joint or Joint(lambda: 0)
+    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
+        self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizers(lambda: 0)
         self._meshes = Meshes()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
         self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients

@@ -14,7 +14,7 @@ from paceline.protocol.facts import MAX_DIGESTS
 MOST = 64  # on their way
 
 
-class Later:
+class DeferredReads:
     """What is on its way."""
 
     def __init__(self) -> None:

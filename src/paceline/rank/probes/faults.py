@@ -1,6 +1,6 @@
 """Faults that a rank finds in its own script, in every run: not finite, swallowed, stale. It reports each as a finding.
 
-`Finite` finds the rank, the step and the batch that made gradients NaN or infinite with which an optimizer steps.
+`NonFiniteGradients` finds the rank, the step and the batch that made the gradients of a step NaN or infinite.
 A NaN anywhere goes back to the parameters near the input, so one small parameter there tells: its gradient as this
 rank alone has it, before DDP adds up those of all ranks, and as the optimizer gets it. Only what is applied counts: who
 looks for it and leaves the step out, as GradScaler does, has done right. Who puts other numbers into its gradients and
@@ -24,8 +24,8 @@ from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.hooks import Events
-from paceline.rank.probes import Later, leaf_digests, may_compute
-from paceline.rank.probes.steps import USUAL_STEPS, Counted
+from paceline.rank.probes import DeferredReads, leaf_digests, may_compute
+from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
 
@@ -83,11 +83,11 @@ class Batches(Events):
         return f", batch {number} of epoch {epoch}" + (f", samples {named}" if samples else "")
 
 
-class Finite(Events):
+class NonFiniteGradients(Events):
     """Of this process's optimizers."""
 
-    def __init__(self, box: StatusPage, steps: Counted, batches: Batches) -> None:
-        self._box, self._steps, self._batches, self._later = box, steps, batches, Later()
+    def __init__(self, box: StatusPage, steps: StepCounter, batches: Batches) -> None:
+        self._box, self._steps, self._batches, self._later = box, steps, batches, DeferredReads()
         self._sensors: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # optimizer -> its parameter near the input
         self._hooked: dict[int, weakref.ref[Any]] = {}  # tensors are equal by their elements: here by their address
         self._own: dict[int, str] = {}  # step -> what was not finite on this rank alone
@@ -216,10 +216,10 @@ MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
 PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
-class Swallowed(Events):
+class SwallowedExceptions(Events):
     """Tells of exceptions after which the script steps on as if nothing had been, and of those that end a thread."""
 
-    def __init__(self, box: StatusPage, steps: Counted) -> None:
+    def __init__(self, box: StatusPage, steps: StepCounter) -> None:
         self._box, self._steps = box, steps
         self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
         """since the last step: what and where -> in words, and, if a collective failed, a reference to its world"""
@@ -261,13 +261,13 @@ class Swallowed(Events):
                 put_finding(self._box, ScriptFinding("swallowed", step, words, last=last))
 
 
-class Stale(Events):
+class StaleGradients(Events):
     """Tells of a step that has no gradients of its own, of a step or batch left out, of a batch that comes again.
 
     It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
     """
 
-    def __init__(self, box: StatusPage, steps: Counted) -> None:
+    def __init__(self, box: StatusPage, steps: StepCounter) -> None:
         self._box, self._steps, self._joint = box, steps, steps.joint
         self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
         self._past = 0  # steps in a row

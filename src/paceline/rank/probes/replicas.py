@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 from paceline.protocol.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.hooks import Events
-from paceline.rank.probes import Later, may_compute
-from paceline.rank.probes.steps import Joint, Turn, kept_equal
+from paceline.rank.probes import DeferredReads, may_compute
+from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # of all elements, that a step marks
 IN_TURN = PARTS - 1  # pieces of a mark
@@ -75,9 +75,9 @@ class WatchedOptimizer:
 class Fingerprints(Events):
     """Of this process's optimizers, four at a time."""
 
-    def __init__(self, box: StatusPage, names: Names, joint: Joint | None = None) -> None:
-        self._box, self._names, self._later = box, names, Later()
-        self._joint = joint or Joint(lambda: box.get("ops"))
+    def __init__(self, box: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
+        self._box, self._names, self._later = box, names, DeferredReads()
+        self._joint = joint or JointOptimizers(lambda: box.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # optimizers so far, and the last step marked in each table: of those of no replica, and of a replica
         self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)
@@ -117,7 +117,7 @@ class Fingerprints(Events):
                 other.table = TABLES
         return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
 
-    def _meets_others(self, watched: WatchedOptimizer, turn: Turn) -> bool:
+    def _meets_others(self, watched: WatchedOptimizer, turn: OptimizerHistory) -> bool:
         ddp = watched.replica and watched.replica()
         if ddp is None:
             return True

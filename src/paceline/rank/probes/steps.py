@@ -33,7 +33,7 @@ SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
 @dataclass
-class Seen:
+class StepCounts:
     """Counts since the process began."""
 
     backwards: int = 0
@@ -43,7 +43,7 @@ class Seen:
 
 
 @dataclass
-class Turn:
+class OptimizerHistory:
     """An optimizer, and what has happened since its last step."""
 
     own: bool = False  # parameters of a replica, or sharded ones
@@ -52,9 +52,9 @@ class Turn:
     steps: int = 0
     met: int = 0  # steps since whose last one the rank has met others
     has_met: bool = False  # before the last step
-    since: Seen | None = None  # what is new when a step begins; None: nothing is known
+    since: StepCounts | None = None  # what is new when a step begins; None: nothing is known
     past: bool = False
-    before: Seen | None = None
+    before: StepCounts | None = None
     version: object = None
 
     @property
@@ -64,17 +64,17 @@ class Turn:
         return KEPT_EQUAL if self.own else BY_HAND if most else PRIVATE
 
 
-class Joint(Events):
+class JointOptimizers(Events):
     """Of this process's optimizers. It listens before those that ask it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
         """`calls` counts the collectives that the process has called."""
         self._calls = calls
-        self._turns: WeakKeyDictionary[Any, Turn] = WeakKeyDictionary()
+        self._turns: WeakKeyDictionary[Any, OptimizerHistory] = WeakKeyDictionary()
         self._replicas: WeakSet[Any] = WeakSet()
         self._made = 0
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self._stepped: WeakKeyDictionary[Any, Seen] = WeakKeyDictionary()  # by replica: until its last step
+        self._stepped: WeakKeyDictionary[Any, StepCounts] = WeakKeyDictionary()  # by replica: until its last step
         self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
         self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
         self._backwards = self._synced = 0
@@ -98,9 +98,9 @@ class Joint(Events):
         """Another one when there are other replicas."""
         return self._made, len(self._replicas)
 
-    def of(self, optimizer: Any) -> Turn:
+    def of(self, optimizer: Any) -> OptimizerHistory:
         """What is known of it."""
-        return (self._turns.get(optimizer) if self._turns else None) or Turn()
+        return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
     def private(self, optimizer: Any) -> bool:
         """Whether its last step is the rank's own: another optimizer is joint, or it has left its replica."""
@@ -130,10 +130,10 @@ class Joint(Events):
         self._pending = False
 
     def step_begins(self, optimizer: Any) -> None:
-        turn = self._turns.setdefault(optimizer, Turn())
+        turn = self._turns.setdefault(optimizer, OptimizerHistory())
         self._look_whose(turn, optimizer)
-        now, before = self._seen(turn), turn.before or Seen()
-        turn.since = new = Seen(
+        now, before = self._seen(turn), turn.before or StepCounts()
+        turn.since = new = StepCounts(
             now.backwards - max(before.backwards, self._taken(turn)),
             max(0, now.forwards - before.forwards),  # of a replica that is gone there are none
             max(0, now.synced - before.synced),
@@ -146,10 +146,10 @@ class Joint(Events):
             self._trained.add(replica.module)
 
     def step_ended(self, optimizer: Any) -> None:
-        turn = self._turns.setdefault(optimizer, Turn())
+        turn = self._turns.setdefault(optimizer, OptimizerHistory())
         now = self._seen(turn)
         turn.steps += 1
-        turn.has_met = now.met > (turn.before or Seen()).met
+        turn.has_met = now.met > (turn.before or StepCounts()).met
         turn.met += turn.has_met
         turn.before = now
         self._taken_by[turn.model] = now.backwards
@@ -158,16 +158,16 @@ class Joint(Events):
             self._stepped[replica] = now
         self._own = self._own or turn.own
 
-    def _taken(self, turn: Turn) -> int:
+    def _taken(self, turn: OptimizerHistory) -> int:
         """Backwards until the last step of an optimizer of another model: these were that one's."""
         return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
 
-    def _seen(self, turn: Turn) -> Seen:
+    def _seen(self, turn: OptimizerHistory) -> StepCounts:
         replica = turn.replica and turn.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
-        return Seen(self._backwards, forwards, synced, self._calls() + self._synced)
+        return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
 
-    def _look_whose(self, turn: Turn, optimizer: Any) -> None:
+    def _look_whose(self, turn: OptimizerHistory, optimizer: Any) -> None:
         version = self.version, [len(group["params"]) for group in optimizer.param_groups]
         if turn.version == version:
             return
@@ -178,7 +178,7 @@ class Joint(Events):
         )
         if replica is not None and (turn.replica is None or turn.replica() is not replica):
             turn.replica, turn.model = weakref.ref(replica), id(replica.module)
-            turn.before = self._stepped.get(replica, Seen(turn.before.backwards if turn.before else 0))
+            turn.before = self._stepped.get(replica, StepCounts(turn.before.backwards if turn.before else 0))
         turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
 
 
@@ -203,11 +203,11 @@ UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
 ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
-class Counted(Events):
+class StepCounter(Events):
     """Counts steps: all that is left where the guard is off."""
 
-    def __init__(self, box: StatusPage, joint: Joint | None = None) -> None:
-        self._box, self.joint = box, joint or Joint(lambda: 0)
+    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
+        self._box, self.joint = box, joint or JointOptimizers(lambda: 0)
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
         self.done = 0
@@ -229,10 +229,10 @@ class Counted(Events):
             self._box.set_step(self.done)
 
 
-class ScriptPhases(Counted):
+class ScriptPhases(StepCounter):
     """Says in the box, too, what the script does."""
 
-    def __init__(self, box: StatusPage, joint: Joint | None = None) -> None:
+    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
         super().__init__(box, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
         self._seen_ns = dict.fromkeys(ASIDE, 0)
@@ -285,7 +285,7 @@ class ScriptPhases(Counted):
             self._seen_ns[phase] = self._box.spent_ns[phase]
 
 
-class Joins(Events):
+class JoinContexts(Events):
     """Sees whether ranks may rightly take different numbers of steps: torch's Join is entered."""
 
     def __init__(self, box: StatusPage) -> None:
