@@ -134,7 +134,7 @@ def test_a_question_an_answer_a_word(descriptor: int) -> None:
     box.answer(4, b"x" * (status_page.ANSWER_MAX + 1))  # half a JSON text would be none
     assert status_page.read_counters(descriptor).answered == 4 and status_page.read_answer(descriptor) == b""
     status_page.release(descriptor, b"why")
-    assert box.get("released") == 1 and box.word() == b"why"
+    assert box.get("released") == 1 and box.agent_message() == b"why"
     box.close()
 
 

@@ -1,1 +1,1 @@
-"""What both sides of a fork or exec share: plans, orders, the box, failure records. No torch."""
+"""The data that a rank, its agent and its launcher exchange. Without torch."""

@@ -1,6 +1,6 @@
 """The messages by which launcher, agent and ranks control each other, and the environment variables of paceline.
 
-An agent starts a rank as a process of its own, or has the preloader fork it, a process that has imported everything:
+An agent starts a rank itself, or orders it from the preloader, a process that has imported everything and forks:
 
     agent                                   preloader (rank/preload.py)
     starts it, as it would start a rank     imports what every rank imports
@@ -16,7 +16,7 @@ A rank that another launcher started (`paceline watchover`) attaches to the agen
     rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
 
 They meet at a Unix socket without a file. Its name is no secret, so each end asks the kernel for the user of the other.
-Each message is a packet of its own. Nothing in a message is executed or unpickled. `Orders` are what a launcher, a
+Each message is one packet. Nothing in a message is executed or unpickled. `Orders` are what a launcher, a
 scheduler or a user sends to an agent: stop signals, and the lifeline.
 """
 
@@ -51,10 +51,10 @@ LATE = (  # variables that differ between ranks or starts, and are only read whe
 
 
 class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker gets from its agent beside torchrun's variables, in one environment variable.
+    """The data that a worker gets from its agent in addition to torchrun's variables, in one environment variable.
 
-    The worker removes the variable from its environment, because its own children are not the agent's: they neither
-    die with it nor report to it. Descriptors are numbers of open files that the worker inherits; -1: none.
+    The worker removes the variable from its environment, because its children are not the agent's: they neither end
+    with it nor report to it. Descriptors are numbers of open files that the worker inherits; -1: none.
     """
 
     _here: ClassVar[WorkerBirth | None] = None
@@ -90,9 +90,8 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
 
 
 class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Fork a worker with this environment. The descriptors sent along are where it waits for its beginning, and these.
-
-    `numbers` are those they get in the worker; 1 and 2 among them.
+    """Fork a worker with this environment. The first descriptor of the message starts it; the others get these
+    `numbers`, 1 and 2 among them.
     """
 
     env: tuple[tuple[bytes, bytes], ...]
@@ -128,7 +127,7 @@ class Meeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """The exit code of a rank that ends now. The kernel tells it to the parent only, and a launcher may end the agent
+    """The exit code of a rank that ends now. The kernel reports it to the parent only, and a launcher may end the agent
     together with the rank.
     """
 
@@ -141,7 +140,7 @@ Message = Hello | Meeting | Goodbye
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
     """The name of the socket: the same for all ranks of a job on this node, and different for every other job.
 
-    `env` has torchrun's variables, `job` is what all ranks of the job have in common.
+    `env` has torchrun's variables, `job` is a name that all ranks of the job have in common.
     """
     import hashlib  # each command imports this module, and hashlib takes milliseconds
 
@@ -200,7 +199,7 @@ class Readable(Protocol):
 def hold_standard_descriptors() -> None:
     """Open those of 0, 1 and 2 that our starter has closed, as /dev/null.
 
-    Else the next socket would get their numbers: what is said to people would arrive there, in the inbox as signals.
+    Otherwise the next socket would get their numbers, and text for people would arrive there, in the inbox as signals.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -211,8 +210,8 @@ def hold_standard_descriptors() -> None:
 def signal_inbox(signals: Iterable[signal.Signals]) -> Generator[socket.socket]:
     """Inside, these signals no longer interrupt: each is a byte to be read from the socket, in order of arrival.
 
-    What the parent had set to be ignored stays so, or `nohup` would have no effect; but not what a shell ignores for
-    `&`: whoever sends it to us by `kill` means it. Main thread only.
+    Signals that the parent ignores stay ignored, or `nohup` would have no effect; except those that a shell ignores
+    for `&`: a `kill` that sends them is meant. Main thread only.
     """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
@@ -254,7 +253,7 @@ def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[
 class Orders:
     """All orders to an agent so far; none is ever taken back, so a later look still finds them.
 
-    `inbox` is from `signal_inbox`; `lifeline`: a launcher holds stdin open (under Slurm or typed by hand, nobody does),
+    `inbox` is from `signal_inbox`; `lifeline`: a launcher holds stdin open (not under Slurm or typed by hand),
     and counts as gone after `silence_seconds` of silence; 0: never.
     """
 

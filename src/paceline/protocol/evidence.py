@@ -1,11 +1,12 @@
-"""The records of a rank's life after its start, as its agent sees it. They travel between agents.
+"""The records of a rank after its start, as its agent sees it. Agents send them to each other.
 
-    Sample      how it gets on, at one moment: its process and its box. The beat that agents send
-    Evidence    a sample, and all that only asking finds out: stacks, collectives. The judge's only input
-    Verdict     who is to blame
-    Live        how every rank gets on now: what the head agent writes for `paceline watch`, while somebody watches
+    Failure     how a rank failed, written by the rank
+    Sample      one moment of a rank: its process and its status page. The heartbeat of agents
+    Evidence    a sample, and the answers of the rank: stacks, collectives. The only input of the judge
+    Verdict     the cause, and which ranks it is in
+    Live        all ranks at this moment, written by the head agent while `paceline watch` runs
 
-How a rank failed, in its own words, is a `Failure`. No two hosts' clocks can be compared, so only ages travel.
+The clocks of two hosts cannot be compared, so agents send ages.
 """
 
 import re
@@ -44,7 +45,7 @@ LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # 
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """How a worker failed, in its own words: the content of error-<rank>.json."""
+    """How a worker failed, written by the worker: the content of error-<rank>.json."""
 
     rank: int
     host: str
@@ -60,16 +61,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def speaks_of_lost_peer(text: str) -> bool:
-    """Whether a message or the end of a log says that another rank is gone."""
+    """Whether a message or the end of a log reports a lost peer."""
     text = text.lower()
     return any(phrase in text for phrase in PEER_LOST)
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, only says that other ranks are gone.
-
-    Judged by names, for torch must stay unimported.
-    """
+    """Whether `error` or one of its causes only reports that other ranks are gone. Decided by names, without torch."""
     return any(_says_peers_are_gone(cause) for cause in _causes(error))
 
 
@@ -96,7 +94,7 @@ SHARED_GROUP = "shared"
 """the group of ranks that share memory; the names of those on several hosts begin with it"""
 
 BLOCK = "block "
-"""with what the names of collectives begin that belong to a block of a model cut by strategy fsdp"""
+"""the start of the names of collectives that belong to a block of a model, under strategy fsdp"""
 LIVE = "live.json"  # in the attempt's folder: all ranks, each second
 WATCHED = "watched"  # beside it: whoever watches touches it, again and again
 CHECKPOINT_ASK = "ask-checkpoint-"  # and what follows is the asker's own: save after this step
@@ -104,7 +102,7 @@ MAX_LIVE_BYTES = 4 << 20
 
 
 class Phase(IntEnum):
-    """What a rank is doing; the numbers stand in the box."""
+    """The activity of a rank. The status page holds the number."""
 
     USER = 0  # a script that says nothing about itself
     INIT = 1
@@ -125,7 +123,7 @@ class Phase(IntEnum):
 
 
 class Op(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One collective, or one message to a peer, as the rank that called it sees it."""
+    """One collective, or one message to a peer, as seen by the rank that called it."""
 
     group: str  # torch's name of the process group
     seq: int  # its number among the group's collectives on this rank, from 1; of messages among those to that peer
@@ -165,7 +163,7 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank's watcher says when it is asked."""
+    """The answer of a rank's watcher to a question of the agent."""
 
     ops: tuple[Op, ...] = ()  # the last ones, the oldest first: of the ring, and those that torch itself has called
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () is all of them
@@ -186,7 +184,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rank that runs a script has seen of itself."""
+    """A fault that a rank found in the script that it runs."""
 
     kind: Literal["not finite", "swallowed", "collective", "stale", "thread", "left"]
     step: int  # that it was about to make, from 1
@@ -196,7 +194,7 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker at one moment: what /proc, its box and its failure record show of it."""
+    """One worker at one moment, from /proc, its status page and its failure record."""
 
     rank: int
     host: str
@@ -205,7 +203,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     code: int | None = None  # its exit code, -n if signal n killed it; None while it runs
     lost: str = ""  # why its whole node is no longer heard of; empty where it is
     ended_seconds: float = 0.0
-    """when its end was seen, or its lost node last heard, by the agent's monotonic clock; an age where it travels"""
+    """when its end was seen, or its lost node last heard, by the agent's monotonic clock; an age when it is sent"""
     failure: Failure | None = None  # its own record of it
     words: str = ""  # its exception, or the end of its log: where it has ended or is about to
     step: int = 0  # steps done, also those of earlier starts
@@ -224,12 +222,12 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def joint_steps(self) -> int:
-        """Those that it took with other ranks; all, where it trains with none."""
+        """The steps that it took with other ranks; all steps if it trains alone."""
         return self.step - self.alone
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended, as far as is known."""
+        """Whether it runs, as far as is known."""
         return self.code is None and not self.lost
 
     @property
@@ -254,14 +252,14 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def stepped(self) -> bool | None:
-        """Whether its optimizer has stepped in this start; None: nobody knows."""
+        """Whether its optimizer has stepped since this start; None: unknown."""
         known = self.phase is not Phase.USER and not self.script and self.phase_seconds
         return self.phase_seconds[Phase.OPTIMIZER] > 0 if known else None
 
     def turned(self, now_seconds: float) -> Self:
-        """The same with ages in the place of times, to be sent; or, of one that has come, the times again.
+        """The same with times replaced by ages, to be sent; for a received sample, with ages replaced by times.
 
-        They are late by the time of travel, which is milliseconds.
+        The error is the transfer time, some milliseconds.
         """
         failure = self.failure
         if failure is not None:
@@ -271,7 +269,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Evidence(Sample, frozen=True, omit_defaults=True):
-    """One rank, looked at as closely as can be."""
+    """All that is known about one rank."""
 
     state: str = ""  # of the process, from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: gone
     cpu_seconds: float = 0.0  # that it has used within the last second or so of standing still
@@ -290,12 +288,12 @@ class Evidence(Sample, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
-        """Of a rank of which nothing more than a sample is known."""
+        """The evidence about a rank of which only a sample is known."""
         return cls(*(getattr(sample, name) for name in Sample.__struct_fields__))
 
 
 class VerdictKind(IntEnum):
-    """What brought a run to a stop, the surest explanation first."""
+    """The causes of a stop, the most certain first."""
 
     DIED = 1  # killed, or ended with an error
     LEFT = 2  # ended with code 0 while others were not done
@@ -314,7 +312,7 @@ class VerdictKind(IntEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who is to blame, and for what. `guilty` is empty where nobody can be named."""
+    """The cause of a stop, and the ranks in which it is. `guilty` is empty if no rank is known to be the cause."""
 
     kind: VerdictKind
     guilty: tuple[int, ...] = ()
@@ -324,7 +322,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     site: str = ""  # "train.py:88 in load_batch": where the (first) guilty rank is
     step: int = 0  # how many steps the rank that has come furthest has done
     failed: int | None = None
-    """the rank that failed first, where its failure is all there is to tell; None where others are to blame, or none"""
+    """the rank that failed first, if its failure explains everything; else None"""
 
 
 class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -344,7 +342,7 @@ class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, one: Sample) -> Self:
-        """What a watcher needs of a sample."""
+        """The part of a sample that `paceline watch` needs."""
         return cls(
             one.rank, one.host, one.pid, one.node, one.code, bool(one.lost), one.step, one.phase.word,
             tuple(round(seconds, 6) for seconds in one.phase_seconds), round(one.still_seconds, 1), one.waiting,

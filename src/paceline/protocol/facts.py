@@ -1,7 +1,7 @@
-"""What `launch --check` writes down of one rank's script: facts only, a file for each rank; `verify.rules` judges them.
+"""The facts that `launch --check` records about the script of one rank, in a file for each rank. `verify/` judges them.
 
-A digest is a short hash of a tensor's bytes, empty where it says nothing: all elements are equal, or it cannot be had.
-Places are the user's own lines, "train.py:40 in main".
+A digest is a short hash of a tensor's bytes. It is empty if all elements are equal or the tensor cannot be read. A site
+is a line of the user's program, "train.py:40 in main".
 """
 
 import math
@@ -16,7 +16,7 @@ OWN_GENERATORS = "generators of its own"
 
 
 def kept_batches(batches: int) -> int:
-    """How many batches of an epoch of so many are computed: accumulation windows of 2, 3, 4, 6, 8, 12 end as before."""
+    """The number of batches of an epoch that are computed: accumulation windows of 2, 3, 4, 6, 8, 12 end as before."""
     return min(batches, WHOLE + batches % WHOLE)
 
 
@@ -110,7 +110,7 @@ class SeenStep(msgspec.Struct):
 
 
 class Dropped(msgspec.Struct):
-    """Gradients that were cleared, or left over, when an epoch began: of so many backwards."""
+    """Gradients that were cleared, or left over, when an epoch began."""
 
     optimizer: int
     loader: int
@@ -144,7 +144,7 @@ class SeenReplica(msgspec.Struct):
 
 
 class SeenSchedule(msgspec.Struct):
-    """Of a learning rate."""
+    """A schedule of the learning rate."""
 
     site: str
     made: str
@@ -154,7 +154,7 @@ class SeenSchedule(msgspec.Struct):
 
 
 class PaddedMetric(msgspec.Struct):
-    """What a `compute_metrics` says of the same samples, and of those with one more column of padding."""
+    """The score of a `compute_metrics` for some samples, and for the same samples with one more column of padding."""
 
     site: str
     name: str = ""  # of the first score that is another one then; empty: none is

@@ -30,7 +30,7 @@ MAX_SECONDS = 7 * 24 * 3600.0
 
 
 class Stage(IntEnum):
-    """What decides about the window; where ranks are in several, the last of them here."""
+    """The stage that sets the window; if ranks are in several stages, the last one in this list."""
 
     STEP = 1
     DATA = 2
@@ -50,7 +50,7 @@ OF_STEPS = (Stage.STEP, Stage.DATA, Stage.WARM_UP)  # learn together: a phase th
 
 
 class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the user has said about windows: `seconds` is None where the run shall tell by itself."""
+    """The setting --stall-after: `seconds` is None if paceline measures the window itself."""
 
     seconds: float | None = None
     off: bool = False
@@ -71,7 +71,7 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         return cls(float(match[1]))
 
     def of(self, stage: Stage, largest_gap_seconds: float = 0.0) -> float:
-        """How long nobody may move, in seconds, where the longest gap of this stage so far is known."""
+        """The longest time without progress, in seconds, given the longest gap of this stage so far."""
         if self.off:
             return math.inf
         if self.seconds is not None:
@@ -103,7 +103,7 @@ def plain_name(host: Host) -> str:
 
 
 def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
-    """What people are shown: the plain names; with the port where two have the same."""
+    """The names for people: the plain names, with the port if two are equal."""
     names = [plain_name(host) for host in hosts]
     return tuple(
         f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
@@ -112,7 +112,7 @@ def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 class Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is asked of Slurm, beside the nodes."""
+    """The resources asked of Slurm, except the nodes."""
 
     minutes: int | None = None
     partition: str = ""
@@ -182,7 +182,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def head_ports(job: JobSpec) -> tuple[int, ...]:
-    """Where node 0's agent may listen: the port that was asked for; or some, the same for all nodes of the run."""
+    """The ports where node 0's agent may listen: the given port, or several, the same for all nodes of the run."""
     if job.port:
         return (job.port,)
     digest = hashlib.sha256(job.run_id.encode()).digest()

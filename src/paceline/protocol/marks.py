@@ -1,9 +1,10 @@
-"""Marks: what ranks must have in common at a step, in a box. Workers write them, agents compare (guard/silent.py).
+"""Marks on the status page: values that must be equal on ranks at a step. Ranks write them, agents compare them
+(guard/silent.py); and the comparison of the order of collectives.
 
 A mark is kept by its number so that agents that look at different moments, and seldom, find numbers in common however
 fast steps are: the last few odd numbers, the last few that are odd multiples of 2, of 4, and so on: replicas that have
-drifted stay apart. Collectives that are called in another order once are in order again: of them all are kept, the last
-LAST_CALLS. Beside them are the names of what is marked, and findings: the few things that a rank tells in words.
+drifted stay different. Collectives that are called in a different order once are in order again: so the last LAST_CALLS
+are all kept. The region also has the names of tensors and calls, and the findings of a rank.
 
     917504      tables               TABLES of LEVELS x KEPT marks, one for each optimizer
                 orders               GROUPS, one for each group of all ranks: its last calls' hashes
@@ -43,7 +44,7 @@ SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal
 
 
 class Mark(NamedTuple):
-    """What a rank's tensors were at one moment."""
+    """A fingerprint of a rank's parameters after a step."""
 
     number: int  # of the optimizer's step
     layout: int  # a hash of what is compared: names and shapes
@@ -60,7 +61,7 @@ class Mark(NamedTuple):
 
     @property
     def parties(self) -> int:
-        """How many ranks must have the same."""
+        """The number of ranks on which it must be equal."""
         return self.flags >> 16
 
 
@@ -74,12 +75,12 @@ class Order(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The number of the oldest that is known, from 0."""
+        """The number of the oldest known call, from 0."""
         return self.made - len(self.calls)
 
 
 def put_call(own: StatusPage, table: int, order: Order, call: int) -> None:
-    """Write one more call down; `order` is what it was before, its calls are not looked at."""
+    """Write one more call; `order` is the table before it, without its calls."""
     at = ORDERS_AT + table * ORDER_BYTES
     own.store(at + ORDER.size + order.made % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
     own.store(at, ORDER.pack(order.made + 1, order.group, order.parties))
@@ -97,8 +98,8 @@ def read_orders(descriptor: int) -> bytes:
 
 
 def _is_whole(before: bytes, after: bytes) -> bool:
-    """Whether a table that was read between these two headers has no call that was written over meanwhile, except
-    among the UNSURE oldest: the worker may make many calls while the agent reads, if the agent loses its core.
+    """Whether a table that was read between these two headers is whole, except for its UNSURE oldest calls: a worker
+    may make many calls while the agent waits for a core.
     """
     if len(before) < ORDER.size or len(after) < ORDER.size:
         return False
@@ -107,7 +108,7 @@ def _is_whole(before: bytes, after: bytes) -> bool:
 
 
 def orders_of(data: bytes) -> list[Order]:
-    """The same again, by group."""
+    """The tables in these bytes, by group."""
     found: list[Order] = []
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
@@ -128,7 +129,7 @@ def put_mark(own: StatusPage, mark: Mark) -> None:
 
 
 class Names:
-    """Of what is marked: a worker's."""
+    """The names of a worker's marked tensors and calls."""
 
     def __init__(self, own: StatusPage) -> None:
         self._own = own
@@ -136,12 +137,12 @@ class Names:
         self._calls: dict[str, str] = {}
 
     def of_tensors(self, layout: int, names: list[str]) -> None:
-        """How the parts of a layout are called."""
+        """Set the names of the parts of a layout."""
         self._tensors[str(layout)] = names
         self._put()
 
     def of_call(self, order: int, text: bytes) -> None:
-        """What call it is that has this hash."""
+        """Set the call that has this hash."""
         if str(order) not in self._calls and len(self._calls) < MOST_CALLS:
             self._calls[str(order)] = text.decode(errors="replace")
             self._put()
@@ -155,14 +156,14 @@ class Names:
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What a worker's box has of them."""
+    """The names as JSON on the status page."""
 
     tensors: dict[str, list[str]] = {}
     calls: dict[str, str] = {}
 
 
 def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
-    """Tell the agent what was found."""
+    """Report a finding to the agent."""
     told = own.get("findings")
     data = msgspec.json.encode(finding)
     own.store(FINDINGS_AT + told % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
@@ -177,13 +178,13 @@ def read_marks(descriptor: int) -> bytes:
 
 
 def marks_of(data: bytes) -> list[Mark]:
-    """The same again, without those that are half written."""
+    """The marks in these bytes, without those that are half written."""
     whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
     return [Mark(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
 
 
 def read_names(descriptor: int) -> Named:
-    """How what is marked is called."""
+    """The names of the marked tensors and calls."""
     data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
     try:
         return msgspec.json.decode(data, type=Named)
@@ -192,12 +193,12 @@ def read_names(descriptor: int) -> Named:
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:
-    """What calls the worker has made, by the hash that stands in marks."""
+    """The calls of the worker, by the hash in its marks."""
     return {key: op_of(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
-    """What a worker has told, in no order."""
+    """The findings of a worker, in no order."""
     found: list[ScriptFinding] = []
     for number in range(FINDINGS):
         data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
@@ -234,8 +235,8 @@ def compare_orders(
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that belong to single ranks.
 
-    `local` are the lines of single ranks that are left out already, `known` those from which all ranks have called in
-    earlier steps.
+    `local` are the known lines of single ranks, which are left out. `known` are lines from which all ranks have called
+    in earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}
@@ -251,16 +252,16 @@ def compare_orders(
 
 
 def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
-    """What ranks must have in common of a call."""
+    """The part of a call that must be equal on ranks."""
     # a name says more than a line: the same bucket leaves from backward on one rank, and after it on another
     shown = "" if op.name or op.kind in ROOTED or op.site in local else op.site
     return (*op.signature, shown)
 
 
 def _departure(of_group: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """Where ranks have left the known lines of the others for two indistinguishable calls in a row.
+    """The first of two equal calls in a row that some ranks made from unknown lines and the others from known lines.
 
-    All ranks' calls have the same signatures here.
+    The signatures of the calls are equal on all ranks.
     """
     for first, second in pairwise(zip(*of_group, strict=True)):
         if first[0].signature != second[0].signature or first[0].name or first[0].kind in ROOTED:

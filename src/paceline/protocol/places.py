@@ -1,8 +1,8 @@
-"""Reads from a rank's stacks where it is, in the interpreter's words or in faulthandler's.
+"""Finds in a rank's stacks, from the interpreter or from faulthandler, where the rank is.
 
-Frames are of five kinds: the user's own, other libraries', torch's, Python's, and ours. People want to see the
-innermost of their own, and by which line of a library that goes on; the judge wants to know whether the innermost of
-all waits for other ranks. `ACTIVITIES` says which code does.
+Frames belong to the user, to other libraries, to torch, to Python or to paceline. People see the innermost frame of the
+user, and the line of a library that it called; the judge needs to know whether the innermost frame of all waits for
+other ranks. `ACTIVITIES` lists the code that does.
 """
 
 import re
@@ -21,7 +21,7 @@ SITE_CHARS, BY = 72, ", by "
 
 
 class Activity(Enum):
-    """What a rank does whose innermost frame is in code of this kind."""
+    """The activity of a rank whose innermost frame is in code of this kind."""
 
     WAITS = 1  # for other ranks, and nothing else; so it does with such a frame anywhere on its stack
     MEETS = 2  # the same, before there is any group
@@ -47,7 +47,7 @@ ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begi
 
 
 def activity_of(file: str) -> Activity:
-    """The kind of code in a file, whatever folder its package is in."""
+    """The kind of code in a file, in any folder of packages."""
     name = _in_package(file)
     prefix = max((one for one in ACTIVITIES if name.startswith(one)), key=len, default="")
     return ACTIVITIES.get(prefix, Activity.OTHER)
@@ -71,7 +71,7 @@ def _is_ours(frame: Frame) -> bool:
 
 
 def _is_library(frame: Frame) -> bool:
-    """Whether it is somebody else's; faulthandler's frames have the whole path."""
+    """Whether it belongs to a different library; faulthandler's frames have the whole path."""
     return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
 
 
@@ -81,7 +81,7 @@ def frames(evidence: Evidence) -> Sequence[Frame]:
 
 
 def native_frames(text: str) -> list[Frame]:
-    """The main thread's stack out of faulthandler's text; the last, where it has written several."""
+    """The main thread's stack in faulthandler's text; the last one if there are several."""
     found: list[Frame] = []
     for line in text.splitlines()[-MAX_NATIVE_LINES:]:
         if _NATIVE_THREAD.match(line):
@@ -92,7 +92,7 @@ def native_frames(text: str) -> list[Frame]:
 
 
 def shown_site(evidence: Evidence) -> str:
-    """The frame to show, in words: "train.py:40 in main, by transformers/trainer.py:3700"; empty without any."""
+    """The frame to show: "train.py:40 in main, by transformers/trainer.py:3700"; empty without a frame."""
     return shown_site_of(frames(evidence))
 
 
@@ -104,7 +104,7 @@ def shown_site_of(stack: Sequence[Frame]) -> str:
 def shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
     """The frame to show, and of the libraries inside it the one that it has called, by its innermost line.
 
-    The innermost of the user's own code, else of a library, else of ours, else of any.
+    The innermost of the user, else of a library, else of paceline, else of any code.
     """
     library: Frame | None = None
     for frame in stack:
@@ -159,12 +159,12 @@ def line_of(frame: Frame) -> str:
 
 
 def site(frame: Frame | None) -> str:
-    """A frame in words: "train.py:88 in load_batch"; empty for none."""
+    """A frame as text: "train.py:88 in load_batch"; empty for None."""
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
 def by(library: Frame | None) -> str:
-    """What follows a user's line that has called this one: ", by transformers/trainer.py:3700"; empty for none."""
+    """The suffix of a user's line that called this library: ", by transformers/trainer.py:3700"; empty for None."""
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 

@@ -1,8 +1,8 @@
-"""The status page: memory in which a rank shows what it does, and which its agent reads, also after the rank's death.
+"""The status page: shared memory in which a rank writes its state and its agent reads it, also after the rank's death.
 
-The agent makes one memory file per rank and generation; the worker inherits it and maps it. Writing
-is a store to memory, so a step may do it many times; what a killed process has written stays. The functions of
-readers are at the end of this module.
+The agent makes one memory file per rank and generation; the worker inherits it and maps it. A write is a store to
+memory, so a step may do it many times. The data of a killed process stays. `StatusPage` is the rank's side; the
+functions of readers follow it. A reader must not trust the content: a broken worker may have written it.
 
 There are no locks. A reader is another process, or another thread, and may read at any moment:
 
@@ -19,7 +19,7 @@ There are no locks. A reader is another process, or another thread, and may read
       4096      ring                 worker: its last 256 collectives
      65536      word to the worker   agent: why it is released, JSON
     131072      answer               worker: its stacks and collectives, JSON
-    917504      marks                worker: what ranks must have in common at a step, see marks.py
+    917504      marks                worker: values that must be equal on ranks, see marks.py
    1 MiB        native stacks        faulthandler, on SIGNAL: text, appended
 """
 
@@ -91,21 +91,21 @@ NO_PEER = -1
 
 
 class StatusPage:
-    """The worker's side; also that of the processes that it forks to load data."""
+    """The side of a worker, and of the processes that it forks to load data."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self._words  # stay in the box when `_map` replaces the rest
+        self._steps = self._loaders = self._words  # stay in shared memory when `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
-        """told of each phase, where the host only launches what is done; gives those that have passed, and their ns"""
+        """called with each phase if the host only launches work on a device: returns past phases and their ns"""
         self._numbers = itertools.count(self.get("ops") + 1)  # threads may write at once: next() is one step for Python
 
     @classmethod
     def inherited(cls, descriptor: int) -> Self | None:
-        """The box that this worker's agent has made; None where the descriptor is not, or no longer, a box."""
+        """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
         return cls(descriptor) if _is_box(descriptor) else None
 
     def put(self, name: str, value: int) -> None:
@@ -117,24 +117,24 @@ class StatusPage:
         return self._words[_INDEX[name]]
 
     def asked(self, what: str) -> int:
-        """What the agent wants between two steps, `saves_asked` or `regroups`; also where the guard is off."""
+        """A request of the agent for the next end of a step, `saves_asked` or `regroups`; works with the guard off."""
         return self._steps[_INDEX[what]]
 
     def tick(self) -> None:
-        """Say that something has moved."""
+        """Count progress."""
         self._words[_CHANGES] += 1
 
     def note_stops(self, noted: bool) -> None:
-        """Say whether signals that ask to stop wait for the next step's end; also where the guard is off."""
+        """Set whether signals that ask to stop wait for the end of the step; works with the guard off."""
         self._steps[_INDEX["notes_stops"]] = noted
 
     def set_step(self, done: int) -> None:
-        """Say how many steps are done, at least 0."""
+        """Set the number of steps done, at least 0."""
         self._steps[_STEP] = done
         self.tick()
 
     def enter(self, phase: Phase) -> Phase:
-        """Say what begins now; returns what was going on until now."""
+        """Begin a phase; returns the phase before."""
         before, now = self._phase, time.monotonic_ns()
         if self.on_device is None:
             self._spend(before, now - self._since_ns)
@@ -153,7 +153,7 @@ class StatusPage:
         self._words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
-        """Of what was said to be spent in `phase`, this was spent in the other one."""
+        """Count this time for the `other` phase instead of `phase`."""
         self._spend(phase, -spent_ns)
         self._spend(other, spent_ns)
 
@@ -196,7 +196,7 @@ class StatusPage:
             self._memory[at + STATE_AT : at + STATE_AT + 4] = state.to_bytes(4, sys.byteorder)
 
     def set_loader(self, worker: int, *, epoch: int, item: int, busy: bool) -> None:
-        """Say, in loader process number `worker`, which item it begins (or has ended)."""
+        """In loader process number `worker`: set the item that it begins (or has ended)."""
         if 0 <= worker < SLOTS:
             words, first = self._loaders, (SLOTS_AT + worker * SLOT.size) // WORD.size
             words[first + 3] = False  # a reader must not see it busy with a mix of two items
@@ -204,22 +204,22 @@ class StatusPage:
             words[first + 3] = busy
 
     def answer(self, question: int, text: bytes) -> None:
-        """Answer the agent's question of this number; a text that has no room is left out whole."""
+        """Answer the agent's question of this number; a text that is too long is dropped."""
         text = text if len(text) <= ANSWER_MAX else b""
         self._memory[ANSWER_AT : ANSWER_AT + len(text)] = text
         self.put("answer_bytes", len(text))
         self.put("answered", question)
 
-    def word(self) -> bytes:
-        """What the agent has to say to this worker; empty while it has not said anything."""
+    def agent_message(self) -> bytes:
+        """The agent's message to this worker; empty before there is one."""
         return self._memory[WORD_AT : WORD_AT + min(self.get("word_bytes"), WORD_MAX)]
 
     def ring(self) -> list[tuple[int, Op]]:
-        """What this process has written into the ring: when each began, by CLOCK_MONOTONIC, and what."""
+        """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
         return records(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
 
     def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
-        """What began after `since_ns`, the oldest first: when, for how many seconds (-1: not over yet), and what."""
+        """The operations since `since_ns`, the oldest first: (start, seconds or -1 if it runs, operation)."""
         found: list[tuple[int, float, Op]] = []
         newest = self.get("ops")
         for number in range(newest, max(0, newest - RECORDS), -1):
@@ -234,16 +234,16 @@ class StatusPage:
         return found[::-1]
 
     def keep_for_steps(self) -> None:
-        """The guard is off: from now on only steps and the items of loader processes are seen."""
+        """With the guard off: from now on only steps and the items of loader processes are shared."""
         self._map(-1)
 
     def keep_for_loaders(self) -> None:
-        """In a process that this one has forked: it may say what it loads, and nothing in its parent's name."""
+        """In a forked process: it may write what it loads, and nothing on behalf of its parent."""
         self._map(-1)
         self._steps = self._words
 
     def close(self) -> None:
-        """Give the mapping back; what was written stays for the agent."""
+        """Unmap the memory; the data stays for the agent."""
         for words in (self._words, self._steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
@@ -254,13 +254,13 @@ class StatusPage:
 
 
 def ring_text(op: Op) -> bytes:
-    """The words of an operation as the ring has them; long ones are cut, each for itself."""
+    """The text of an operation in the ring; each long field is shortened."""
     cut = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(word.replace(SEPARATOR, " ") for word in cut).encode(errors="replace")[:TEXT_BYTES]
 
 
 def op_of(text: bytes) -> Op:
-    """The operation that a `ring_text` tells of, without its number."""
+    """The operation of a `ring_text`, without its number."""
     words = text.decode(errors="replace").split(SEPARATOR)  # a long one has lost its end
     group, kind, shape, dtype, name, site = [*words, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
@@ -275,7 +275,7 @@ def _is_box(descriptor: int) -> bool:
 
 
 def records(data: bytes) -> list[tuple[int, Op]]:
-    """What is in a ring, the oldest first: when each operation began, in ns, and what it is."""
+    """The records of a ring, the oldest first: (start in ns, operation)."""
     found: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
@@ -288,7 +288,7 @@ def records(data: bytes) -> list[tuple[int, Op]]:
 
 
 def make_status_page(rank: int) -> int:
-    """A descriptor of an empty box, not yet inherited by anybody."""
+    """A descriptor of a new status page."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
     os.ftruncate(descriptor, BOX_BYTES)
     return descriptor
@@ -296,7 +296,7 @@ def make_status_page(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a box shows at one moment. `moved` changes whenever the worker has made any progress."""
+    """The counters at one moment. `moved` changes with any progress of the worker."""
 
     step: int
     phase: Phase
@@ -316,7 +316,7 @@ class Counters:
 
 
 def read_counters(descriptor: int) -> Counters:
-    """Read a box's counters. Never fails for what a worker has written there."""
+    """Read the counters. Never fails, whatever a worker has written."""
     data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
     value = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
     phase = Phase(value["phase"]) if value["phase"] in {*Phase} else Phase.USER
@@ -334,17 +334,17 @@ def put_question(descriptor: int, question: int) -> None:
 
 
 def ask_to_save(descriptor: int, times: int) -> None:
-    """Say how many times this worker has been asked for a checkpoint."""
+    """Set the number of checkpoints asked of this worker."""
     os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
 
 
 def ask_to_regroup(descriptor: int) -> None:
-    """Have this worker vote for the end after its next step: the next generation has other hosts."""
+    """Ask this worker to end after its next step: the next generation has different hosts."""
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
 
 
 def release(descriptor: int, why: bytes) -> None:
-    """Have the worker leave the collective that it is in, with `why` (JSON) as the reason."""
+    """Make the worker leave its collective, with `why` (JSON) as the reason."""
     why = why[:WORD_MAX]
     os.pwrite(descriptor, why, WORD_AT)
     os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["word_bytes"])
@@ -358,7 +358,7 @@ def read_answer(descriptor: int) -> bytes:
 
 
 def has_box(pid: int) -> bool:
-    """Whether the process still has its box; not so when it has become another program (`os.execv`)."""
+    """Whether the process still has its page. A process that became a different program (`os.execv`) has not."""
     try:
         if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
             return True
@@ -383,12 +383,12 @@ def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> b
 
 
 def forget_native(descriptor: int) -> None:
-    """Throw away what faulthandler has written so far, before SIGNAL is sent again."""
+    """Discard faulthandler's text, before SIGNAL is sent again."""
     os.ftruncate(descriptor, BOX_BYTES)
 
 
 def read_native(descriptor: int) -> str:
-    """What faulthandler has written on SIGNAL so far; of much, the end, where the main thread is."""
+    """Faulthandler's text since SIGNAL; the end of a long text, which has the main thread."""
     size = os.fstat(descriptor).st_size
     start = max(BOX_BYTES, size - NATIVE_MAX)
     return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
@@ -400,7 +400,7 @@ def read_ring(descriptor: int) -> list[Op]:
 
 
 def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
-    """Without what an earlier group of the same name has called: numbers that restart make the old ones void."""
+    """Without the calls of an earlier group of the same name, which ends when numbers restart."""
     kept: list[tuple[int, Op]] = []
     last: dict[str, int] = {}
     for at, op in operations:
@@ -413,11 +413,7 @@ def of_this_life(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
 
 
 def read_loaders(descriptor: int) -> list[LoaderWorker]:
-    """The processes that load data for this worker, as far as they have said what they do."""
+    """The processes that load data for this worker."""
     data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
-    slots = [SLOT.unpack_from(data, at) for at in range(0, len(data) - SLOT.size + 1, SLOT.size)]
-    return [
-        LoaderWorker(number, pid, item, epoch, busy=bool(busy))
-        for number, (pid, epoch, item, busy) in enumerate(slots)
-        if pid
-    ]
+    slots = enumerate(SLOT.iter_unpack(data[: len(data) // SLOT.size * SLOT.size]))
+    return [LoaderWorker(n, pid, item, epoch, busy=bool(busy)) for n, (pid, epoch, item, busy) in slots if pid]

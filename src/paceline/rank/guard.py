@@ -141,7 +141,7 @@ class Guard:
 
     def released(self) -> str:
         """The agent's reason, as JSON, if it has freed this rank; else empty."""
-        return (self.box.word().decode(errors="replace") or "{}") if self.box.get("released") else ""
+        return (self.box.agent_message().decode(errors="replace") or "{}") if self.box.get("released") else ""
 
     def check_freed(self) -> None:
         """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
