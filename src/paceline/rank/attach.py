@@ -2,7 +2,7 @@
 
 `attach` is for a rank that our agent started. `attach_to_agent` is for a rank that another launcher started, under
 `paceline watchover`: local rank 0 starts the agent, not as its child, because the script must not find a child that it
-has not made, and because the agent outlives a rank that dies. Whatever fails there is reported once, and the script
+has not made, and because the agent outlives a rank that dies. A failure there is reported once, and the script
 continues. In all other processes (torchrun, srun, a world of one) nothing happens.
 """
 
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
 DDP = "torch.nn.parallel.distributed"
-SHARING = "paceline.collectives.ddp"  # by name: it imports torch, which a script may never do; this room is below
+SHARING = "paceline.collectives.ddp"  # by name: it imports torch, and this package is below it
 
 
 def attach() -> None:
-    """Tie this process's life to its agent's, and begin to show what it does; the first thing a worker does."""
+    """End with the agent from now on, and begin to write the status page; the first call of a worker."""
     birth = WorkerBirth.here()
     if birth is None:
         return
@@ -115,19 +115,19 @@ def leave(code: int) -> NoReturn:
 
 
 def record_failure(error: BaseException, exit_code: int, *, traceback: bool, victim: bool | None = None) -> bool:
-    """Write down why this rank fails, at the moment `error` is caught, before any teardown; the first record stays.
+    """Record the failure of this rank when `error` is caught, before any teardown; only the first record is kept.
 
-    Into memory that the agent reads, and (for people, if the disk allows) into error-<rank>.json
+    The record goes into memory that the agent reads, and, if the disk allows, into error-<rank>.json for people
     (after a restart error-<rank>-generation-<generation>.json).
 
     Args:
-        error: what ends this worker.
-        exit_code: what it will exit with, 1..255.
-        traceback: whether its traceback helps; not for errors whose message says it all.
-        victim: whether this rank only suffers from another's failure; by default judged by `error`.
+        error: the error that ends this worker.
+        exit_code: the exit code of this worker, 1..255.
+        traceback: whether to record the traceback; not for errors whose message is sufficient.
+        victim: whether a different rank is the cause; by default decided by `error`.
 
     Returns:
-        Whether the agent will tell this failure, so that the worker need not print it. False without an agent.
+        Whether the agent will report this failure, so that the worker need not print it. False without an agent.
     """
     birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
     if not rank.isdecimal():
@@ -160,7 +160,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
 
 
 def tell_victim(error: BaseException, what: str) -> None:
-    """Print in one line `what` happened to a rank that lost another one. The traceback goes into its log only."""
+    """Print one line, `what`, for a rank that lost a peer. The traceback goes only into its log."""
     birth = WorkerBirth.here()
     assert birth is not None
     log = Path(birth.attempt_dir) / f"rank-{os.environ['RANK']}.log"
@@ -170,7 +170,7 @@ def tell_victim(error: BaseException, what: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: numbers, lists and tables as they are, all else as text."""
+    """A value for JSON: numbers, lists and tables as they are, all else as text."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):
@@ -198,10 +198,10 @@ def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def tell(error: BaseException) -> int:
-    """Say once what went wrong, and return the exit code for it.
+    """Report an error once, and return the exit code for it.
 
-    A worker leaves the report to its agent, which knows whose failure came first. Without an agent (torchrun), rank 0
-    reports what every rank finds alike before it has met the others; anything else the rank that it happened to.
+    A worker leaves the report to its agent, which knows which rank failed first. Without an agent (torchrun), rank 0
+    reports the errors that all ranks find before they meet; each rank reports its other errors itself.
     """
     if isinstance(error, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
@@ -228,7 +228,7 @@ PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
 def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
-    """Show this process to its node's agent from now on; local rank 0 starts that first, by `plan`. Never raises.
+    """Attach this process to its node's agent; local rank 0 starts the agent first, with `plan`. Never raises.
 
     `env` has torchrun's variables.
     """
@@ -291,7 +291,7 @@ class Attachment:
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
     def leave(self, code: int) -> None:
-        """Tell the agent that this rank ends now, and wait until it has heard that."""
+        """Report to the agent that this rank ends now, and wait for the answer."""
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
@@ -325,9 +325,9 @@ class Attachment:
             say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
 
     def _meet(self, meeting: Meeting | None) -> None:
-        """Show the other nodes' first ranks where node 0's agent is, or learn it, through a store that all share.
+        """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
-        In a thread and over connections of its own: the main thread may wait in a store forever.
+        It runs in a separate thread with separate connections: the main thread may wait in a store forever.
         """
         key = f"paceline/agent/{restarts()}"
         stores: list[Any] = [None, None]

@@ -1,8 +1,8 @@
 """`python -m paceline.rank.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
 
-The script runs as if Python itself had started it, in a `__main__` of its own, so that what re-imports or pickles by
-that name (loader workers under spawn, multiprocessing) finds the script and not this file. What is added: the process
-dies with its agent, and an uncaught exception is written down for the agent before anything is torn down.
+The script runs as if Python had started it, in a new `__main__`, so that code which re-imports or pickles by that name
+(loader workers under spawn, multiprocessing) finds the script and not this file. In addition, the process ends with its
+agent, and an uncaught exception is recorded for the agent before teardown.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhas
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
     """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
 
-    A .py file or a module runs through this bootstrap. Any other program runs as it is: its failures are told by exit
-    code and last lines only, and if the agent is killed with SIGKILL it is ended by the sweep, not by the kernel.
+    A .py file or a module runs through this bootstrap. Any other program runs as it is: reports of its failures have
+    the exit code and the last lines only, and if the agent is killed with SIGKILL, the sweep ends it, not the kernel.
 
     Raises:
-        UsageError: when there is nothing to run, or what is named does not exist.
+        UsageError: when there is nothing to run, or it does not exist.
     """
     if not script_and_args:
         raise UsageError(code="nothing-to-run")
@@ -139,7 +139,7 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run the script or module in a fresh `__main__`, as CPython's own start does."""
+    """Run the script or module in a fresh `__main__`, as CPython does."""
     script = ModuleType("__main__")
     script.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
@@ -232,10 +232,10 @@ class _Turn:
 
 
 def ask_in_turn(folder: str) -> None:
-    """Have `input` and pdb of this process wait for their turn: ranks with one terminal ask one after the other.
+    """Let ranks with one terminal use `input` and pdb in turn: `input()` for a line, pdb until it continues.
 
-    `input()` asks for a line, pdb until it continues. A script that reads `sys.stdin` itself takes what is there, as
-    under torchrun. `folder` is the same for all ranks of the node.
+    A script that reads `sys.stdin` itself reads it without a turn, as under torchrun. `folder` is the same for all
+    ranks of the node.
     """
     turn, ask = _Turn(folder), builtins.input
 
@@ -267,9 +267,9 @@ def ask_in_turn(folder: str) -> None:
 
 
 def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
-    """See its steps from now on, or as soon as it imports torch; `also` listen, too. Never raises.
+    """Install the probes for the script of this process; `also` are more listeners. Never raises.
 
-    What is returned must be called when the script has ended with exit code 0.
+    The caller must call the result when the script has ended with exit code 0.
     """
     box, names, marker, failed = guard.box, Names(guard.box), None, None
     joint = JointOptimizers(lambda: box.get("ops"))

@@ -1,4 +1,4 @@
-"""A rank of `paceline.run`: python called.py FOLDER calls the function that lies there, and leaves what it returns."""
+"""A rank of `paceline.run`: `python called.py FOLDER` calls the function in the folder, and stores its result there."""
 
 import linecache
 import os

@@ -1,6 +1,6 @@
 """Translates the variables of srun and mpirun into torchrun's, and expands Slurm's short forms in them. Pure.
 
-Every launcher tells each rank its place, in names of its own. Training knows torchrun's only:
+Each launcher sets different variables for the place of a rank. Training reads torchrun's only:
 
     srun -n 4 python -m paceline train ...       SLURM_PROCID, SLURM_NTASKS, ... of the step
     mpirun -n 4 python -m paceline train ...     OMPI_COMM_WORLD_RANK, ... (Open MPI), PMI_RANK, ... (MPICH, Intel)
@@ -26,7 +26,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that somebody has started: a launcher's variables are set, or srun's or mpirun's.
+    """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set.
 
     Raises:
         UsageError: as `understood`.
@@ -35,13 +35,13 @@ def launched(env: Mapping[str, str]) -> bool:
 
 
 def understood(env: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's variables, where `env` describes a world of several ranks in other words; else nothing.
+    """Torchrun's variables, if srun's or mpirun's in `env` describe a world of several ranks; else nothing.
 
-    Torchrun's own variables win where they are set. MASTER_ADDR and MASTER_PORT stay as the user has set them. A world
-    of one needs no variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
+    Torchrun's variables win if they are set. MASTER_ADDR and MASTER_PORT stay as the user has set them. A world of one
+    needs no variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
 
     Raises:
-        UsageError: when the variables contradict each other, or do not say where the ranks can meet.
+        UsageError: when the variables contradict each other, or the place where the ranks can meet is missing.
     """
     set_already = [name for name in COUNTS if name in env]
     if len(set_already) == len(COUNTS):
@@ -61,7 +61,7 @@ def understood(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_token(env: Mapping[str, str]) -> str:
-    """What all ranks of one job have in common and other jobs have not; empty where nobody has made such a thing."""
+    """A name that all ranks of one job have in common and no other job has; empty if there is none."""
     for name in (RUN_ID, "TORCHELASTIC_RUN_ID"):
         if env.get(name):
             return env[name]

@@ -1,12 +1,12 @@
-"""A process's own part of the hang guard: what it shows of itself while it runs, and how it is unblocked.
+"""The part of the hang guard in a rank: it shows the state of the rank to the agent, and unblocks the rank.
 
     guard = Guard.of_process()
-    with guard.phase(Phase.EVALUATE): ...        # what it does, in the box that its agent reads
-    guard.ledger.take_order()                    # what collectives it has called, as a number that ranks compare
-    guard.stall_error(error)                     # whether `error` is the guard's doing, and then why
+    with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
+    guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
+    guard.stall_error(error)                     # the reason, if the guard caused `error`
 
-There is one for each process, made at the first call: a process has one agent, one box, one torch whose functions can
-be wrapped once, one handler for a signal. `--stall-after off` leaves nothing of it but the count of steps.
+Each process has one guard, made at the first call: it has one agent, one status page, one torch whose functions can be
+wrapped once, one handler for a signal. With `--stall-after off` only the count of steps is left.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Guard:
     _of_process: ClassVar[Guard | None] = None
 
     def __init__(self, box: StatusPage | None, *, on: bool) -> None:
-        """`box` is the agent's; None in a process without an agent of ours, where nobody asks and nobody frees."""
+        """`box` is the agent's status page; None in a process without an agent."""
         self.on = on
         self._has_agent = box is not None
         self.record = -1  # memory for the record of a failure, for an agent that did not start us
@@ -85,14 +85,14 @@ class Guard:
 
     @classmethod
     def observed(cls, box: int, record: int) -> Guard:
-        """Make this process's guard, where no agent of ours has started it: another process is to read these two."""
+        """Make this process's guard for an agent that did not start it; it reads the status page and the record."""
         Guard._of_process = guard = cls(StatusPage(box), on=True)
         guard.record = record
         os.register_at_fork(after_in_child=guard._in_child)
         return guard
 
     def start(self) -> Self:
-        """Begin to speak for this process, where an agent listens: a worker's first act. Never raises."""
+        """Start the watcher if there is an agent. Never raises."""
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
         native: NativeStacks | None = None
@@ -117,14 +117,12 @@ class Guard:
     def attach_probes(
         self, detach: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
     ) -> None:
-        """This process's script is seen from outside, until `detach` is called. `failed` gets what its collectives
-        raise.
-        """
+        """Probes watch the script of this process until `detach_probes`. `failed` gets errors of its collectives."""
         self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
         self.box.put("script", 1)
 
     def detach_probes(self) -> None:
-        """What runs here says itself what it does, and checks itself: a training of ours, a session."""
+        """A session or a training of paceline begins, which reports and checks itself: remove the probes."""
         if self._detach is not None:
             self._detach()
             self.ledger.marker = self.ledger.failed = None
@@ -132,7 +130,7 @@ class Guard:
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:
-        """Inside, the process says that it is in this phase."""
+        """Inside, the process is in this phase."""
         before = self.box.enter(phase)
         try:
             yield
@@ -147,7 +145,7 @@ class Guard:
         """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
 
         NCCL returns from an aborted collective without an error. To be called after the host has read what came, and
-        before that is believed, applied or saved; the agent says so before this rank aborts.
+        before that is used, applied or saved; the agent sets the flag before this rank aborts.
         """
         if self.box.get("released"):
             raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
@@ -185,18 +183,18 @@ class Guard:
         self.record, self.leave = -1, lambda code: None
 
     def warn_once(self, error: BaseException) -> None:
-        """Say once that something of ours has failed; what it was about goes on."""
+        """Print a warning about the first internal error; the work continues."""
         if not self._warned:
             self._warned = True
             print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
 
 
 class Watcher:
-    """A thread that speaks, four times a second, for a worker whose main thread may be stuck.
+    """A thread that writes the status page four times a second, because the main thread may be stuck.
 
-    It says that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
-    question for stacks and collectives, and cuts the connections of a collective that will never end. It holds no lock
-    that the main thread may want, imports nothing, and whatever goes wrong in it ends there.
+    It shows that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
+    question for stacks and collectives, and closes the connections of a collective that will never end. It holds no
+    lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
     def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
@@ -213,7 +211,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it before the process ends, so that it is not within torch when torch is taken down."""
+        """Stop before the process ends, so that it does not use torch while torch is taken down."""
         self._stop.set()
         self._thread.join(1.0)
 
@@ -277,8 +275,7 @@ class Watcher:
 class NativeStacks:
     """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
 
-    So a regular expression that runs for ever, or a C extension that never returns, is seen with the line of Python
-    that called it.
+    So the agent sees the Python line that called an endless regular expression or a C extension that never returns.
     """
 
     def __init__(self, box: StatusPage) -> None:
@@ -312,14 +309,14 @@ LOOPBACK = "127.0.0.1"
 class Connections:
     """The sockets that process groups have opened. They unblock a rank that waits in a collective.
 
-    Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets are this process's own: shut down,
-    they make the blocked call raise a usual RuntimeError within milliseconds. NCCL's groups can be aborted; what waited
+    Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets belong to this process: shut down,
+    they make the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted; what waited
     for them then returns *without an error*, with undefined data in its buffers (`Guard.check_freed` detects that).
 
     Gloo's sockets are those that came up while torch made the process group: gloo connects all pairs there, and the
-    store has connected before. So neither the store's connection nor the user's own are ever touched, except one that
-    another thread of the user has opened at that very moment. They are known by their inodes, because a descriptor may
-    be another socket's by now. With TORCH_GLOO_LAZY_INIT the connections come up later, and are not known here: such a
+    store has connected before. So neither the store's connection nor the user's are ever touched, except one that a
+    thread of the user has opened at that very moment. They are known by their inodes, because a descriptor may be of
+    a different socket by now. With TORCH_GLOO_LAZY_INIT the connections come up later, and are not known here: such a
     rank stays blocked until it is stopped.
 
     Gloo listens for its peers where every user of the machine can reach it. Once a group is made all its pairs are
@@ -370,9 +367,7 @@ class Connections:
 
     @contextmanager
     def tolerating(self) -> Generator[list[list[str]]]:
-        """Inside, a group with strangers in it is no error: their users go into the list, and all ranks must make it
-        again.
-        """
+        """Inside, a group with strangers is no error: the list gets their users, and all ranks must make it again."""
         self._tolerated = []
         try:
             yield self._tolerated
@@ -438,7 +433,7 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 
 
 def shut(descriptors: Collection[int]) -> bool:
-    """Have the kernel drop whatever comes to ports at which we listen; what is connected already goes on.
+    """Have the kernel drop new connections to ports at which we listen; existing connections stay.
 
     Returns:
         Whether all of them are shut: a kernel may know neither way.

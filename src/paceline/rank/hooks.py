@@ -7,12 +7,12 @@
 
     Hooks(warn_once).listen(Steps()).install()
 
-Two readers listen: what judges silent faults (`finite`, `replicas`, `steps`), in every run, and what writes down facts
-for `--check` (`loading`, `seeing`, `noting`). Only what somebody listens to is told. The hooks are in torch itself:
+Two packages listen: probes/, for silent faults, in every run, and check/, for the facts of `--check`. Events without a
+listener cost nothing. The hooks are in torch itself:
 `DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
-only one reader looks. No argument and no result is changed, but the closure of a step is wrapped; what a listener
-raises is complained of, and the script goes on. A process that the script forks (a loader's, say) is not the rank, and
-is not heard.
+only one listener needs them. No argument and no result is changed, except that the closure of a step is wrapped. An
+error of a listener is a warning, and the script continues. A process that the script forks is not the rank: its events
+are ignored.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's st
 
 
 class Events:
-    """What may be listened to: override what is of interest. All but one are called in the thread of the script."""
+    """The events: override some. All but one are called in the thread of the script."""
 
     def torch_is_there(self) -> None:
-        """It has just been imported: now hooks of one's own may be hung."""
+        """torch has just been imported: listeners may add hooks."""
 
     def epoch_begins(self, batches: Any) -> None:
         """A `DataLoader` has made the iterator `batches`, or begins again with it."""
@@ -88,7 +88,7 @@ class Events:
         """It has changed them."""
 
     def session_begins(self) -> None:
-        """The script begins a session, or another training of paceline."""
+        """The script begins a session, or a training of paceline."""
 
     def thread_ended(self, name: str, error: BaseException) -> None:
         """A thread of the script has ended with this exception; called in that thread."""
@@ -118,7 +118,7 @@ class Hooks:
         return self
 
     def dismiss(self, *listeners: Events) -> None:
-        """A session begins: have these called no more, and tell the others."""
+        """A session begins: remove these listeners, and call the others."""
         for name, heard in self._listeners.items():
             self._listeners[name] = [one for one in heard if getattr(one, "__self__", None) not in listeners]
         self._tell("session_begins")
@@ -178,7 +178,7 @@ class Hooks:
         tell("torch_is_there")
 
     def _step_begins(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Gradients are there, unless a closure computes them: then `step_begins` is told when that has returned."""
+        """Gradients exist now, unless a closure computes them: then `step_begins` follows when it has returned."""
         if _is_of_another_step(optimizer):
             return None
         closure = _closure(args, named)
@@ -199,7 +199,7 @@ class Hooks:
         self._tell("step_ended", optimizer)
 
     def _hang_on_loaders(self, base: Any) -> None:
-        """`__next__` is the base's alone; the two kinds of iterators have their own of the others, and call these."""
+        """Only the base has `__next__`; the two kinds of iterators override the other methods, and call these."""
         tell = self._tell
 
         def begun(_: Any, batches: Any, loader: Any) -> None:
@@ -222,7 +222,7 @@ class Hooks:
 
 
 class Closure:
-    """The closure of an optimizer's step: says when it has returned, the first time and later."""
+    """The closure of an optimizer's step: calls back when it has returned, the first time and later."""
 
     def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
         self._closure, self._first, self._later = closure, first, later
@@ -258,16 +258,16 @@ def _is_of_another_step(optimizer: Any) -> bool:
 
 
 def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """What `optimizer.step(...)` was given as its closure."""
+    """The closure argument of `optimizer.step(...)`."""
     return named.get("closure", args[1] if len(args) > 1 else None)
 
 
 def hang(
     owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
 ) -> None:
-    """Have these called beside a function of torch's: with its arguments; after it, with what it gave or raised first.
+    """Wrap a function of torch: call `before` with its arguments, `after` or `failed` with its result or error first.
 
-    In code that is compiled they are not: nothing of ours shall be in the graph. What they raise is not seen, then.
+    Compiled code does not call them, so that they are not in the graph. Their errors are ignored.
     """
     function = getattr(owner, name)
     compiles = sys.modules["torch.compiler"].is_compiling
@@ -300,7 +300,7 @@ TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import them without the garbage collector, which would look at each object again; raises what they raise.
+    """Import them without the garbage collector, which would look at each object again; raises their errors.
 
     Measured with torch and its compiler: 1.5 s of a core instead of 2.1 s.
     """
@@ -317,7 +317,7 @@ def import_all(modules: Sequence[str]) -> None:
 def when_imported(name: str, then: Callable[..., None]) -> None:
     """Call `then(late=True)` now if the module is there, else `then(late=False)` right after it has been executed.
 
-    What another module has imported out of it before a late call is what it was.
+    Names that other modules imported from it before a late call stay the old ones.
     """
     module = sys.modules.get(name)
     if module is not None:

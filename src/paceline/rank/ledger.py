@@ -42,7 +42,7 @@ NAME = "collective"  # what a caller may set in a tensor's __dict__: "bucket 3"
 
 @dataclass(frozen=True)
 class ReadingRule:
-    """How to read one function's arguments. Only what all ranks of a call must agree on is kept."""
+    """How to read one function's arguments. Only the values that must be equal on all ranks are kept."""
 
     tensor: str = ""  # the argument whose shape and type tell; a tensor, or a list of them
     shape: bool = True  # False where ranks may rightly pass different sizes
@@ -80,8 +80,8 @@ KINDS: Mapping[str, ReadingRule] = {
 class Group:
     """What has been called over one process group.
 
-    A collective's number is counted per group, from 1, and a call counts once: torch's own numbers also rise with
-    messages to a peer, and by several for calls that it makes out of others (`Group.own`).
+    A collective's number is counted per group, from 1, and a call counts once: torch's numbers also rise with messages
+    to a peer, and by several for calls that it makes out of others (`Group.own`).
     """
 
     name: str
@@ -98,13 +98,13 @@ class Group:
         default_factory=lambda: deque[tuple[int, weakref.ref[Any]]](maxlen=RECORDS)
     )
     enqueued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
-    """of NCCL, whose calls return when the GPU has only been told: record and number of what may be on its way"""
+    """record and number of NCCL calls that may be in flight: they return as soon as the GPU has them queued"""
     sent: int = 0  # and received
     checksum: int = 0
     count: int = 0
 
     def own(self, number: int) -> int | None:
-        """Our number for torch's; None for what belongs to a call that counts once, or is too long ago to know."""
+        """Our number for torch's; None inside a call that counts once, or if it is too long ago."""
         if len(self.spans) == self.spans.maxlen and number <= self.spans[0][0]:
             return None
         ahead = 0
@@ -198,7 +198,7 @@ def peer_of(asked: list[Any], group: Group, kind: ReadingRule) -> int:
 
 
 def leave_untraced(code: CodeType) -> None:
-    """Have torch.compile run frames of this code, and what they call, as they are; without importing its compiler."""
+    """Have torch.compile leave frames of this code, and their calls, as they are; without importing its compiler."""
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     with suppress(AttributeError, TypeError):  # a torch with other names: then it is traced, in vain but rightly
         action = frames._FrameAction.SKIP
@@ -206,14 +206,14 @@ def leave_untraced(code: CodeType) -> None:
 
 
 class Ledger:
-    """What this process has called. One for a process: a torch of its own has only one set of functions to wrap."""
+    """The collectives that this process has called. A process has one ledger: torch's functions can be wrapped once."""
 
     def __init__(self, box: StatusPage, warn_once: Callable[[BaseException], None]) -> None:
-        """`warn_once` gets an error of the ledger's own; the call that it was about has been made all the same."""
+        """`warn_once` gets internal errors of the ledger; the calls are made anyway."""
         self.active = True
         self.marker: OrderMarks | None = None  # of a script's calls, whose waits are shown, too
         self.failed: Callable[[BaseException], None] | None = None
-        """told of what a script's calls raise, and its waits for a `Work`"""
+        """called with the errors of a script's calls, and of its waits for a `Work`"""
         self.groups: dict[int, Group] = {}
         self._gone: list[Group] = []  # taken down since the last `take_order`
         self._box, self._warn_once = box, warn_once
@@ -227,13 +227,13 @@ class Ledger:
 
     @property
     def waiting(self) -> bool:
-        """Whether a call, or a work that somebody still holds, is on its way."""
+        """Whether a call, or a work that is still referenced, is in flight."""
         on_its_way = any(group.pending or group.enqueued for group in [*self.groups.values()])
         return bool(self._inside) or self._own > 0 or on_its_way
 
     def install(self, distributed: ModuleType, *others: ModuleType, late: bool = False) -> None:
         """Put the wrappers into torch's module, and into those that have imported its functions already; `late`:
-        programs may have, too. torch tells isend and irecv in P2POp by their identity, so these stay.
+        programs may have, too. torch identifies isend and irecv in P2POp by identity, so these stay.
         """
         if self._torch is not None:
             return
@@ -249,10 +249,10 @@ class Ledger:
         self._hang_on_waits(distributed.Work)
 
     def take_order(self) -> int:
-        """A hash, 0 <= n < 2**52, of what was called over all ranks since the last take; the same on ranks that agree.
+        """A hash, 0 <= n < 2**52, of the calls over all ranks since the last take; equal on ranks that agree.
 
-        In order within each group, whatever the order between groups. In it: kind, name, type, line, and shape if all
-        ranks must pass the same.
+        The order counts within each group, not between groups. The hash covers kind, name, type, line, and shape if
+        all ranks must pass the same.
         """
         groups = [*self._gone, *self.groups.values()]
         parts = sorted((group.name, group.checksum, group.count) for group in groups if group.count)
@@ -269,10 +269,10 @@ class Ledger:
         return [replace(known.op, seq=seq, done=True) for known, seq in self._taken]
 
     def begin_own(self, owner: object, ranks: tuple[int, ...], op: Op, *, of_all: bool = True) -> StartedCall | None:
-        """Note that an operation begins that is none of torch's, for `end_own`; None if nothing is noted. Never raises.
+        """Record the start of an operation of paceline's, for `end_own`; None if nothing is recorded. Never raises.
 
-        `owner` is what its `ranks` (of the world) have in common, as a process group is: numbers count up as long as it
-        lives. `op` comes without number and line, which are found here; `of_all`: these are all ranks of the world.
+        `owner` is the object that its `ranks` (of the world) have in common, as a process group is: numbers count up
+        during its life. `op` has no number and line yet; `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None
@@ -292,13 +292,13 @@ class Ledger:
             return None
 
     def end_own(self, begun: StartedCall | None, work: Any = None, *, failed: bool = False) -> None:
-        """Note that it is over, or, with a `work`, that it will be when `work.is_completed()`."""
+        """Record its end, or, with a `work`, that it ends when `work.is_completed()`."""
         if begun is not None:
             self._own -= 1
             self._end(begun, work, failed=failed)
 
     def group_of(self, backend: Any) -> Group | None:
-        """What is known of a process group; None if this rank is no member."""
+        """The record of a process group; None if this rank is no member."""
         found = self.groups.get(id(backend))
         if found is not None and found.still_there() is backend:
             return found
@@ -408,7 +408,7 @@ class Ledger:
         return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
 
     def _note(self, known: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
-        """Write down that a call begins: into the ring, and into what ranks compare."""
+        """Record the start of a call in the ring, and in the hash that ranks compare."""
         if group.pending:
             group.sweep(self._box)
         if group.of_all and not message:
@@ -463,7 +463,7 @@ class Ledger:
 
 
 def order_hash(op: Op) -> int:
-    """Of what all ranks must have in common: not the line where code asks for the rank, nor where it gives names."""
+    """A hash of the part that must be equal on all ranks: without the line of rooted and of named calls."""
     return zlib.crc32(ring_text(replace(op, site="") if op.name or op.kind in ROOTED else op))
 
 
@@ -475,7 +475,7 @@ class OrderMarks:
         self._groups: dict[str, tuple[int, Order]] = {}
 
     def note(self, group: str, members: int, call: int, text: bytes) -> None:
-        """A call: how it is hashed, and what it is."""
+        """Record a call: its hash and its text."""
         if group not in self._groups:
             self._groups[group] = len(self._groups), Order(zlib.crc32(group.encode()), members, 0, ())
             self._box.put("marks", self._box.get("marks") + 1)

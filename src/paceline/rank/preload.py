@@ -1,8 +1,8 @@
 """Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
-It runs a worker's own command, up to here (see protocol/control.py and agent/preload.py). A fork is safe while
-this is the only thread, and no file and no CUDA device is open: that is looked at before. What a worker would have got
-from its start (environment, descriptors, session, signals) it gets after the fork.
+It runs a worker's command, up to here (see protocol/control.py and agent/preload.py). A fork is safe while this is the
+only thread, and no file and no CUDA device is open, which is checked before. A worker gets its environment,
+descriptors, session and signals after the fork.
 """
 
 import ctypes
@@ -165,7 +165,7 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _show_mark(mark: bytes) -> None:
-    """Have /proc show this mark in the environment of this process: it shows what was when its program began.
+    """Have /proc show this mark in the environment of this process: it shows the state when its program began.
 
     By the mark the agent finds what its workers have forked into other sessions. The preloader's is as long, at least.
     """

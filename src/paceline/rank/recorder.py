@@ -1,6 +1,6 @@
 """Puts together what torch's flight recorder has recorded and what the ledger has, into one list.
 
-NCCL has a flight recorder of its own beside the one that all other backends share; both are read.
+NCCL has a separate flight recorder; all other backends have one in common. Both are read.
 DDP's buckets are called from C++, where no wrapper sees them: only the flight recorder has them. It does not have
 messages to a peer, nor names; those are the ledger's. A torch without a flight recorder leaves what the ledger has.
 """
@@ -28,7 +28,7 @@ capturing = threading.Event()
 """A CUDA graph is being captured: NCCL's recorder is not read, since it asks the GPU, which would spoil the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
 UNTITLED = ("", "undefined", "default_pg")
-"""what torch calls groups to which nobody has given a title"""
+"""torch's titles of groups without a title"""
 Dated = tuple[int, Op]  # When it began, in ns of CLOCK_MONOTONIC, and what.
 
 
@@ -41,9 +41,9 @@ def distributed() -> ModuleType | None:
 def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | None = None) -> list[Op]:
     """The last 64 operations of this process, the oldest first: of the `ring`, and what torch has called in `groups`.
 
-    The main thread's `stack`, where it is in torch, is the line of what torch itself has called and is on its way. The
-    flight recorder knows the lines, too, but its first answer with them takes seconds of a core, in which this process
-    answers nothing and looks as if it held the interpreter's lock.
+    If the main thread's `stack` is in torch, it gives the line of the operation in flight that torch itself has called.
+    The flight recorder knows the lines, too, but its first answer with them takes seconds of a core, in which this
+    process answers nothing and seems to hold the interpreter's lock.
     """
     frames = stack.frames if stack is not None else ()
     inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
@@ -66,7 +66,7 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
 
 
 def _begun(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
-    """Without what is enqueued behind a message that is on its way: over the groups `enqueuing` it has not begun."""
+    """Without operations queued behind a message in flight: over the groups `enqueuing` they have not begun."""
     kept: list[Op] = []
     behind: set[str] = set()
     for op in ops:
@@ -91,13 +91,13 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def group_titles() -> dict[str, str]:
-    """What whoever made a process group calls it, by the group's name."""
+    """The titles of process groups, by name."""
     titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
     return {name: title for name, title in titles.items() if title not in UNTITLED}
 
 
 def sequence_numbers() -> dict[str, int]:
-    """How many collectives this process has called over each group, as torch counts; nothing where it does not."""
+    """The number of collectives over each group, as torch counts; without groups that torch does not count."""
     found: dict[str, int] = {}
     for group, name in _groups():
         with suppress(RuntimeError):  # MPI does not count
@@ -106,16 +106,16 @@ def sequence_numbers() -> dict[str, int]:
 
 
 def in_flight() -> bool:
-    """Whether torch itself has something on its way, by the flight recorder: always where it has, but not only.
+    """Whether torch has an operation in flight, by the flight recorder; it may also be True if there is none.
 
-    The count stays behind when gloo's threads end two operations in the other order, until the next one has ended.
+    The count is late when gloo's threads end two operations in the other order, until the next one has ended.
     """
     found = [status for dump in _dumps(collectives=False) for status in dump.get("pg_status", {}).values()]
     return any(one["last_enqueued_collective"] > one["last_completed_collective"] for one in found)
 
 
 def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
-    """By group and number what torch has on its way; messages as -1, -2, ...: NCCL has an account of them."""
+    """By group and number, the operations of torch in flight; messages are -1, -2, ..., as NCCL counts them."""
     entries = [entry for dump in _dumps(collectives=True) for entry in dump.get("entries", ())]
     messages = [one for one in entries if one["is_p2p"] and not one["retired"]]
     found = {(one["process_group"][0], -one["p2p_seq_id"]) for one in messages}
@@ -123,7 +123,7 @@ def pending(groups: Mapping[str, Group]) -> set[tuple[str, int]]:
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
-    """Where all threads of this process are, the main thread (by its identity) first."""
+    """The stacks of all threads of this process, the main thread (by its identity) first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     order = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)

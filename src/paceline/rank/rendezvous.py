@@ -1,9 +1,9 @@
-"""Lets the ranks of one job find each other, without meeting strangers and without waiting in silence.
+"""Lets the ranks of one job find each other, without strangers and without a silent wait.
 
-Before anything else all ranks compare, in the store that they meet in, which job they are of and how large they take
-it to be; and each claims its rank. Two jobs on one port merge silently into one otherwise, and a RANK that was exported
-once for all looks like a hang. Store calls may block for ever (a frozen rank 0, a stranger's port that accepts and
-says nothing), whatever timeout torch is told: so a thread makes them, and the main thread keeps the time and speaks.
+First all ranks compare, in their store, the name of the job and the size of the world; and each claims its rank.
+Otherwise two jobs on one port would merge silently into one, and a RANK that was exported once for all would look like
+a hang. Store calls may block forever (a frozen rank 0, a port of another program that accepts and does not answer),
+despite torch's timeout: so a thread makes them, and the main thread keeps the time and prints messages.
 """
 
 import os
@@ -45,7 +45,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Rendezvous:
-    """What one rank does to meet the others. The thread writes `store` to `ended`, which the main thread reads."""
+    """The state of one rank's rendezvous. The thread writes `store` to `ended`, which the main thread reads."""
 
     rank: int
     size: int
@@ -69,10 +69,10 @@ class _Rendezvous:
 
 
 def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float = MEETING_SECONDS) -> Store:
-    """The store of this job, when all its `size` ranks, and nobody else, have come to it.
+    """The store of this job, when exactly its `size` ranks have connected to it.
 
     It is the memory that our agent has given to the ranks of one host (no other user can reach it), else at
-    MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, stderr says who is missing or what is in the way.
+    MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, a message names the missing ranks or the obstacle.
 
     Returns:
         The store, under a prefix that is new for every restart: without one a restarted group reads the dead group's
@@ -166,7 +166,7 @@ def _tcp_store(meeting: _Rendezvous, *, is_master: bool, listen_fd: int | None =
 
 
 def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
-    """Refuse to be among strangers; the later one gets the error, and the others' work goes on."""
+    """Check that the others are of this job. The later rank gets the error, and the others continue."""
     mine = _Job(meeting.token, meeting.size, meeting.me)
     first = _first_word(meeting, PrefixStore(PREFIX, store), mine)
     if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
@@ -178,7 +178,7 @@ def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
 
 
 def _first_word(meeting: _Rendezvous, keys: Store, mine: _Job) -> _Job:
-    """What the first one has written, who may be this process."""
+    """The first entry, perhaps of this process."""
     written = keys.compare_set(JOB, "", msgspec.json.encode(mine).decode())
     try:
         return msgspec.json.decode(written, type=_Job)
@@ -221,7 +221,7 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
 
 
 def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
-    """Who is missing; empty where a lower rank says it."""
+    """The missing ranks, as text; empty if a lower rank names them."""
     if any(has_come(rank) for rank in range(meeting.rank)):
         return ""
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]

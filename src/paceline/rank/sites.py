@@ -1,9 +1,8 @@
 """Finds the line of the user's program in a stack. Pure: from files and frames to words like `train.py:97 in step`.
 
 A stack that ends in a collective has torch's lines inside, then perhaps ours or a framework's, then those of the
-program: `train.py:40 in main, by transformers/trainer.py:3700`. Files are named so that every host has the same word
-for them: `torch/distributed/...`, `paceline/train/step.py`, `python3.11/threading.py`, and what is the user's by its
-last parts.
+program: `train.py:40 in main, by transformers/trainer.py:3700`. The names of files are equal on all hosts:
+`torch/distributed/...`, `paceline/train/step.py`, `python3.11/threading.py`, and the last parts of a user's file.
 """
 
 import sys
@@ -44,7 +43,7 @@ class Site(NamedTuple):
     library: FrameType | None = None
 
     def words(self) -> str:
-        """`train.py:40 in main, by transformers/trainer.py:3700`; empty where it is unknown."""
+        """`train.py:40 in main, by transformers/trainer.py:3700`; empty if unknown."""
         return called_at(*(frame and frame_of(frame) for frame in self))
 
 
@@ -79,12 +78,12 @@ def short(filename: str) -> str:
 
 
 def site_words(frame: Frame) -> str:
-    """`train.py:97 in step`: without folders, as the judge and the page write it."""
+    """`train.py:97 in step`: without folders, as in reports."""
     return site(frame)[:SITE_CHARS]
 
 
 class _Packages(dict[str, str | None]):
-    """By file, asked for each frame of each call: a library's package, "paceline", "" for nobody; None: a user's."""
+    """By file, for each frame of each call: a library's package, "paceline", "" (NOBODY), or None (USER)."""
 
     def __missing__(self, filename: str) -> str | None:
         whose = owner(filename)
@@ -131,6 +130,6 @@ def line_of(error: BaseException) -> str:
 
 
 def user_site() -> str:
-    """The line of the user's program that has called this, through whatever frameworks; empty where there is none."""
+    """The line of the user's program that has called this, also through frameworks; empty without one."""
     frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     return site_words(frame_of(frame)) if frame is not None else ""

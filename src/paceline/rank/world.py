@@ -1,4 +1,4 @@
-"""Who am I among whom: read once from the environment that the launcher made, and never changed."""
+"""The world of a rank, from the launcher's environment, with its device and process group. It never changes."""
 
 import os
 import sys
@@ -44,14 +44,14 @@ class World:
     """see `along`"""
 
     def along(self, name: str) -> "World":
-        """This rank among those that differ from it in this dimension of the mesh only: a world of one without it."""
+        """The ranks that differ from this one in this dimension of the mesh only: a world of one without it."""
         return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
 
     @property
     def data(self) -> "World":
-        """This rank among those that work on other samples with the same part of the model: along data and shard.
+        """The ranks that work on different samples with the same part of the model, along data and shard.
 
-        Samples are dealt, virtual ranks owned and gradients added up over these. Without a mesh it is the world.
+        Samples and virtual ranks are split, and gradients added up, over these. Without a mesh it is the world.
         """
         return self if self.mesh is None else self.along("batch")
 
@@ -69,7 +69,7 @@ class World:
         device: str = "auto",
         backend: str = "auto",
     ) -> Self:
-        """The world that torchrun's variables describe, or srun's or mpirun's; a world of one where none is set.
+        """The world of torchrun's, srun's or mpirun's variables; a world of one if none is set.
 
         Args:
             env: the environment, by default this process's.
@@ -126,7 +126,7 @@ def joined(
 
     Raises:
         UsageError: another job answers where the ranks meet, or two processes claim one rank.
-        TrainingError: not all ranks have come; says which.
+        TrainingError: some ranks have not connected.
     """
     Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
     timeout = timedelta(seconds=timeout_seconds)
@@ -203,10 +203,10 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
 
 
 def _unknown(world: World, store: Store, timeout: timedelta, ends: Sequence[End]) -> int:
-    """By how many more connections from other hosts there are that no rank has made than that nobody has taken in.
+    """The number of accepted connections from other hosts without a known other end, minus that of made ones.
 
-    Each rank tells its ends in the store, which strangers cannot reach. One that a stranger has made has no other end.
-    Of one whose addresses are translated on the way neither end finds the other, which cancels out.
+    Each rank writes its ends into the store, which strangers cannot reach. A stranger's connection has no other end. If
+    addresses are translated on the way, neither end finds the other, which cancels out.
     """
     for end in ends:
         store.set(f"end {end.name}", "")
@@ -251,7 +251,7 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
         asked: "auto" (the accelerator that torch has here, else the CPU), "cpu", or a kind of accelerator: "cuda" (also
             for AMD's, with a torch built for ROCm), "xpu".
         index: counts among the devices that this process sees.
-        workers: on a device each, but for a `backend` that lets several share one, or where each is shown another one.
+        workers: each needs a device, unless several share one over this `backend`, or each sees a different one.
 
     Raises:
         UsageError: there is no such device, or there are too few.
@@ -281,7 +281,7 @@ def shown_one() -> bool:
 
 
 def identity(device: torch.device) -> str:
-    """What tells this GPU from all others, on any machine; empty for a CPU, or where nobody says."""
+    """The unique name of this GPU on any machine; empty for a CPU, or if unknown."""
     if device.type == "cpu":
         return ""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -289,7 +289,7 @@ def identity(device: torch.device) -> str:
 
 
 def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
-    """Compare which GPU each rank has. Two on one are slow over gloo; over NCCL they are an error, or wait for ever.
+    """Check that each rank has a different GPU. Two on one are slow over gloo; over NCCL they are an error or a hang.
 
     Raises:
         UsageError: on the later one of two ranks with one GPU, over a backend that needs one for each.
@@ -307,7 +307,7 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
 
 
 def go_near(device: torch.device) -> None:
-    """Let this process, and what it starts, run on cores beside its GPU only, if it may run on any of them."""
+    """Let this process and its children run on cores near its GPU only, if it may run on any of them."""
     own = os.sched_getaffinity(0)
     near = own & cores_near(identity(device))
     if near and near != own:
@@ -315,12 +315,12 @@ def go_near(device: torch.device) -> None:
 
 
 def lacks(kind: str) -> str:
-    """Why nothing is trained on such devices, in words; empty if something is."""
+    """The reason why paceline cannot train on such devices; empty if it can."""
     return "paceline does not train on mps, which has no float64 to add up losses in" if kind == "mps" else ""
 
 
 def overlooked(devices: Path = DEV) -> str:
-    """Why torch sees none of the GPUs that the kernel has under `devices`, in words; empty if there are none."""
+    """The reason why torch sees none of the GPUs that the kernel has under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
     built = torch.version.cuda or torch.version.hip
     if (nvidia or amd) and not built:
@@ -342,7 +342,7 @@ def overlooked(devices: Path = DEV) -> str:
 
 
 def device_words(device: torch.device) -> str:
-    """What it is: 'cpu', 'cuda (NVIDIA H100)'."""
+    """A name for people: 'cpu', 'cuda (NVIDIA H100)'."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,7 +1,7 @@
-"""`launch --check`: a script runs as ever, with shorter epochs, and the facts of the run are written to a file.
+"""`launch --check`: a script runs with shorter epochs, and the facts of the run are written to a file.
 
-Nothing is judged here. This module has the file, and what is seen beside the training: other files, seeds, threads,
-losses that leave out padding, what is printed. loaders.py has the DataLoaders, steps.py the replicas and optimizers.
+Nothing is judged here. This module writes the file, and watches everything except loaders (loaders.py), replicas and
+optimizers (steps.py): other files, seeds, threads, losses that leave out padding, output.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/"
 
 
 class SideWatch(Events):
-    """Of one process."""
+    """Watches one process."""
 
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
@@ -103,7 +103,7 @@ class SideWatch(Events):
                 self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
-        """Have ranks brought values together, and has something been printed, since the evaluations began?"""
+        """Record whether ranks exchanged values and printed something since the evaluations began."""
         for seen, began_ns, printed in self._passes:
             calls = Guard.of_process().box.calls_since(began_ns)
             seen.summed = any(word in op.kind for _, _, op in calls for word in BRINGS_TOGETHER)
@@ -150,7 +150,7 @@ class SideWatch(Events):
                 record.sizes.append(target.numel())
 
     def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
-        """A sum over ranks, perhaps of scores: what this rank brings."""
+        """Record this rank's part of a sum over ranks, perhaps of scores."""
         if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
         sums = sys.modules["torch.distributed"].ReduceOp
@@ -161,7 +161,7 @@ class SideWatch(Events):
                     seen.reduced_site = seen.reduced_site or user_site()
 
     def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
-        """A schedule of the learning rate: it goes its first step when it is made."""
+        """A step of a learning-rate schedule; the first one is in its constructor."""
         here = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
 
@@ -187,7 +187,7 @@ class SideWatch(Events):
         hang(accelerator, "gather_for_metrics", before=gathers)
 
     def _in_trainer(self, *, late: bool) -> None:
-        """Its users' `compute_metrics` gets numpy's arrays, in which -100 is padding: what does it make of more?"""
+        """Call each `compute_metrics` with more padding: it gets numpy arrays in which -100 is padding."""
 
         def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
             metrics, asked = trainer.compute_metrics, False
@@ -212,7 +212,7 @@ class SideWatch(Events):
 
 
 def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
-    """The first score that is another one with more padding, and not so without."""
+    """The first score that changes with more padding, and does not without."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
             return PaddedMetric(site, name, finite(value), finite(padded[name]))
@@ -234,7 +234,7 @@ def padded_more(told: Any) -> Any:
 
 
 def length_of(schedule: Any) -> int:
-    """The step from which on a schedule's rate is constant; -1 where nobody can say."""
+    """The step from which a schedule's rate is constant; -1: unknown."""
     for name in ("total_steps", "T_max", "total_iters"):
         if isinstance(told := getattr(schedule, name, None), int):
             return told
@@ -253,7 +253,7 @@ def _gpus(state: Any, depth: int = 0) -> set[int]:
 
 
 class Writing(Events):
-    """Writes the facts down, now and then and at the end."""
+    """Writes the facts every few seconds and at the end."""
 
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
         self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
@@ -264,13 +264,13 @@ class Writing(Events):
             self.write()
 
     def write(self) -> None:
-        """As they are."""
+        """Write the facts."""
         with suppress(OSError):  # a full disk: the script's own words say more of it
             writing.replace(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
     def finish(self, *watches: SideWatch | LoaderWatch) -> None:
-        """The last words."""
+        """Write the facts at the end."""
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
@@ -283,7 +283,7 @@ class Writing(Events):
 
 
 def watch(folder: Path) -> tuple[Events, ...]:
-    """What sees what this process does."""
+    """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),

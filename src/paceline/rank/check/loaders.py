@@ -44,10 +44,10 @@ PROBES = 6
 
 
 class Cut:
-    """A sampler's draws: the first of them, and its last, so that what is odd at the end of an epoch is there.
+    """The first draws of a sampler, and its last one, which shows faults at the end of an epoch.
 
-    Who asks for more has the sampler drawn to its end, as in a whole epoch: one that counts its epochs does so after
-    its last index. One that goes on for as long again is endless.
+    A further draw draws the sampler to its end, as a whole epoch does: a sampler that counts its epochs does so after
+    its last index. A sampler that gives the same number of draws again is endless.
     """
 
     def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
@@ -77,7 +77,7 @@ class Cut:
             del self._seen.indices[count:]
 
     def _passed_over(self, batches: int, drawn: Any) -> Any:
-        """The last of so many draws, or of those for which there is time."""
+        """The last of this number of draws, or the last one before the time limit."""
         began_ns = time.monotonic_ns()
         for _ in range(min(batches, MAX_PASSED_OVER)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
@@ -101,7 +101,7 @@ class Cut:
 
 
 class LoaderWatch(Events):
-    """Of one process; `fed` is the loader that gave the last batch, and where in it that was."""
+    """Watches the loaders of one process; `fed` is the number of the loader that gave the last batch."""
 
     def __init__(self, facts: ScriptFacts) -> None:
         self._facts = facts
@@ -201,7 +201,7 @@ class LoaderWatch(Events):
         seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
 
     def finish(self) -> None:
-        """At the end: a look at a few samples, by which ranks' data are told apart; which generators were used."""
+        """At the end: record the used generators, and digests of a few samples, by which ranks' data are compared."""
         for number, data in self._live.items():
             record = self._facts.loaders[number]
             try:
@@ -283,13 +283,12 @@ LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first
 
 
 class Fetched:
-    """With which random generators each loader's samples are fetched, in processes of the loader, too.
+    """The random generators with which each loader's samples are fetched, also in processes of the loader.
 
-    Beside those that everybody shares there are generators of a script's own, of numpy, Python and torch. They are
-    found by way of the garbage collector, so nothing is put in place of their classes. One counts as used for a batch's
-    samples if it has drawn half as many numbers as there are samples, or more: a number or two for all of a batch, for
-    example its size, may be the same on purpose. One of those that are shared may be put into another state, as by a
-    checkpoint that is loaded: then what counts is how far it has drawn from there.
+    A script may have more generators of numpy, Python and torch than the global ones. The garbage collector finds them,
+    so their classes stay unchanged. A generator counts as used for a batch's samples if it has drawn at least half a
+    number per sample: a number or two for a whole batch, for example its size, may be equal on purpose. If a global
+    generator gets a new state, as from a loaded checkpoint, the numbers drawn since then count.
     """
 
     def __init__(self) -> None:
@@ -320,7 +319,7 @@ class Fetched:
         return fetched
 
     def of(self, number: int) -> dict[str, str]:
-        """Their states before they were used first, by their names."""
+        """The states before their first use, by name."""
         found: dict[str, str] = {}
         for name in NAMES if number < SLOTS else ():
             at = self._place(number, name)
@@ -340,11 +339,11 @@ class Generators:
         _LOOKED_AT.add(self)
 
     def was_set(self, which: str) -> None:
-        """A shared one has been put into the state that it has now."""
+        """A global generator has got the state that it has now."""
         self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
 
     def used(self, samples: int) -> dict[str, str]:
-        """By name, a digest of the states in which those were that have since been used for so many samples."""
+        """By name, a digest of the earlier states of the generators that were since used for this number of samples."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for name, one, before in self._before:
             if _goes_on(before, one, max(1, samples // 2)):
@@ -356,7 +355,7 @@ _LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
 
 
 def watch_setters() -> None:
-    """Have it noticed when a generator that everybody shares is put into another state."""
+    """Notice from now on when a global generator gets a new state."""
     for module in SETTERS:
         when_imported(module, partial(_watch_setters, module))
 
@@ -405,7 +404,7 @@ def _of_kinds(kinds: set[type]) -> list[Any]:
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:
-    """Of the script's functions that are running: frames are not among what is collected."""
+    """The local values of the script's running functions: the garbage collector does not list frames."""
     while frame is not None:
         if owner(frame.f_code.co_filename) is USER:
             yield from frame.f_locals.values()
@@ -437,7 +436,7 @@ def _bits(one: Any) -> Any:
 
 
 def _goes_on(before: Any, now: Any, numbers: int) -> bool:
-    """Whether it has drawn so many, or more."""
+    """Whether it has drawn at least this number."""
     goal, going = _state(now), _copy(before)
     for drawn in range(numbers):
         if _state(going) == goal:

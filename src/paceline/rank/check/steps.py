@@ -1,4 +1,4 @@
-"""What `--check` sees of replicas, backwards and optimizers' steps."""
+"""`--check`: the facts about replicas, backwards and optimizer steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Window:
 
 
 class StepWatch(Events):
-    """Of one process."""
+    """Watches one process."""
 
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizers(lambda: 0)
@@ -329,7 +329,7 @@ class StepWatch(Events):
             raise SystemExit(0)
 
     def _note_loader(self, *, private: bool) -> None:
-        """Whose the batches are that this step was taken with."""
+        """Note whether the loader of this step is the rank's alone."""
         number = self._at[0]
         if number < 0 or not self._joint.level:
             return
@@ -371,10 +371,10 @@ def _total(optimizer: Any) -> float:
 
 
 class Meshes:
-    """Which ranks hold parts of the same layers (tensor parallel), and so are given the same batches on purpose.
+    """The ranks that hold parts of the same layers (tensor parallel), and so get the same batches on purpose.
 
-    A parameter that is a DTensor is split along the dimensions of its mesh. Those along which `fully_shard` was asked
-    to shard a model are data parallel: each rank has its own batches. The others split the work on one batch.
+    A DTensor is split along the dimensions of its mesh. The dimensions along which `fully_shard` sharded a model are
+    data parallel: each rank has different batches. The others split the work on one batch.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of the probes: what they read of tensors and batches."""
+"""Helpers of the probes: values read from tensors and batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 64  # on their way
 
 
 class DeferredReads:
-    """What is on its way."""
+    """Reads values of a device a step or two later, so that the host never waits for them."""
 
     def __init__(self) -> None:
         self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MOST)
@@ -31,7 +31,7 @@ class DeferredReads:
         self._coming.append((event, copy, then))
 
     def look(self) -> None:
-        """See what has come."""
+        """Handle the values that have arrived."""
         while self._coming and self._coming[0][0].query():
             _, copy, then = self._coming.popleft()
             then(copy.tolist())
@@ -58,16 +58,16 @@ def some_of(tensor: Any, most: int = MOST) -> Any:
 
 
 def digest_of(tensors: Iterable[Any], most: int = MOST) -> str:
-    """One digest of several; None is one, too."""
+    """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
     kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
     return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
 def leaf_digests(batch: Any, depth: int = 0, most: int = MOST, *, constants: bool = False) -> list[str]:
-    """Of each tensor, array and number in a batch, in its order; "f:" before floating point.
+    """The digests of all tensors, arrays and numbers in a batch, in order; "f:" before floating point.
 
-    Empty for a tensor whose elements are all equal: it tells nothing, unless it is asked for.
+    Empty for a tensor whose elements are all equal, except with `constants`.
     """
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
@@ -85,7 +85,7 @@ def leaf_digests(batch: Any, depth: int = 0, most: int = MOST, *, constants: boo
 
 
 def leading(batch: Any, depth: int = 0) -> int:
-    """How many samples there are in a batch: the first dimension of its first tensor; 0 where nobody can say."""
+    """The number of samples in a batch: the first dimension of its first tensor; 0: unknown."""
     if hasattr(batch, "shape") and len(batch.shape):
         return int(batch.shape[0])
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()

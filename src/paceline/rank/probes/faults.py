@@ -1,10 +1,10 @@
 """Faults that a rank finds in its own script, in every run: not finite, swallowed, stale. It reports each as a finding.
 
 `NonFiniteGradients` finds the rank, the step and the batch that made the gradients of a step NaN or infinite.
-A NaN anywhere goes back to the parameters near the input, so one small parameter there tells: its gradient as this
-rank alone has it, before DDP adds up those of all ranks, and as the optimizer gets it. Only what is applied counts: who
-looks for it and leaves the step out, as GradScaler does, has done right. Who puts other numbers into its gradients and
-steps has not: what the forward pass has left, statistics of a batch norm, say, is not finite all the same.
+A NaN propagates back to the parameters near the input, so one small parameter there shows it: its gradient on this
+rank, before DDP adds up those of all ranks, and as the optimizer gets it. Only applied gradients count: code that finds
+the NaN and skips the step, as GradScaler does, is right. Code that replaces the numbers and steps is wrong: the results
+of the forward pass, for example statistics of a batch norm, are not finite.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which is one ahead where it 
 
 
 class Batches(Events):
-    """Which batch the script has; a framework may have taken the next one already, to see whether there is one."""
+    """The batch that the script has; a framework may have fetched the next one already, to see whether there is one."""
 
     def __init__(self) -> None:
         self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
@@ -73,7 +73,7 @@ class Batches(Events):
             self._last = self._next
 
     def last(self) -> str:
-        """The one that it was given last, in words."""
+        """The last batch of the script, as text."""
         if self._last is None:
             return ""
         number, epoch, indices = self._last
@@ -84,7 +84,7 @@ class Batches(Events):
 
 
 class NonFiniteGradients(Events):
-    """Of this process's optimizers."""
+    """Watches this process's optimizers."""
 
     def __init__(self, box: StatusPage, steps: StepCounter, batches: Batches) -> None:
         self._box, self._steps, self._batches, self._later = box, steps, batches, DeferredReads()
@@ -147,7 +147,7 @@ class NonFiniteGradients(Events):
         self._again.add(optimizer)
 
     def step_ended(self, optimizer: Any) -> None:
-        """A line search may leave a point that is not finite: here only what has gone into the parameters counts."""
+        """A line search may leave a point that is not finite: only the new parameters count here."""
         sensor = self._sensors.get(optimizer)
         if self._said or optimizer not in self._again or sensor is None or not may_compute(sensor):
             return
@@ -217,12 +217,12 @@ PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps 
 
 
 class SwallowedExceptions(Events):
-    """Tells of exceptions after which the script steps on as if nothing had been, and of those that end a thread."""
+    """Finds exceptions after which the script takes another step, and exceptions that end a thread."""
 
     def __init__(self, box: StatusPage, steps: StepCounter) -> None:
         self._box, self._steps = box, steps
         self._raised: dict[str, tuple[str, Callable[[], Any] | None]] = {}
-        """since the last step: what and where -> in words, and, if a collective failed, a reference to its world"""
+        """since the last step: error and line -> text, and, if a collective failed, a reference to its world"""
         self._told: set[str] = set()
         self._collective = False  # that one failed has been told
 
@@ -262,9 +262,9 @@ class SwallowedExceptions(Events):
 
 
 class StaleGradients(Events):
-    """Tells of a step that has no gradients of its own, of a step or batch left out, of a batch that comes again.
+    """Finds a step without new gradients, a skipped step or batch, a repeated batch, an optimizer that leaves DDP.
 
-    It may be meant so: only what other ranks do not tell is passed on. And of an optimizer that leaves DDP.
+    It may be intended: the agent only reports findings that other ranks do not have.
     """
 
     def __init__(self, box: StatusPage, steps: StepCounter) -> None:
@@ -272,7 +272,7 @@ class StaleGradients(Events):
         self._backwards = self._before_step = 0  # the second: until the last step of any optimizer
         self._past = 0  # steps in a row
         self._stepped: WeakKeyDictionary[Any, tuple[int, int, int]] = WeakKeyDictionary()
-        """by optimizer: backwards until its last step, how many of them were its own, how often so many in a row"""
+        """by optimizer: backwards until its last step, how many of them since the step before, how often in a row"""
         self._batches: weakref.ref[Any] | None = None  # the iterator of a loader that gave the last batch
         self._given = 0  # batches by it, since any optimizer's last step
         self._usual_given, self._times_given = 0, 0  # the same before the last step, and how often so many in a row
@@ -361,13 +361,13 @@ class StaleGradients(Events):
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Whether an error says that a collective was begun and has failed: a lost peer, a timeout, another size."""
+    """Whether an error means that a collective has begun and failed: a lost peer, a timeout, a wrong size."""
     names = {base.__name__ for base in type(error).__mro__}
     return is_victim(error) or "DistBackendError" in names or ("RuntimeError" in names and TRANSPORT in str(error))
 
 
 def _world() -> Callable[[], Any]:
-    """A reference to the process group of all ranks that there is now; to None, where there is none."""
+    """A reference to the present process group of all ranks, or to None."""
     module: Any = distributed()
     world = None if module is None else module._world.default_pg
     return (lambda: None) if world is None else weakref.ref(world)

@@ -1,12 +1,12 @@
-"""Marks what parameters are after an optimizer's step, where ranks must have the same: a part of them each time.
+"""Fingerprints of parameters that must be equal on ranks, after an optimizer's step: a part of them each time.
 
-The parameters are cut into pieces, some hundreds for a large model; each step a few of them are added up as the whole
+The parameters are split into pieces, some hundreds for a large model; each step a few of them are added up as the whole
 numbers that their bits are. That is exact, the same in any order, and a 64th of what the optimizer reads. Which pieces
 follows from the number of the step, so ranks that are in the same step mark the same. The last one, mostly of the
 output's bias, is marked at each step: so even a short run shows whether ranks have the same while it changes.
 
-Not marked is what may differ by right: shards (FSDP, DTensor, ZeRO: their layouts differ), what DDP leaves out, and
-replicas that step on their own for a while (local SGD), or have left DDP (joint.py): such steps do not count either.
+Parameters that may differ are not marked: shards (FSDP, DTensor, ZeRO: their layouts differ), those that DDP leaves
+out, and replicas that step alone for a while (local SGD), or have left DDP (steps.py): such steps do not count either.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Slice:
     bits: Any = None
 
     def view(self) -> Any:
-        """Of the memory that the parameter has now."""
+        """A view of the memory that the parameter has now."""
         if self.bits is None or self.address != self.parameter.data_ptr():
             torch = sys.modules["torch"]
             kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +73,7 @@ class WatchedOptimizer:
 
 
 class Fingerprints(Events):
-    """Of this process's optimizers, four at a time."""
+    """Watches this process's optimizers, four at a time."""
 
     def __init__(self, box: StatusPage, names: Names, joint: JointOptimizers | None = None) -> None:
         self._box, self._names, self._later = box, names, DeferredReads()
@@ -104,9 +104,9 @@ class Fingerprints(Events):
             self._mark(watched, tuple(sum(_numbers(optimizer, name)) for name in SETTINGS))
 
     def _next_table(self, *, own: bool) -> WatchedOptimizer:
-        """In turn, so that all ranks have the same; one that comes later counts on from where others are.
+        """The tables in turn, so that all ranks use the same; a later optimizer counts from where the others are.
 
-        Those of replicas are numbered by themselves, and come first: a rank may have others that no other rank has.
+        Optimizers of replicas are numbered separately, and come first: a rank may have others that no other rank has.
         """
         numbers, table = self._numbers[own], self._known[own] % TABLES
         self._known[own] += 1

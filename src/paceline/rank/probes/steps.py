@@ -1,15 +1,14 @@
 """The steps and phases of a script that nobody changed, on its status page; and which steps all ranks take together.
 
-A step is one of the optimizer that has stepped most, of those that are joint. What lies between the hooks is the
-script's own code. Under DDP a rank waits for the others in backward, for rank 0 in the forward of a model with buffers,
-and where it calls a collective itself (see the ledger).
+The steps are those of the joint optimizer that has stepped most. The time between the hooks is the script's code. Under
+DDP a rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and in its collectives.
 
 An optimizer is joint if some of its parameters belong to a `DistributedDataParallel`, or are sharded (FSDP, DTensor).
-Gradients may also be averaged by hand: outside of these, it is joint if most of its steps come after a collective. All
-else is private to the rank where there is a joint one: a probe, a temperature, an auxiliary model.
+Gradients may also be averaged by hand: any other optimizer is joint if most of its steps come after a collective. If
+there is a joint one, all others are private to the rank: a probe, a temperature, an auxiliary model.
 
-A joint optimizer may leave DDP: after steps through DDP it goes on with gradients of forwards past it. Such a step is
-`past`: a rank that continues alone may do so. One that has no backward of its own is not: it is a step too many.
+A joint optimizer may leave DDP: after steps through DDP it continues with gradients of forwards past it. Such a step is
+`past`: a rank that continues alone may do so. A step without a new backward is not `past`: it is a step too many.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class StepCounts:
 
 @dataclass
 class OptimizerHistory:
-    """An optimizer, and what has happened since its last step."""
+    """An optimizer, and the events since its last step."""
 
     own: bool = False  # parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
@@ -65,7 +64,7 @@ class OptimizerHistory:
 
 
 class JointOptimizers(Events):
-    """Of this process's optimizers. It listens before those that ask it."""
+    """Watches this process's optimizers. It listens before the listeners that use it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
         """`calls` counts the collectives that the process has called."""
@@ -95,15 +94,15 @@ class JointOptimizers(Events):
 
     @property
     def version(self) -> object:
-        """Another one when there are other replicas."""
+        """Changes with the replicas."""
         return self._made, len(self._replicas)
 
     def of(self, optimizer: Any) -> OptimizerHistory:
-        """What is known of it."""
+        """The history of an optimizer."""
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
     def private(self, optimizer: Any) -> bool:
-        """Whether its last step is the rank's own: another optimizer is joint, or it has left its replica."""
+        """Whether its last step is private to the rank: a different optimizer is joint, or it has left its replica."""
         turn = self.of(optimizer)
         return turn.past or turn.level < self.level
 
@@ -183,7 +182,7 @@ class JointOptimizers(Events):
 
 
 def grad_enabled() -> bool:
-    """Whether what goes forward now may go backward."""
+    """Whether a forward now records gradients."""
     return bool(sys.modules["torch"].is_grad_enabled())
 
 
@@ -194,7 +193,7 @@ def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether each rank holds a part of its own: of FSDP, or a DTensor."""
+    """Whether each rank holds a different part: FSDP, or a DTensor."""
     return any(hasattr(parameter, name) for name in SHARDED)
 
 
@@ -204,7 +203,7 @@ ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER
 
 
 class StepCounter(Events):
-    """Counts steps: all that is left where the guard is off."""
+    """Counts steps; the only probe with the guard off."""
 
     def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
         self._box, self.joint = box, joint or JointOptimizers(lambda: 0)
@@ -230,7 +229,7 @@ class StepCounter(Events):
 
 
 class ScriptPhases(StepCounter):
-    """Says in the box, too, what the script does."""
+    """Sets the phase on the status page, too."""
 
     def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
         super().__init__(box, joint)
@@ -274,7 +273,7 @@ class ScriptPhases(StepCounter):
             self._put_aside()
 
     def _put_aside(self) -> None:
-        """What the script does beside its steps now and then, evaluations, checkpoints, is none of a step's work."""
+        """Evaluations, checkpoints and other work between steps does not count as time of a step."""
         for phase, steps_ns in self._steps_ns.items():
             spent_ns = self._box.spent_ns[phase] - self._seen_ns[phase]
             if len(steps_ns) >= LEAST_STEPS:
@@ -286,7 +285,7 @@ class ScriptPhases(StepCounter):
 
 
 class JoinContexts(Events):
-    """Sees whether ranks may rightly take different numbers of steps: torch's Join is entered."""
+    """Notes that ranks may take different numbers of steps: torch's Join is entered."""
 
     def __init__(self, box: StatusPage) -> None:
         self._box, self._sees = box, False
