@@ -119,15 +119,17 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     if not arguments or arguments == ["-m"]:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
-    if (birth := WorkerBirth.here()) is not None and os.isatty(0):
-        ask_in_turn(birth.temporary)
-    ended = watch_script(Guard.of_process(), *also) if WorkerBirth.here() is not None else None
+    ended: Callable[[], None] | None = None
+    if (birth := WorkerBirth.here()) is not None:
+        if os.isatty(0):
+            ask_in_turn(birth.temporary)
+        ended = watch_script(Guard.of_process(), *also)
     try:
         _run(arguments)
     except SystemExit as end:
-        code = _told_code(end, is_worker=os.getpid() == pid)
+        code = _exit_code(end, is_worker=os.getpid() == pid)
     except BaseException as error:
-        code = _told_failure(error, is_worker=os.getpid() == pid)
+        code = _report_failure(error, is_worker=os.getpid() == pid)
     else:
         code = 0
     if code == 0 and ended is not None:
@@ -164,7 +166,7 @@ def _run(arguments: Sequence[str]) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
 
 
-def _told_code(end: SystemExit, *, is_worker: bool) -> int:
+def _exit_code(end: SystemExit, *, is_worker: bool) -> int:
     """The exit code of sys.exit(...), as Python understands it."""
     if end.code is None:
         return 0
@@ -176,7 +178,7 @@ def _told_code(end: SystemExit, *, is_worker: bool) -> int:
     return ExitCode.FAILED
 
 
-def _told_failure(error: BaseException, *, is_worker: bool) -> int:
+def _report_failure(error: BaseException, *, is_worker: bool) -> int:
     """Write an uncaught error down, print it as Python does, and return the exit code; -2 for Ctrl-C.
 
     A child that the script has forked is not the rank: its error is the script's business.
@@ -208,40 +210,35 @@ def _told_failure(error: BaseException, *, is_worker: bool) -> int:
     return -signal.SIGINT if interrupted else ExitCode.FAILED
 
 
-class _Turn:
-    """The turn to ask: a lock on a folder that all ranks of the node see. It ends with its holder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder, self._depth = folder, 0
-
-    @contextmanager
-    def taken(self) -> Generator[None]:
-        if self._depth or not self._folder:
-            yield
-            return
-        lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._depth = 1
-            yield
-        finally:
-            self._depth = 0
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
-            os.close(lock)
-
-
 def ask_in_turn(folder: str) -> None:
     """Let ranks with one terminal use `input` and pdb in turn: `input()` for a line, pdb until it continues.
 
     A script that reads `sys.stdin` itself reads it without a turn, as under torchrun. `folder` is the same for all
     ranks of the node.
     """
-    turn, ask = _Turn(folder), builtins.input
+    ask, asking = builtins.input, False
+
+    @contextmanager
+    def turn() -> Generator[None]:
+        """Hold a lock on the folder. It ends with its process."""
+        nonlocal asking
+        if asking or not folder:
+            yield
+            return
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            asking = True
+            yield
+        finally:
+            asking = False
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
+            os.close(lock)
 
     @wraps(ask)
     def asked(prompt: object = "", /) -> str:
-        with turn.taken():
+        with turn():
             to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without that it goes to stderr
             if prompt and to_pipe:  # of a pipe people see whole lines
                 sys.stdout.flush()
@@ -257,7 +254,7 @@ def ask_in_turn(folder: str) -> None:
 
         @wraps(interact)
         def interaction(debugger: Any, *args: Any, **kwargs: Any) -> Any:
-            with turn.taken():
+            with turn():
                 return interact(debugger, *args, **kwargs)
 
         kind.interaction = interaction

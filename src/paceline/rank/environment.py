@@ -99,16 +99,16 @@ def _check_not_exported(env: Mapping[str, str]) -> None:
 def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     if not _in_step(env):
         return {}
-    size = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    size = whole_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if size is None or size == 1:
         return {}
-    rank, local_rank, node = (_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+    rank, local_rank, node = (whole_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
     names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     if rank is None or local_rank is None or node is None or not tasks or not names:
         raise UsageError(code="slurm-variables-missing", tasks=size)
     nodes = expand_nodes(names)
-    job, step = _number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
+    job, step = whole_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
     # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
     address = LOOPBACK if len(nodes) == 1 else nodes[0]
     counts = rank, size, local_rank, tasks_of_node(tasks, node)
@@ -118,9 +118,9 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
 def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
     """`names` are those of the variables in the order of COUNTS, `to_set` how its command sets another variable."""
     present = [name for name in names if name in env]
-    if not present or _number(env, names[1]) == 1:
+    if not present or whole_number(env, names[1]) == 1:
         return {}
-    rank, size, local_rank, local_size = (_number(env, name) for name in names)
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in names)
     if rank is None or size is None or local_rank is None or local_size is None:
         missing, needed = [name for name in names if name not in env], [*COUNTS, *ADDRESS]
         raise UsageError(
@@ -157,11 +157,16 @@ def _in_step(env: Mapping[str, str]) -> bool:
 
 
 def _step_id(env: Mapping[str, str]) -> int:
-    step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    step = whole_number(env, "SLURM_STEP_ID", "SLURM_STEPID")
     return -1 if step is None else step
 
 
-def _number(env: Mapping[str, str], *names: str) -> int | None:
+def whole_number(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is set.
+
+    Raises:
+        UsageError: it is not a whole number of at least 0.
+    """
     for name in names:
         if name not in env:
             continue

@@ -48,19 +48,14 @@ def merged(ring: Sequence[Dated], groups: Mapping[str, Group], stack: Stack | No
     frames = stack.frames if stack is not None else ()
     inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
     line = shown_site_of(frames) if inner is not None and inner.file.startswith("torch/") else ""
-    everything: list[Dated] = []
-    called: dict[tuple[str, int], Dated] = {}
-    for at, op in of_this_life(ring):
-        if not op.is_message:
-            called[op.group, op.seq] = (at, op)
-        else:
-            everything.append((at, op))
+    own = of_this_life(ring)
+    called = {(op.group, op.seq): (at, op) for at, op in own if not op.is_message}
     for at, op in of_this_life(_recorded(groups)):
         ours = called.get((op.group, op.seq))
         # torch knows best what is over, also of what nobody has waited for
         known = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)
         called[op.group, op.seq] = (at if ours is None else ours[0], known)
-    everything += called.values()
+    everything = [*(dated for dated in own if dated[1].is_message), *called.values()]
     ops = [op for _, op in sorted(everything, key=lambda dated: dated[0])]
     return _begun(ops, {name for name, group in groups.items() if not group.polled})[-MAX_OPS:]
 

@@ -18,12 +18,14 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
 from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
-from paceline.rank.environment import ADDRESS, COUNTS, understood
+from paceline.rank.environment import ADDRESS, COUNTS, understood, whole_number
 from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 TRIES = 10  # to make a group without strangers in it
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+"""the backend of each kind of device; gloo for all others"""
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,11 @@ def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     missing = [name for name in names if name not in env]
     if missing:
         raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
-    values: list[int] = []
-    for name in COUNTS:
-        try:
-            values.append(int(env[name]))
-        except ValueError:
-            raise UsageError(code="variable-not-a-number", name=name, value=env[name]) from None
-    rank, size, local_rank, local_size = values
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        counts = dict(zip(("rank", "size", "local_rank", "local_size"), values, strict=True))
-        raise UsageError(code="variables-contradict", **counts)
+    rank, size, local_rank, local_size = (whole_number(env, name) or 0 for name in COUNTS)
+    if not (rank < size and local_rank < local_size <= size):
+        raise UsageError(
+            code="variables-contradict", rank=rank, size=size, local_rank=local_rank, local_size=local_size
+        )
     return rank, size, local_rank, local_size
 
 
@@ -194,33 +191,29 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
             )
         if world.size == 1:
             return
-        far = _unknown(world, attempt, timeout, connections.ends) if world.local_size < world.size else 0
-        if _all_among_themselves(world, attempt, timeout, strange=bool(strangers), far=far):
+        if not _strangers_met(world, attempt, timeout, connections.ends, here=bool(strangers)):
             return
         met += strangers
         dist.destroy_process_group()
     raise stranger_met(met[0]) if met else UsageError(code="stranger-at-another-rank")
 
 
-def _unknown(world: World, store: Store, timeout: timedelta, ends: Sequence[End]) -> int:
-    """The number of accepted connections from other hosts without a known other end, minus that of made ones.
+def _strangers_met(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
+    """Whether a stranger has connected to any rank, the same on all ranks; `here`: to this one, from its own host.
 
-    Each rank writes its ends into the store, which strangers cannot reach. A stranger's connection has no other end. If
-    addresses are translated on the way, neither end finds the other, which cancels out.
+    Each rank writes its ends of connections between hosts into the store, which strangers cannot reach. A connection
+    of a stranger has no other end, so more accepted than made ones lack it. If addresses are translated on the way,
+    neither end finds the other, which cancels out.
     """
-    for end in ends:
-        store.set(f"end {end.name}", "")
-    _wait_for_all(world, store, timeout, "told")
-    alone = [end for end in ends if not store.check([f"end {end.other}"])]
-    return sum(1 if end.accepted else -1 for end in alone)
-
-
-def _all_among_themselves(world: World, store: Store, timeout: timedelta, *, strange: bool, far: int) -> bool:
-    """Whether no rank has met a stranger; all of them get the same answer."""
-    store.add("strange", int(strange))
-    store.add("far", far)
-    _wait_for_all(world, store, timeout, "judged")
-    return store.add("strange", 0) == 0 and store.add("far", 0) <= 0
+    if world.local_size < world.size:
+        for end in ends:
+            store.set(f"end {end.name}", "")
+        _wait_for_all(world, store, timeout, "ends written")
+        alone = [end for end in ends if not store.check([f"end {end.other}"])]
+        store.add("from other hosts", sum(1 if end.accepted else -1 for end in alone))
+    store.add("here", int(here))
+    _wait_for_all(world, store, timeout, "counted")
+    return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0
 
 
 def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> None:
@@ -238,10 +231,6 @@ def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     store = rendezvous(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
     store.set_timeout(timeout)
     return store
-
-
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""of each kind of device; gloo for all others"""
 
 
 def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
@@ -356,12 +345,7 @@ def chosen_backend(asked: str, device: torch.device) -> str:
         UsageError: this torch has it not, or it does not serve such a device.
     """
     chosen = BACKENDS.get(device.type, "gloo") if asked == "auto" else asked
-    available = {
-        "nccl": dist.is_nccl_available(),
-        "gloo": dist.is_gloo_available(),
-        "xccl": dist.is_xccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
     if chosen not in available:
         raise UsageError(code="backend-unknown", value=chosen, allowed=["auto", *available])
     if not available[chosen]:
