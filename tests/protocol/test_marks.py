@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +33,13 @@ def mark(number: int, table: int = 0) -> Mark:
     return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4, (0.25,) * 4)
 
 
+@pytest.fixture
+def box() -> Iterator[StatusPage]:
+    with closing(StatusPage(make_status_page(0))) as made:
+        yield made
+    os.close(made.descriptor)
+
+
 def test_the_regions_do_not_overlap() -> None:
     assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.ORDERS_AT
     assert marks.ORDERS_AT + marks.GROUPS * marks.ORDER_BYTES <= marks.NAMES_AT
@@ -43,26 +52,23 @@ def test_the_regions_do_not_overlap() -> None:
 def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int, ahead: int) -> None:
     found: list[set[int]] = []
     for last in (first, first + ahead):
-        box = StatusPage(make_status_page(0))
-        for number in range(max(1, last - 5000), last + 1):
-            put_mark(box, mark(number))
-        found.append({one.number for one in marks_of(read_marks(box.descriptor))})
-        assert all(one <= last for one in found[-1])
-        box.close()
+        with closing(StatusPage(make_status_page(0))) as box:
+            for number in range(max(1, last - 5000), last + 1):
+                put_mark(box, mark(number))
+            found.append({one.number for one in marks_of(read_marks(box.descriptor))})
         os.close(box.descriptor)
+        assert all(one <= last for one in found[-1])
     assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
 
 
-def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle() -> None:
-    box = StatusPage(make_status_page(0))
+def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(box: StatusPage) -> None:
     for number in range(1, 77):
         put_mark(box, mark(number))
     found = {one.number for one in marks_of(read_marks(box.descriptor))}
     assert {8, 16, 20, 24, 28, 32, 36, 76} <= found, "enough to see that ranks had the same until something happened"
 
 
-def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
-    box = StatusPage(make_status_page(0))
+def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(box: StatusPage) -> None:
     put_mark(box, mark(12, table=3))
     (one,) = marks_of(read_marks(box.descriptor))
     assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
@@ -71,8 +77,7 @@ def test_what_was_written_is_read_again_and_what_is_torn_is_left_out() -> None:
     assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
 
 
-def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
-    box = StatusPage(make_status_page(0))
+def test_the_last_calls_of_each_group_are_read_again_in_their_order(box: StatusPage) -> None:
     for table, count in ((0, 5), (2, LAST_CALLS + 10)):
         for number in range(count):
             put_call(box, table, Order(70 + table, 3, number, ()), number)
@@ -83,8 +88,7 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order() -> None:
     assert orders_of(b"short") == []
 
 
-def test_names_calls_and_the_last_findings_are_read_again() -> None:
-    box = StatusPage(make_status_page(0))
+def test_names_calls_and_the_last_findings_are_read_again(box: StatusPage) -> None:
     names = marks.Names(box)
     names.of_tensors(7, ["fc.weight"])
     names.of_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
@@ -101,8 +105,9 @@ def test_names_calls_and_the_last_findings_are_read_again() -> None:
     assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
 
 
-def test_calls_that_were_written_over_while_they_were_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    box = StatusPage(make_status_page(0))
+def test_calls_that_were_written_over_while_they_were_read_are_left_out(
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(LAST_CALLS):
         put_call(box, 0, Order(70, 3, number, ()), number)
         put_call(box, 1, Order(71, 3, number, ()), number)
@@ -122,4 +127,3 @@ def test_calls_that_were_written_over_while_they_were_read_are_left_out(monkeypa
         LAST_CALLS + marks.UNSURE,
         LAST_CALLS + marks.UNSURE - 1,
     ]
-    box.close()

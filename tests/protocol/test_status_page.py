@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from operator import ge
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,12 @@ def descriptor() -> Iterator[int]:
     os.close(made)
 
 
+@pytest.fixture
+def box(descriptor: int) -> Iterator[StatusPage]:
+    with closing(StatusPage(descriptor)) as made:
+        yield made
+
+
 def test_the_agent_reads_what_the_worker_has_written_last(descriptor: int) -> None:
     assert status_page.read_counters(descriptor).step == 0
     box = StatusPage.inherited(descriptor)
@@ -64,13 +70,9 @@ def test_a_second_look_finds_the_same_box(descriptor: int) -> None:
     assert status_page.read_counters(descriptor).step == 6
 
 
-def test_a_number_of_no_open_file_is_no_box() -> None:
-    assert StatusPage.inherited(-1) is None
-    assert StatusPage.inherited(99999) is None
-
-
-def test_a_number_that_is_another_file_by_now_is_no_box(tmp_path: Path) -> None:
+def test_a_number_of_no_open_file_or_of_another_file_is_no_status_page(tmp_path: Path) -> None:
     """A program that a worker starts may know the number, but not the descriptor."""
+    assert StatusPage.inherited(-1) is None and StatusPage.inherited(99999) is None
     path = tmp_path / "precious"
     path.write_bytes(b"x" * BOX_BYTES)
     with path.open("r+b") as file:
@@ -92,8 +94,7 @@ def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data:
     assert len(status_page.read_native(descriptor)) <= status_page.NATIVE_MAX
 
 
-def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, box: StatusPage) -> None:
     made = [Op("0", n, "all_reduce", f"bucket {n}", "[3]", "float32", "a.py:1 in f", done=True) for n in range(1, 400)]
     for op in made:
         box.end(box.begin(op))
@@ -104,29 +105,23 @@ def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int) -> None:
         box.begin(op)
     box.end(first)  # its record is another's by now
     assert not any(op.done for op in status_page.read_ring(descriptor))
-    box.close()
 
 
-def test_a_record_half_written_is_not_read(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_a_record_half_written_is_not_read(descriptor: int, box: StatusPage) -> None:
     for seq in (1, 2, 3):
         box.begin(Op("0", seq, "barrier"))
     os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), status_page.RING_AT + status_page.RECORD.size)
     assert [op.seq for op in status_page.read_ring(descriptor)] == [1, 3]
-    box.close()
 
 
-def test_long_words_cost_their_own_ends_only(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_long_words_cost_their_own_ends_only(descriptor: int, box: StatusPage) -> None:
     box.begin(Op("g" * 99, 7, "all_gather_into_tensor", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
     (op,) = status_page.read_ring(descriptor)
     assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "all_gather_into_tensor", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
-    box.close()
 
 
-def test_a_question_an_answer_a_word(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_a_question_an_answer_a_word(descriptor: int, box: StatusPage) -> None:
     status_page.put_question(descriptor, 3)
     assert box.get("asked") == 3 and status_page.read_counters(descriptor).answered == 0
     box.answer(3, b"{}")
@@ -135,11 +130,9 @@ def test_a_question_an_answer_a_word(descriptor: int) -> None:
     assert status_page.read_counters(descriptor).answered == 4 and status_page.read_answer(descriptor) == b""
     status_page.release(descriptor, b"why")
     assert box.get("released") == 1 and box.agent_message() == b"why"
-    box.close()
 
 
-def test_time_goes_to_the_phase_that_was(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_time_goes_to_the_phase_that_was(descriptor: int, box: StatusPage) -> None:
     assert box.enter(Phase.DATA) == Phase.USER
     time.sleep(0.05)
     assert box.enter(Phase.FORWARD) == Phase.DATA
@@ -147,7 +140,6 @@ def test_time_goes_to_the_phase_that_was(descriptor: int) -> None:
     assert seen.phase == Phase.FORWARD and 0.05 <= seen.phase_seconds[Phase.DATA] < 30
     box.tick()
     assert status_page.read_counters(descriptor).moved != seen.moved
-    box.close()
 
 
 def test_only_a_process_that_catches_the_signal_takes_it() -> None:
@@ -225,8 +217,7 @@ def reads(descriptor: int, at: int, size: int, write: Callable[[], object]) -> I
             yield from (early[:split] + late[split:] for split in range(0, size + 1, 8))
 
 
-def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, box: StatusPage) -> None:
     for seq in range(1, RECORDS + 1):
         box.begin(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
@@ -238,12 +229,9 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int) -
     mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_mark(box, mark))
     kept = [one for data in mixed for one in marks.marks_of(data)]
     assert {*kept} == {old, mark}
-    box.close()
 
 
-def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int) -> None:
-    box = StatusPage(descriptor)
+def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int, box: StatusPage) -> None:
     box.end(box.begin(Op("0", 1, "barrier")))
     box.put("ops", 2)  # the record of the second one is not there yet
     assert [op.seq for _, _, op in box.calls_since(1)] == [1]
-    box.close()

@@ -1,4 +1,4 @@
-"""The worker's side: records, and death with the parent."""
+"""A worker of an agent: its records, its end, and that it reports an error once."""
 
 from __future__ import annotations
 
@@ -112,3 +112,40 @@ def test_leaving_waits_for_threads_runs_handlers_and_loses_no_output() -> None:
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     run = subprocess.run([sys.executable, "-c", LEAVES], env=buffered, capture_output=True, text=True, timeout=20)
     assert (run.returncode, run.stdout, run.stderr) == (3, "buffered thread\nhandler\n", "")
+
+
+WORKER = """
+import atexit, sys
+from paceline.errors import UsageError
+from paceline.rank.attach import run_worker
+
+def main(arguments):
+    atexit.register(print, "tidied up")
+    print("worked on", arguments)
+    if arguments == ["refused"]:
+        raise UsageError("there is no such thing")
+    if arguments == ["broken"]:
+        raise ValueError("bad sample 4711")
+    return int(arguments[0])
+
+run_worker(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "first", "last"),
+    [
+        ("0", 0, "", ""),
+        ("75", 75, "", ""),
+        ("refused", 2, "paceline: there is no such thing", "paceline: there is no such thing"),
+        ("broken", 1, "Traceback (most recent call last):", "ValueError: bad sample 4711"),
+    ],
+)
+def test_a_worker_ends_as_its_main_does_with_all_that_it_has_said(
+    argument: str, code: int, first: str, last: str
+) -> None:
+    run = subprocess.run([sys.executable, "-c", WORKER, argument], capture_output=True, text=True, timeout=50)
+    assert run.returncode == code, run.stderr
+    assert run.stdout == f"worked on ['{argument}']\ntidied up\n"
+    said = run.stderr.splitlines() or [""]
+    assert (said[0], said[-1]) == (first, last)

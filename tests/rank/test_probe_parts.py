@@ -35,9 +35,21 @@ def marked(box: StatusPage) -> list[Mark]:
     return marks_of(read_marks(box.descriptor))
 
 
+def words(box: StatusPage, since: int = 0) -> list[str]:
+    return [one.words for one in read_findings(box.descriptor)][since:]
+
+
+class Loading:
+    """The iterator of a loader."""
+
+
+class Optimizer:
+    """Any optimizer."""
+
+
 def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: StatusPage) -> None:
-    other, phases = type("Optimizer", (), {})(), ScriptPhases(box)
-    optimizer = type("Optimizer", (), {})()
+    other, phases = Optimizer(), ScriptPhases(box)
+    optimizer = Optimizer()
     seen: list[Phase] = []
     for event, told in (
         ("batch_asked", (None,)), ("batch_given", (None, None)), ("forward_begins", (None, (), {})),
@@ -54,7 +66,7 @@ def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_ph
         phases.step_ended(other)
     counters = read_counters(box.descriptor)
     assert counters.step == phases.done == 3
-    optimizer = type("Optimizer", (), {})()  # of a second stage
+    optimizer = Optimizer()  # of a second stage
     for _ in range(3):
         phases.step_ended(optimizer)
     assert phases.done == 5
@@ -216,24 +228,22 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
 
 
 def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: StatusPage) -> None:
-    class Batches: ...
-
     def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
-        before, training = len(read_findings(box.descriptor)), Batches()
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before, training = len(words(box)), Loading()
         for number, batches in enumerate(windows):
             for _ in range(evaluated * (number % 20 == 19)):
-                stale.batch_given(Batches(), None)
+                stale.batch_given(Loading(), None)
             for _ in range(batches):
                 stale.batch_given(training, None)
             stale.backward_begins(None)
             stale.step_begins(optimizer)
-        return [one.words for one in read_findings(box.descriptor)][before:]
+        return words(box, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
     assert told([1] * 40, evaluated=7) == [], "another loader's, or another pass"
-    (words,) = told([1] * 20 + [2] + [1] * 20 + [2])
-    assert words.startswith("skipped a batch")
+    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert skipped.startswith("skipped a batch")
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -242,24 +252,22 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
 ) -> None:
     """As the process that deals out batches with Accelerate: the others have none that would do the same."""
 
-    class Batches: ...
-
     def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
-        before, batches = len(read_findings(box.descriptor)), Batches()
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before, batches = len(words(box)), Loading()
         for extra in first:
-            batches = batches if persistent else Batches()
+            batches = batches if persistent else Loading()
             stale.epoch_begins(batches)
             for number in range(20):
                 for _ in range((ahead + extra) * (not number) + 2 * (number < 19)):
                     stale.batch_given(batches, None)
                 stale.backward_begins(None)
                 stale.step_begins(optimizer)
-        return [one.words for one in read_findings(box.descriptor)][before:]
+        return words(box, before)
 
     assert told([0] * 4) == told([0] * 4, ahead=0) == []
-    (words,) = told([0, 0, 1, 0])
-    assert words.startswith("skipped a batch")
+    (skipped,) = told([0, 0, 1, 0])
+    assert skipped.startswith("skipped a batch")
 
 
 def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
@@ -299,31 +307,31 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
 
 
 def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPage) -> None:
-    optimizer, other = type("Optimizer", (), {})(), type("Optimizer", (), {})()
+    optimizer, other = Optimizer(), Optimizer()
     stale = StaleGradients(box, ScriptPhases(box))
     for number in range(40):
         if number not in (3, 30, 35):
             stale.backward_begins(None)
         stale.step_begins(optimizer)
         stale.step_begins(other)  # one backward for both
-        told = [one.words for one in read_findings(box.descriptor)]
+        told = words(box)
         assert len(told) == (number >= 30), number
     assert told[0].startswith("made a step without backward()")
 
 
 def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
     def told(windows: Sequence[int]) -> list[str]:
-        optimizer, stale = type("Optimizer", (), {})(), StaleGradients(box, ScriptPhases(box))
-        before = len(read_findings(box.descriptor))
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before = len(words(box))
         for backwards in windows:
             for _ in range(backwards):
                 stale.backward_begins(None)
             stale.step_begins(optimizer)
-        return [one.words for one in read_findings(box.descriptor)][before:]
+        return words(box, before)
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
-    (words,) = told([1] * 20 + [2] + [1] * 20 + [2])
-    assert words.startswith("left out a step after backward(), as never before")
+    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert skipped.startswith("left out a step after backward(), as never before")
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
@@ -337,5 +345,4 @@ def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: 
         stale.forward_begins(ddp, (x,), {"mask": mask})
         stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
         phases.step_ended(ddp)
-    told = [one.words for one in read_findings(box.descriptor)]
-    assert told == ([] if same_from is None else ["trains on one batch again and again, from about step 25 on"])
+    assert words(box) == ([] if same_from is None else ["trains on one batch again and again, from about step 25 on"])

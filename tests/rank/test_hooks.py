@@ -1,7 +1,9 @@
-"""Hooks on a script that nobody changed: each is called in its place, and what the script does stays the same."""
+"""Hooks on a script that nobody changed: each is called in its place, and the script stays the same."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.rank import hooks
 from paceline.rank.hooks import Events, Hooks
+from paceline.rank.sites import Owner, owner, short
 
 
 class Heard(Events):
@@ -116,3 +120,35 @@ def dismissed(rank: int, size: int) -> list[Any]:
 
 def test_one_reader_goes_and_the_other_stays_and_a_fault_of_one_is_none_of_another(tmp_path: Path) -> None:
     assert run_ranks(dismissed, 1, tmp_path) == [[1, 2, 1]]
+
+
+class Old:
+    """What a user's line calls in torch."""
+
+    def step(self, *, level: int = 2) -> None:
+        """Warns of its caller, or of whose caller that is."""
+        warnings.warn("old", FutureWarning, stacklevel=level)
+
+
+def calls_it(level: int) -> None:
+    Old().step(level=level)
+
+
+@pytest.mark.parametrize(("level", "function"), [(2, calls_it), (3, None)])
+def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, function: object) -> None:
+    assert torch.compiler is sys.modules["torch.compiler"]
+    monkeypatch.setattr(Old, "step", Old.step)  # put back at the end
+    hooks.hang(Old, "step", after=lambda *_, **__: None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        calls_it(level)
+        here = sys._getframe().f_lineno - 1
+    line = here if function is None else calls_it.__code__.co_firstlineno + 1
+    assert [(one.filename, one.lineno) for one in found] == [(__file__, line)]
+
+
+def test_its_lines_are_still_ours() -> None:
+    code = hooks.Hooks.install.__code__.co_filename
+    hooks.hang(Old, "step")
+    file = Old.step.__code__.co_filename
+    assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)

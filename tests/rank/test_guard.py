@@ -1,14 +1,16 @@
-"""The guard of this very process: phases, the agent's word, and being called when torch is imported."""
+"""The guard of this process: phases, the message of the agent, import hooks, and ports that are shut to strangers."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from paceline.errors import ExitCode, StallError
 from paceline.protocol import status_page
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page
+from paceline.rank import guard
 from paceline.rank.guard import Guard
 from paceline.rank.sites import Owner, owner, short
 
@@ -96,7 +99,7 @@ import decimal, importlib, inspect
 print(decimal.__spec__.loader is decimal.__loader__, "exec_module" in vars(decimal.__loader__), len(inspect.getsource(decimal)) > 0)
 importlib.reload(decimal)
 when_imported("decimal", lambda late: print("late", late))
-print(any("worker.imports" in type(finder).__module__ for finder in sys.meta_path))
+print(any("paceline" in type(finder).__module__ for finder in sys.meta_path))
 """  # noqa: E501
 
 
@@ -123,3 +126,71 @@ def test_files_have_owners_and_the_same_names_everywhere() -> None:
     assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"
     assert short(threading.__file__) == f"python3.{sys.version_info.minor}/threading.py"
     assert short("/home/u/my/train.py") == "train.py"
+
+
+NEIGHBOUR = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65432); os.setuid(65432)
+one = socket.socket()
+one.connect(('127.0.0.1', int(sys.argv[1])))
+print('in', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        yield one
+
+
+def connects(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 0.5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["signatures", "filter"])
+def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket, monkeypatch, way) -> None:
+    if os.geteuid() != 0 and way == "filter":
+        pytest.skip("needs root: newer kernels let nobody else filter")
+    monkeypatch.setattr(guard, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
+    port = listening.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as early:
+        assert guard.shut([listening.fileno(), early.fileno()])
+        inside, _ = listening.accept()
+        with inside:
+            assert not connects(port)
+            early.sendall(b"word")
+            assert inside.recv(10) == b"word"
+            inside.sendall(b"back")
+            assert early.recv(10) == b"back"
+
+
+def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
+    for way in ("sign", "_filter"):
+        monkeypatch.setattr(guard, way, lambda *_: False)
+    assert not guard.shut([listening.fileno()])
+    assert guard.shut([]) and connects(listening.getsockname()[1])
+
+
+def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None:
+    with socket.create_connection(listening.getsockname()) as one:
+        other, _ = listening.accept()
+        with other:
+            assert guard.strangers([listening.fileno(), one.fileno(), other.fileno()]) == []
+
+
+@pytest.mark.root
+def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socket) -> None:
+    words = (sys.executable, "-S", "-c", NEIGHBOUR, str(listening.getsockname()[1]))
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
+        stranger, _ = listening.accept()
+        with stranger:
+            assert guard.strangers([listening.fileno(), stranger.fileno()]) == ["65432"]
+        neighbour.communicate("")
