@@ -37,6 +37,7 @@ from paceline.collectives.control import gather_words
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
+from paceline.rank.world import World, joined
 from paceline.stepping.totals import Votes
 from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
@@ -47,7 +48,6 @@ from paceline.train.determinism import deterministic, holds_for
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
-from paceline.worker.world import World, joined
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever
 COLLECTIVE_SECONDS = 300.0

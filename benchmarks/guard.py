@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import Task
-from paceline.contract.box import Box, make_box
-from paceline.contract.evidence import Phase
+from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page
+from paceline.rank.guard import Guard
 from paceline.tasks.mnist import cross_entropy, dataset
-from paceline.worker.guard import Guard
 
 WARM_UP_STEPS = 20
 MODELS = {"mnist-cnn": "mnist-cnn", "mlp": f"{Path(__file__).resolve()}:mlp"}
@@ -75,7 +75,7 @@ def parts() -> dict[str, float]:
     """Seconds that each part takes once. The collective's is the difference that the wrapper makes."""
     import torch
 
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         tensor = torch.ones(1)

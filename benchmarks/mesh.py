@@ -35,11 +35,11 @@ from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import Traffic
 from paceline.mesh import mesh_of
+from paceline.rank.guard import Guard
+from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.sharing import Wish, share_model
 from paceline.train.step import TaskSteps
-from paceline.worker.guard import Guard
-from paceline.worker.world import on_mesh
 
 WORDS, RANKS, HEADS = 512, 2, 8
 LR = 1e-4

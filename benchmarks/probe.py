@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from paceline.worker.guard import Guard
-from paceline.worker.probes.hooks import Hooks
+from paceline.rank.guard import Guard
+from paceline.rank.hooks import Hooks
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 

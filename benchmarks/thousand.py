@@ -37,13 +37,13 @@ import paceline.agent.joining as joining_module
 from paceline.agent.follower import Follower
 from paceline.agent.head import Head
 from paceline.agent.workers import Inherited
-from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import STOP_SIGNALS, Orders, signal_inbox
 from paceline.host.facts import Facts, gather
 from paceline.launch.plan import Command
 from paceline.launch.ssh.announcements import await_agents
 from paceline.launch.ssh.sessions import open_sessions
+from paceline.protocol.control import STOP_SIGNALS, Orders, signal_inbox
+from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack
+from paceline.protocol.job import NodePlan
 
 NODES = (2, 10, 30, 100, 300, 1000)
 NPROC = 8

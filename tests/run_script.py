@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tests import warm
 
-from paceline.contract.birth import BOOTSTRAP
 from paceline.errors import ExitCode
+from paceline.protocol.control import BOOTSTRAP
 
 POLL_SECONDS = 0.02
 SAVED = int(ExitCode.SAVED)  # is no failure

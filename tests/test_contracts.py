@@ -15,7 +15,7 @@ PLANTED = {
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
     "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.by_hand"),
     "Rooms outside a rank import no torch, and none inside one": ("lab/scale.py", "def f():\n    import torch"),
-    "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.worker.world"),
+    "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.rank.world"),
     "Rooms inside a rank import no launcher, no agent and no judge": ("train/step.py", "import paceline.guard.judge"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),
 }

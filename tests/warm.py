@@ -5,7 +5,7 @@
     warm.call("tests.run_ranks:rank_of", folder, rank)        # a Popen that calls a function
 
 Each is as fresh as a new interpreter with the modules of TORCH, or of LIGHT, imported: that is how the product forks
-its workers, too (worker/preload.py). Its state is the state of that moment, whatever other processes did since. It gets
+its workers, too (rank/preload.py). Its state is the state of that moment, whatever other processes did since. It gets
 its own environment, working folder and streams, and is a child of whoever asked for it. The processes that they are
 forked from start when they are first needed, do nothing but fork, and end with the test run. There are two with torch,
 so that not all ranks have the same seed of hashes.

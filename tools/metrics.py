@@ -100,7 +100,7 @@ def counts(root: Path = ROOT) -> list[Count]:
     outside = _packages(contracts["torchless"]["source_modules"])
     layers = contracts["rooms"]["layers"]
     order = [room.strip() for layer in layers for room in re.split("[|:]", layer)]
-    above = {*order[: order.index("worker") + 1], "lab.ranks"} - {"cli", "__main__"} - outside
+    above = {*order[: order.index("rank") + 1], "lab.ranks"} - {"cli", "__main__"} - outside
     listed = [name for name in contracts["torchless"]["source_modules"] if name.removesuffix(".*").count(".") > 1]
     return [
         Count("imports of packages outside a rank from packages inside one", _across(package, outside, above), 0),

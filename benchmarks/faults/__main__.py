@@ -20,8 +20,8 @@ from rich.table import Table
 
 from paceline.cli.flags import check_out_file, check_positive, write_json
 from paceline.cli.options import CommandLine
-from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
+from paceline.protocol.job import Windows
 from paceline.runs.console import table_console
 
 ROOT_PROGRAMS = ("unshare", "mount")

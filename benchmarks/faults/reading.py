@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from benchmarks.faults.fault import Fate
 
-from paceline.contract.evidence import Verdict
 from paceline.errors import ExitCode
+from paceline.protocol.evidence import Verdict
 
 Lines = Sequence[tuple[float, str]]
 

@@ -12,9 +12,9 @@ from benchmarks.faults.fault import Fate, Fault, Way
 from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun
 from benchmarks.faults.setups import Ran, Setup, run_command, surroundings
 
-from paceline.contract.evidence import Verdict
 from paceline.errors import UsageError
 from paceline.guard.report import read_verdict
+from paceline.protocol.evidence import Verdict
 
 Launcher = Literal["paceline", "torchrun"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline import ArrayDataset, Task
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 from race.gate import SessionStep
 from race.works import WORKS, Work, losses
 

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from paceline.data.plan import BatchPlan as BatchPlan
     from paceline.data.plan import ranks_share as ranks_share
     from paceline.launch.from_python import run as run
+    from paceline.rank.world import World as World
+    from paceline.rank.world import joined as joined
     from paceline.sessions import Session as Session
     from paceline.sessions import session as session
     from paceline.strategies import STRATEGIES as STRATEGIES
@@ -83,8 +85,6 @@ if TYPE_CHECKING:
     from paceline.train.optimizer import Schedule as Schedule
     from paceline.train.optimizer import optimizer_maker as optimizer_maker
     from paceline.train.step import train_step as train_step
-    from paceline.worker.world import World as World
-    from paceline.worker.world import joined as joined
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from paceline.contract.birth import WorkerBirth
 from paceline.ladder import LADDER
+from paceline.protocol.control import WorkerBirth
 
 OLDEST, NEWEST = "2.11", "2.14"  # the releases that CI installs
 

@@ -15,8 +15,7 @@ import msgspec
 from tests import warm
 from tests.launch.launch_harness import PRELUDE
 
-from paceline.contract.job import NodePlan
-from paceline.contract.windows import Windows
+from paceline.protocol.job import NodePlan, Windows
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 

@@ -13,16 +13,16 @@ from subprocess import PIPE, Popen
 import pytest
 
 from paceline.agent.attach import AttachedWorkers
-from paceline.contract.job import NodePlan
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail
+from paceline.protocol.job import NodePlan
 
 RANK = """
 import os, socket, sys, time
-from paceline.contract.attach import Goodbye, Hello, send
-from paceline.contract.box import make_box
+from paceline.protocol.control import Goodbye, Hello, send
+from paceline.protocol.status_page import make_status_page
 agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 agent.connect(b"\\0" + sys.argv[1].encode())
-send(agent, Hello(int(sys.argv[2])), (make_box(0), os.memfd_create("record")))
+send(agent, Hello(int(sys.argv[2])), (make_status_page(0), os.memfd_create("record")))
 exec(sys.argv[3])
 """
 

@@ -13,9 +13,9 @@ from threading import Thread
 
 from paceline.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
 from paceline.agent.cluster import Cluster
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import Orders, signal_inbox
 from paceline.host.facts import gather
+from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
 

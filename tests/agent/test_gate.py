@@ -12,9 +12,9 @@ import pytest
 
 from paceline.agent.cluster import Cluster
 from paceline.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import UsageError
+from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
 

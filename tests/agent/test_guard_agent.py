@@ -16,11 +16,11 @@ from paceline.agent.cluster import Cluster
 from paceline.agent.generation import Generation
 from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
-from paceline.contract.evidence import Sample, VerdictKind
-from paceline.contract.job import NodePlan, NodeRanks
-from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.evidence import Sample, VerdictKind
+from paceline.protocol.job import NodePlan, NodeRanks
 
 pytestmark = pytest.mark.sample(3)
 
@@ -31,7 +31,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
-from paceline.contract.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 birth = WorkerBirth.here()
 folder, generation = Path(birth.attempt_dir), birth.generation
 dist.init_process_group("gloo")

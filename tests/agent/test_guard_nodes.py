@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.protocol.evidence import VerdictKind
 
 RANKS = """
 import torch, torch.distributed as dist
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 batch = torch.ones(8)

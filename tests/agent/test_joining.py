@@ -20,16 +20,16 @@ from paceline.agent import joining
 from paceline.agent.channel import Hello, Reached, StartReply
 from paceline.agent.cluster import RemoteNode
 from paceline.agent.joining import Newcomers, refuse_differences
-from paceline.contract.job import Host, NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
+from paceline.protocol.job import Host, NodePlan
 from paceline.runs.attempt import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
 STEPS = """
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box
-box, world = Box.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
+box, world = StatusPage.inherited(WorkerBirth.here().box), os.environ["WORLD_SIZE"]
 (folder / f"world-{world}-rank-{rank}-generation-{generation}").touch()
 if (folder / "broken").exists() and rank >= 4:
     fail(ValueError("other data here"), 2)

@@ -24,9 +24,6 @@ from paceline.agent.generation import Generation
 from paceline.agent.joining import ALL_PAIRS, partners
 from paceline.agent.monitor import Monitor
 from paceline.agent.workers import Workers
-from paceline.contract.evidence import Sample, Verdict, VerdictKind
-from paceline.contract.job import NodePlan, NodeRanks
-from paceline.contract.orders import Orders, signal_inbox
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_KEPT, telling
@@ -35,6 +32,9 @@ from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
+from paceline.protocol.control import Orders, signal_inbox
+from paceline.protocol.evidence import Sample, Verdict, VerdictKind
+from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
 NODES = 100

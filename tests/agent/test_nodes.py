@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tests.agent.nodes_harness import Nodes, several
 
-from paceline.contract.job import Host
+from paceline.protocol.job import Host
 from paceline.runs.machine import ClockAhead, read_machine
 
 pytestmark = pytest.mark.sample(3)

@@ -10,7 +10,7 @@ from tests.check.planted_cases import HERE, PLAIN, Case, checked, marked
 from tests.errors import raises
 
 from paceline.cli import launch
-from paceline.contract.facts import MAX_STEPS
+from paceline.protocol.facts import MAX_STEPS
 
 pytestmark = pytest.mark.sample(5)
 

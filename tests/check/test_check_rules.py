@@ -11,7 +11,9 @@ import torch
 from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from paceline.contract.facts import (
+from paceline.lab.check.findings import Remark, same_leaf, unlike
+from paceline.lab.check.report import judged, mistakes, script_page
+from paceline.protocol.facts import (
     Dropped,
     MeanLoss,
     PaddedMetric,
@@ -24,8 +26,6 @@ from paceline.contract.facts import (
     SeenStep,
     kept_batches,
 )
-from paceline.lab.check.findings import Remark, same_leaf, unlike
-from paceline.lab.check.report import judged, mistakes, script_page
 from paceline.runs.attempt import Noted
 
 ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])

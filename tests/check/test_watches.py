@@ -23,14 +23,19 @@ from tests.run_ranks import run_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from paceline.contract.facts import OWN_GENERATORS, Pass, ScriptFacts
-from paceline.worker.imports import when_imported
-from paceline.worker.probes.generators import SETTERS, Generators, watch_setters
-from paceline.worker.probes.graphs import divided_by_world
-from paceline.worker.probes.hooks import Hooks
-from paceline.worker.probes.loading import Cut, LoaderWatch, seen_loader
-from paceline.worker.probes.noting import length_of, padded_more
-from paceline.worker.probes.seeing import MAX_ALONE, OFFERED_BY, Meshes, StepWatch
+from paceline.protocol.facts import OWN_GENERATORS, Pass, ScriptFacts
+from paceline.rank.check import length_of, padded_more
+from paceline.rank.check.loaders import (
+    SETTERS,
+    Cut,
+    Generators,
+    LoaderWatch,
+    divided_by_world,
+    seen_loader,
+    watch_setters,
+)
+from paceline.rank.check.steps import MAX_ALONE, OFFERED_BY, Meshes, StepWatch
+from paceline.rank.hooks import Hooks, when_imported
 
 
 class Stream(IterableDataset[int]):
@@ -107,7 +112,7 @@ def test_a_sampler_that_cannot_be_drawn_beyond_its_length_fails_nobody() -> None
 
 def test_a_slow_sampler_takes_a_bounded_time_unless_ranks_meet_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     meets = False
-    monkeypatch.setattr("paceline.worker.probes.loading._calls_since", lambda began_ns: meets)
+    monkeypatch.setattr("paceline.rank.check.loaders._calls_since", lambda began_ns: meets)
     slow = Counting(400, seconds=0.005)
     assert len([*Cut(iter(slow), 400, 24, seen := Pass(), 0.05)]) == 24
     assert seen.cut_off and slow.drawn < 100 and slow.epoch == 0

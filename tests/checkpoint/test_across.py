@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint import snapshots
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, newest
 from paceline.checkpoint.state import TensorShard
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 CPU = torch.device("cpu")
 WHOLE = {

@@ -16,11 +16,11 @@ from paceline.checkpoint.shards import fill, layout, rank_part
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.config import CheckpointConfig, TrainConfig
-from paceline.contract.birth import WorkerBirth
 from paceline.errors import PacelineError
+from paceline.protocol.control import WorkerBirth
+from paceline.rank.world import World
 from paceline.runs.writing import write_new
 from paceline.train.run import _origin
-from paceline.worker.world import World
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoint.shards import WORDS, sha256_of, whole
 from paceline.checkpoint.state import TensorShard
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 
 def tensors() -> dict[str, Tensor]:

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from paceline.cli import hang, main
-from paceline.contract.evidence import Evidence, Frame, Op, Stack
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
+from paceline.protocol.evidence import Evidence, Frame, Op, Stack
 from paceline.runs.folder import create_attempt_dir
 
 OP = Op("0", 7, "all_reduce", "bucket 0", "[4]", "float32", "train.py:97 in step")
@@ -52,7 +52,7 @@ AGENT = """
 import fcntl, json, os, re, shutil, sys, time
 from pathlib import Path
 import msgspec
-from paceline.contract.evidence import Evidence
+from paceline.protocol.evidence import Evidence
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)

@@ -21,11 +21,11 @@ from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.finding import Means, find_run
 from paceline.cli.run_state import run_state
-from paceline.contract.failure import Failure
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.submission import Submission, next_submit_dir, write_submission
+from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.events import Started, Step
 from paceline.runs.folder import create_attempt_dir

@@ -13,14 +13,14 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.worker.foreign import understood
+from paceline.rank.environment import understood
 
 MEETS = """
 import os, sys
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if os.uname().nodename in ("n1", "n2", "n3", "n4") else "lo"
-from paceline.worker.attach import tell
-from paceline.worker.attach import leave
-from paceline.worker.world import World, joined
+from paceline.rank.attach import tell
+from paceline.rank.attach import leave
+from paceline.rank.world import World, joined
 try:
     world = World.from_env(device="cpu")
     with joined(world, timeout_seconds=40, meeting_seconds=40):

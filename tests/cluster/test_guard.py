@@ -11,15 +11,15 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.cluster.training import PACELINE, words
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.protocol.evidence import VerdictKind
 
 SCRIPT = """
 import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from paceline.contract.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), Path(WorkerBirth.here().attempt_dir)

@@ -18,13 +18,13 @@ from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
-from paceline.contract.job import Host, JobSpec
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
+from paceline.protocol.job import Host, JobSpec
 
 LAUNCHER = """
 import json, sys
-from paceline.contract.job import JobSpec
+from paceline.protocol.job import JobSpec
 from paceline.errors import PacelineError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.ssh.plan import ssh
@@ -269,10 +269,10 @@ def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: 
 
 
 STEPS = """
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
 birth = WorkerBirth.here()
-box = Box.inherited(birth.box)
+box = StatusPage.inherited(birth.box)
 (here / f"ready-{birth.generation}-{rank}-on-{host}").touch()
 while not (here / "enough").exists():
     box.set_step(1)

@@ -17,8 +17,8 @@ from paceline.collectives import torch_collectives as gather
 from paceline.collectives.control import LOOP_NUMBERS, NAME, sum_over_ranks
 from paceline.collectives.memory_moves import StartedSum
 from paceline.collectives.torch_collectives import MOST_BYTES, start_sum
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, PacelineError
+from paceline.protocol.control import SHARED_MEMORY
 
 
 def values(rank: int, number: int) -> torch.Tensor:

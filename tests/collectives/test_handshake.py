@@ -21,8 +21,8 @@ from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import gather_words, now, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
-from paceline.contract.variables import SHARED_MEMORY
-from paceline.worker.world import World
+from paceline.protocol.control import SHARED_MEMORY
+from paceline.rank.world import World
 
 pytestmark = pytest.mark.ranks
 

@@ -32,13 +32,13 @@ from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.transports import OverHosts
 from paceline.collectives.tree import Forest, added_each, tree_sum
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Spec
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
+from paceline.protocol.control import SHARED_MEMORY
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 
 ranks = pytest.mark.ranks
 TASKS = Path(__file__).parents[1] / "lab" / "ranks" / "tasks_under_test.py"

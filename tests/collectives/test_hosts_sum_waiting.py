@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.launch.launch_harness import kill_all, start, survivors
-from tests.worker.guard_ranks import HEAD, TORCH, ranks, wait
+from tests.rank.guard_ranks import HEAD, TORCH, ranks, wait
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
-from paceline.worker.bootstrap import worker_command
+from paceline.protocol.evidence import VerdictKind
+from paceline.rank.bootstrap import worker_command
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.replicate import broadcast_module, check_same_model
-from paceline.contract.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 
 
 class Odd(nn.Module):

@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.worker.guard_ranks import TORCH, Rank, ranks, wait
+from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 
-from paceline.contract import boxes
-from paceline.contract.evidence import Evidence, VerdictKind
 from paceline.guard.detectors import to_free, waits
 from paceline.guard.judge import judge
+from paceline.protocol import status_page
+from paceline.protocol.evidence import Evidence, VerdictKind
 
 pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
 from paceline.collectives.memory_moves import barrier
 from paceline.collectives.communicator import make_communicator
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 memory = make_communicator().memory
 barrier(memory)
 ready()
@@ -117,20 +117,20 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         for one in (waiting, stopped):
             one.wait_ready()
         stopped.process.send_signal(signal.SIGSTOP)
-        wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
+        wait(lambda: status_page.read_counters(waiting.box).waiting, "it waits, and says so")
         answer = evidence_of(waiting)
         assert answer.groups["shared"] == (0, 1)
         (last,) = [op for op in answer.ops if op.group == "shared" and not op.done]
         assert (last.kind, last.seq) == ("barrier", 2)
         assert last.site == f"script.py:{waiting.line('    barrier(memory)')} in <module>"
-        frozen = [op for op in boxes.read_ring(stopped.box) if op.group == "shared"]
+        frozen = [op for op in status_page.read_ring(stopped.box) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert waits(evidence[0])
         verdict = judge(evidence)
         assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
         assert to_free(verdict, evidence) == (0,)
-        boxes.release(waiting.box, b"{}")
+        status_page.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
         assert "freed from the wait for rank 1" in (waiting.failure() or pytest.fail("no record")).message
 
@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
 FSDP = f"""{TORCH}
 from functools import partial
 from paceline.strategies.fsdp import FSDP
-from paceline.worker.world import World
+from paceline.rank.world import World
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
 world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
 FSDP(model, partial(torch.optim.SGD, lr=0.1), world, wrap="*")
@@ -156,13 +156,13 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
     with ranks(FSDP.replace("MODE", mode), 2, tmp_path) as (waiting, missing):
         missing.wait_ready()
         if mode == "sleeps":
-            wait(lambda: boxes.read_counters(waiting.box).waiting, "it waits, and says so")
+            wait(lambda: status_page.read_counters(waiting.box).waiting, "it waits, and says so")
             evidence = [evidence_of(one) for one in (waiting, missing)]
             verdict = judge(evidence)
             assert verdict.guilty == (1,) and to_free(verdict, evidence) == (0,)
             assert verdict.op is not None and (verdict.op.kind, verdict.op.name) == ("all_gather", "block 1")
             assert verdict.op.site.startswith("script.py:")
-            boxes.release(waiting.box, b"{}")
+            status_page.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
         failure = waiting.failure()
         assert failure is not None and failure.victim and "block 1" in failure.message
@@ -172,7 +172,7 @@ BUSY = f"""{TORCH}
 from paceline.collectives.control import start_totals
 from paceline.collectives.communicator import make_communicator
 make_communicator()
-from paceline.worker.world import World
+from paceline.rank.world import World
 world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
 finish = start_totals([1.0] * 2, [1.0] * 2, [], world)
 while not (folder / "go").exists():
@@ -185,7 +185,7 @@ finish()
 def test_totals_that_all_have_begun_are_over_for_the_judge_before_anybody_asks_for_them(tmp_path: Path) -> None:
     """Else who hangs in its backward, with the totals on their way, would look as if it waited for others."""
     with ranks(BUSY, 2, tmp_path) as (one, _):
-        wait(lambda: any(op.name == "totals of the step" for op in boxes.read_ring(one.box)), "begun")
-        wait(lambda: all(op.done for op in boxes.read_ring(one.box) if op.group == "shared"), "over")
+        wait(lambda: any(op.name == "totals of the step" for op in status_page.read_ring(one.box)), "begun")
+        wait(lambda: all(op.done for op in status_page.read_ring(one.box) if op.group == "shared"), "over")
         (tmp_path / "go").touch()
         assert one.process.wait(20) == 0

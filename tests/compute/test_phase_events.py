@@ -5,10 +5,9 @@ from collections.abc import Callable
 from contextlib import closing
 
 from paceline.compute.phase_events import PhaseEvents
-from paceline.contract.box import Box, make_box
-from paceline.contract.boxes import read_counters
-from paceline.contract.evidence import Phase
 from paceline.guard.detectors import slow_rank
+from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.train.fit import PhaseClock
 
 STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SYNC, Phase.OPTIMIZER)
@@ -79,8 +78,8 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
     spent = {}
     for rank, backward in enumerate((0.050, 0.120, 0.050)):
         device = Device()
-        descriptor = make_box(rank)
-        with closing(Box(descriptor)) as box:
+        descriptor = make_status_page(rank)
+        with closing(StatusPage(descriptor)) as box:
             box.on_device = PhaseEvents(device.event, lambda: False)
             steps(device, box.enter, lambda: None, backward)
             spent[rank] = tuple(seconds / 20 for seconds in read_counters(descriptor).phase_seconds)
@@ -92,8 +91,8 @@ def test_a_slow_gpu_is_named_by_what_the_boxes_show() -> None:
 
 def test_a_phase_counts_as_begun_before_its_time_is_known() -> None:
     """Whether a rank's optimizer has stepped decides if its failure may have been applied."""
-    device, descriptor = Device(), make_box(0)
-    with closing(Box(descriptor)) as box:
+    device, descriptor = Device(), make_status_page(0)
+    with closing(StatusPage(descriptor)) as box:
         box.on_device = PhaseEvents(device.event, lambda: False)
         for phase in STEP:
             box.enter(phase)

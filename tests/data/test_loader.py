@@ -21,14 +21,13 @@ from tests.errors import raises
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.contract.box import Box, make_box
-from paceline.contract.boxes import read_counters, read_loaders
-from paceline.contract.failure import LOADER_KILLED
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, Prefetch, load_steps, moved, on_its_way, one_ahead
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSamples, naming_lost_processes
 from paceline.errors import TrainingError
+from paceline.protocol.evidence import LOADER_KILLED
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loaders
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -139,8 +138,8 @@ class Odd(Dataset):
 
 @pytest.fixture
 def box():
-    descriptor = make_box(0)
-    box = Box(descriptor)
+    descriptor = make_status_page(0)
+    box = StatusPage(descriptor)
     yield box
     box.close()
     os.close(descriptor)
@@ -188,7 +187,7 @@ import json, os, sys
 import tests.data.test_loader as here
 from paceline.errors import TrainingError
 
-box = here.Box(here.make_box(0))
+box = here.StatusPage(here.make_status_page(0))
 try:
     with here.naming_lost_processes(box, 3):
         here.once(here.Odd(), box)
@@ -216,18 +215,18 @@ def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):
         if next(looks) == 2:
             raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
 
-    with pytest.raises(ConnectionResetError), naming_lost_processes(Box(make_box(0)), 3):
+    with pytest.raises(ConnectionResetError), naming_lost_processes(StatusPage(make_status_page(0)), 3):
         raise ConnectionResetError("of something else")
     monkeypatch.setattr(torch._C, "_error_if_any_worker_fails", lost)
     with (
         raises("loader-process-lost", raised=TrainingError, rank=3, pid=5),
-        naming_lost_processes(Box(make_box(0)), 3),
+        naming_lost_processes(StatusPage(make_status_page(0)), 3),
     ):
         raise ConnectionResetError("104")
 
 
 def test_an_error_that_is_none_of_a_process_passes():
-    with pytest.raises(RuntimeError, match="mine"), naming_lost_processes(Box(make_box(0)), 0):
+    with pytest.raises(RuntimeError, match="mine"), naming_lost_processes(StatusPage(make_status_page(0)), 0):
         raise RuntimeError("mine")
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.data.arrays import ArrayDataset
+from paceline.rank.world import World
 from paceline.seeding import random_stream
-from paceline.worker.world import World
 
 VIRTUAL_RANKS = 2
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.guard_ranks import ranks, wait
+from tests.rank.guard_ranks import ranks, wait
 
-from paceline.contract import boxes
-from paceline.worker import release
+from paceline.protocol import status_page
+from paceline.rank import guard
 
 SCRIPT = """
 import torch, torch.distributed as dist
-from paceline.worker.guard import Guard
+from paceline.rank.guard import Guard
 from tests.doubles import nccl
 torch.set_num_threads(1)
 nccl.register()
@@ -42,13 +42,13 @@ def test_what_is_only_enqueued_is_pending_and_an_abort_frees_the_host_once(tmp_p
     with ranks(SCRIPT, 2, tmp_path, TORCH_NCCL_ASYNC_ERROR_HANDLING="0") as (blocked, late):
         late.wait_ready()
         wait((tmp_path / "returned").exists, "the call has not returned")
-        wait(lambda: boxes.read_counters(blocked.box).waiting, "not seen to wait")
+        wait(lambda: status_page.read_counters(blocked.box).waiting, "not seen to wait")
         answer = blocked.ask()
         assert answer is not None
         op = next(op for op in answer.ops if op.group == "0" and op.seq == 2)
         assert not op.done and f"script.py:{blocked.line('# ENQUEUED')}" in op.site, answer.ops
         assert next(op for op in answer.ops if op.group == "0" and op.seq == 1).done
-        boxes.release(blocked.box, b"{}")
+        status_page.release(blocked.box, b"{}")
         wait((tmp_path / "freed").exists, "not freed", seconds=10)
         wait((tmp_path / "error").exists, "what came of it was taken for a sum")
         assert (tmp_path / "error").read_text() == "StallError"
@@ -79,5 +79,5 @@ def test_groups_are_aborted_together_and_only_those_of_nccl() -> None:
     module._world = type("World", (), {})()
     module._world.pg_names = {group: group.name for group in groups}
     module._world.pg_backend_config = dict(zip(groups, ("cuda:nccl", "cpu:gloo", "cuda:nccl"), strict=True))
-    release.abort_nccl(module)
+    guard.abort_nccl(module)
     assert order == ["start", "2", "0", "end"]

@@ -19,9 +19,9 @@ from paceline import Strategy, World
 from paceline.collectives.control import are_finite
 from paceline.data.loader import Prefetch
 from paceline.errors import PacelineError, StallError
+from paceline.rank.guard import Guard
 from paceline.stepping import totals
 from paceline.train.step import TaskSteps
-from paceline.worker.guard import Guard
 
 
 def trained(world: World, name: str, clip: float | None) -> tuple[Strategy, list[float | None]]:

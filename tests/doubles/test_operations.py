@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
+from paceline.rank.world import World
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
-from paceline.worker.world import World
 
 SAMPLES = 4
 

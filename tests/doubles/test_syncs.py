@@ -19,13 +19,13 @@ from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
+from paceline.rank.world import World
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Finish, StepTotals, Votes
 from paceline.strategies import STRATEGIES
 from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
 from paceline.train.step import TaskSteps
-from paceline.worker.world import World
 
 THE_READ = "collectives/control.py"
 META = torch.device("meta")

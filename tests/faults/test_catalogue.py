@@ -8,7 +8,7 @@ from benchmarks.faults.fault import Fate, Fault, Needs, Way
 from benchmarks.faults.run import MARKER, USERS, marked_lines
 from tests.errors import raises
 
-from paceline.contract.evidence import VerdictKind
+from paceline.protocol.evidence import VerdictKind
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.faults.fault import Fate
 from benchmarks.faults.reading import Said, rank_numbers, said_by_paceline, said_by_torchrun
 
-from paceline.contract.evidence import Verdict, VerdictKind
+from paceline.protocol.evidence import Verdict, VerdictKind
 
 STALL = """STALL after 5.6 s (world 3). GUILTY: rank 1 (vm, pid 5959)
   rank 1 did not enter all_reduce #15 [6922] float32; it is in sleeps at strikes.py:171, state S

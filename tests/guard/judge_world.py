@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
+from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 
 Mutation = Literal[
     "drop", "duplicate", "swap", "alter", "hang", "hold", "stop", "load", "leave", "kill", "raise", "cut"

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.failure import Failure
 from paceline.guard.deaths import (
     CLEANUP_SECONDS,
     SETTLE_SECONDS,
@@ -20,6 +18,7 @@ from paceline.guard.deaths import (
     first_to_fail,
 )
 from paceline.guard.judge import judge, judge_samples
+from paceline.protocol.evidence import Evidence, Failure, Sample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 

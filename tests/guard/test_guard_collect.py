@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.worker.guard_ranks import Rank, ranks
+from tests.rank.guard_ranks import Rank, ranks
 
-from paceline.contract.box import BOX_BYTES, SIGNAL_SAFE, Box, make_box
-from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
 from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, Collection, bounded_evidence
+from paceline.protocol.evidence import Evidence, Frame, Op, Sample, Stack
+from paceline.protocol.status_page import BOX_BYTES, SIGNAL_SAFE, StatusPage, make_status_page
 
 pytestmark = pytest.mark.sample(2)
 
@@ -106,7 +106,7 @@ def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: 
         while Path(f"/proc/{one.process.pid}/comm").read_text().strip() != "sleep":
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        box = Box(one.box)
+        box = StatusPage(one.box)
         box.put("ready", 1 | SIGNAL_SAFE)
         box.close()
         found, _ = collected(one)
@@ -116,9 +116,9 @@ def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: 
 
 def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     script = (
-        "from paceline.contract.box import Box\n"
-        "from paceline.contract.evidence import Op\n"
-        "Box.inherited(birth.box).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
+        "from paceline.protocol.status_page import StatusPage\n"
+        "from paceline.protocol.evidence import Op\n"
+        "StatusPage.inherited(birth.box).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with ranks(script, 1, tmp_path) as (one,):
@@ -140,7 +140,7 @@ def test_a_dying_run_waits_for_nobody(tmp_path: Path) -> None:
 def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_are_not(tmp_path: Path) -> None:
     script = (
         "import signal, subprocess\n"
-        "from paceline.contract.box import SLOT, SLOTS_AT, Box\n"
+        "from paceline.protocol.status_page import SLOT, SLOTS_AT, StatusPage\n"
         "memory = WorkerBirth.here().box\n"
         "os.setsid()\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
@@ -159,7 +159,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
 
 @pytest.mark.parametrize("size_bytes", [0, 4096, BOX_BYTES])
 def test_a_box_full_of_rubbish_gives_evidence_all_the_same(size_bytes: int) -> None:
-    descriptor = make_box(0)
+    descriptor = make_status_page(0)
     try:
         worker = Sample(3, "here", os.getpid())
         for _ in range(20):
@@ -175,8 +175,8 @@ def test_a_box_full_of_rubbish_gives_evidence_all_the_same(size_bytes: int) -> N
 
 
 def test_an_answer_that_is_none_still_says_that_the_interpreter_runs() -> None:
-    descriptor = make_box(0)
-    mine = Box(descriptor)
+    descriptor = make_status_page(0)
+    mine = StatusPage(descriptor)
     try:
         worker = Sample(3, "here", os.getpid())
         for text in (b"", b"[" * 100_000, b'{"ops": 7}', b'{"stacks": [{"thread": "\\ud800", "frames": []}]}'):

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 from paceline.guard.judge import judge
 from paceline.guard.sentences import loader_words, op_words
+from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 
 WORLD = {"0": (0, 1, 2)}
 INSIDE = (Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce"), Frame("train.py", 97, "step"))

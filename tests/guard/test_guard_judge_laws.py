@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from tests.guard.judge_world import FAIR, STRUCTURAL, SUDDEN, Case, make_case, outcome
 
-from paceline.contract.evidence import Evidence, Phase, Verdict
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_COLUMNS, MAX_LINES, failure_page, page
+from paceline.protocol.evidence import Evidence, Phase, Verdict
 
 CASES = 2000
 FOUND = (6023, 12904, 13729)  # a message came as another one than was sent: its sender alone was blamed

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.contract.evidence import Phase, Sample
-from paceline.contract.windows import Windows
 from paceline.errors import UsageError
 from paceline.guard.detectors import Alarm, StallDetector
+from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.job import Windows
 
 
 def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> Sample:

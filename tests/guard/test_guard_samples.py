@@ -7,23 +7,23 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.contract.box import BOX_BYTES, Box, make_box
-from paceline.contract.evidence import Phase, Sample
-from paceline.contract.windows import Windows
 from paceline.guard.collect import IdleClock
 from paceline.guard.detectors import sample_seconds
+from paceline.protocol.evidence import Phase, Sample
+from paceline.protocol.job import Windows
+from paceline.protocol.status_page import BOX_BYTES, StatusPage, make_status_page
 
 
 @pytest.fixture
 def box() -> Iterator[int]:
-    descriptor = make_box(0)
+    descriptor = make_status_page(0)
     yield descriptor
     os.close(descriptor)
 
 
 @pytest.fixture
-def worker(box: int) -> Iterator[Box]:
-    mine = Box(box)
+def worker(box: int) -> Iterator[StatusPage]:
+    mine = StatusPage(box)
     yield mine
     mine.close()
 
@@ -32,7 +32,7 @@ def read(stillness: IdleClock, box: int, now_seconds: float, rank: int = 0) -> S
     return stillness.read(Sample(rank, "here", 1), box, now_seconds)
 
 
-def test_an_age_grows_until_anything_moves(box: int, worker: Box) -> None:
+def test_an_age_grows_until_anything_moves(box: int, worker: StatusPage) -> None:
     stillness = IdleClock()
     ages = [read(stillness, box, now).still_seconds for now in (100.0, 101.0, 102.5)]
     assert ages == [0.0, 1.0, 2.5]
@@ -42,7 +42,7 @@ def test_an_age_grows_until_anything_moves(box: int, worker: Box) -> None:
     assert read(stillness, box, 104.0).still_seconds == 1.0
 
 
-def test_a_heartbeat_alone_is_no_progress(box: int, worker: Box) -> None:
+def test_a_heartbeat_alone_is_no_progress(box: int, worker: StatusPage) -> None:
     stillness = IdleClock()
     read(stillness, box, 100.0)
     worker.put("beat_ns", 12345)
@@ -58,7 +58,7 @@ def test_a_suspended_agent_counts_anew(box: int) -> None:
     assert read(stillness, box, 501.0).still_seconds == 1.0
 
 
-def test_a_sample_says_what_the_worker_says(box: int, worker: Box) -> None:
+def test_a_sample_says_what_the_worker_says(box: int, worker: StatusPage) -> None:
     worker.set_step(12)
     worker.enter(Phase.EVALUATE)
     one = read(IdleClock(), box, 100.0, rank=5)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
-from paceline.contract.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
-from paceline.contract.windows import Windows
 from paceline.guard.detectors import SleepDetector
 from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
+from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
+from paceline.protocol.job import Windows
+from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
 
 DDP = SAME_BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}

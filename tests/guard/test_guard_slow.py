@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Phase, Sample
 from paceline.guard.detectors import Straggler, StragglerDetector, median_without, slow_network, slow_rank, slow_script
+from paceline.protocol.evidence import Phase, Sample
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 

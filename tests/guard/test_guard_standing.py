@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
-from paceline.contract.windows import Windows
 from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, stands_still, to_free
+from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
+from paceline.protocol.job import Windows
 
 ALARM = Alarm("stall", 5.0, 5.0)
 FIVE = Windows.parse("5")

@@ -12,11 +12,11 @@ import pytest
 from tests.errors import raises
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.guard import report
 from paceline.guard.judge import judge
 from paceline.guard.report import description, page, read_verdict, same_verdict, warning, write_verdict
 from paceline.guard.sentences import named
+from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
 ESCAPES = "\x1b[2Jpwned\x1b]0;title\x07\r\n\x9b31m\u202e"

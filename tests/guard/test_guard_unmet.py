@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.judge_world import STRUCTURAL, make_case
 
-from paceline.contract.evidence import Evidence, Frame, Op, Sample, Stack
-from paceline.contract.windows import Windows
 from paceline.guard.detectors import MAX_UNMET_SECONDS, UnmetDetector
 from paceline.guard.judge import UNMET_SECONDS, never_meet
+from paceline.protocol.evidence import Evidence, Frame, Op, Sample, Stack
+from paceline.protocol.job import Windows
 
 WAITS = Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce")
 CASES = 2000

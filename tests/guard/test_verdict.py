@@ -5,10 +5,9 @@ import signal
 import pytest
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence
-from paceline.contract.failure import Failure
 from paceline.guard.judge import judge
 from paceline.guard.report import MAX_TRACEBACK_LINES, failure_page
+from paceline.protocol.evidence import Evidence, Failure
 from paceline.runs.console import LiveFilter, clean
 
 

@@ -9,10 +9,10 @@ import pynvml
 import pytest
 from tests.rendered import rendered
 
-from paceline.contract.evidence import Evidence, Verdict, VerdictKind
 from paceline.guard.report import page
 from paceline.host import gpu_use as gpu_trouble
 from paceline.host.gpu_use import ask_gpus, gpu_troubles
+from paceline.protocol.evidence import Evidence, Verdict, VerdictKind
 
 
 class Driver:

@@ -30,10 +30,9 @@ from tests.guard.test_guard_story import STALLED
 from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
-from paceline.contract.evidence import Live, LiveRank
-from paceline.contract.failure import Failure
 from paceline.guard.judge import judge
 from paceline.guard.report import write_verdict
+from paceline.protocol.evidence import Failure, Live, LiveRank
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
 CASES_A_SAVE = 200

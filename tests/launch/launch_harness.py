@@ -21,8 +21,8 @@ HARD_LIMIT_SECONDS = 30.0
 
 LAUNCHER = """
 import fcntl, json, os, sys
-from paceline.contract.job import JobSpec
-from paceline.contract.windows import Windows
+from paceline.protocol.job import JobSpec
+from paceline.protocol.job import Windows
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
 settings = json.loads(sys.argv[1])
@@ -39,8 +39,8 @@ sys.exit(run(local(job), keep_open=keep_open))
 PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.contract.birth import WorkerBirth
-from paceline.worker.attach import attach, record_failure
+from paceline.protocol.control import WorkerBirth
+from paceline.rank.attach import attach, record_failure
 attach()
 birth = WorkerBirth.here()
 rank, generation, folder = int(os.environ["RANK"]), birth.generation, Path(birth.attempt_dir)

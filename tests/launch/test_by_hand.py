@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from tests.errors import raises
 
-from paceline.contract.job import Host, JobSpec, NodePlan
 from paceline.launch.by_hand import by_hand, typed
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.plan import describe
+from paceline.protocol.job import Host, JobSpec, NodePlan
 
 GOLDEN = """\
 # node 0: n1

@@ -12,7 +12,7 @@ import pytest
 from tests.agent.nodes_harness import several
 
 from paceline.agent.workers import worker_environment
-from paceline.contract.job import NodePlan
+from paceline.protocol.job import NodePlan
 
 pytestmark = pytest.mark.sample(2)
 

@@ -13,7 +13,7 @@ from tests import warm
 from tests.errors import raises
 
 import paceline
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 
 
 class Net:
@@ -85,7 +85,7 @@ def test_the_bar_shows_how_far_a_session_is(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_what_cannot_come_back_is_refused_in_words() -> None:
-    with pytest.raises(UsageError, match=r"has returned, lock, cannot be sent back.*s\.weights"):
+    with raises("result-not-sendable", kind="lock"):
         paceline.run(threading.Lock, 1)
 
 

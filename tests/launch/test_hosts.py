@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.contract.job import Host, labels, plain_name
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
+from paceline.protocol.job import Host, labels, plain_name
 
 
 def test_a_list_names_hosts_with_ports() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.contract.job import Allocation, Host, JobSpec, NodePlan
-from paceline.contract.windows import Windows
 from paceline.launch.plan import describe, local, node_plan
+from paceline.protocol.job import Allocation, Host, JobSpec, NodePlan, Windows
 
 GOLDEN = """\
 # agent 0

@@ -19,17 +19,17 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train_start import may_preload
 from paceline.config import LaunchConfig, TrainConfig
-from paceline.contract.birth import at_import
-from paceline.contract.job import JobSpec
+from paceline.protocol.control import at_import
+from paceline.protocol.job import JobSpec
 
 BECOMES = """
 import os, sys
 {before}
-from paceline.contract.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 if (birth := WorkerBirth.here()).preload >= 0:
     {first}
-    from paceline.worker.imports import import_all
-    from paceline.worker.preload import serve
+    from paceline.rank.hooks import import_all
+    from paceline.rank.preload import serve
     serve(birth, lambda: import_all({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()
 """
@@ -261,7 +261,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
         "dist.init_process_group('gloo')\n"
         "dist.P2POp(dist.isend, __import__('torch').ones(1), 1 - rank)\n"
         "keeper.all_reduce(__import__('torch').ones(1))\n"
-        "from paceline.worker.guard import Guard\n"
+        "from paceline.rank.guard import Guard\n"
         "Guard.of_process().ledger.take_order()\n"
         "assert [op.kind for op in Guard.of_process().ledger.taken()] == ['all_reduce']\n"
         "dist.destroy_process_group()",
@@ -276,7 +276,7 @@ def test_the_guard_sees_collectives_through_whatever_an_import_has_kept(preloade
 TASK = """
 from pathlib import Path
 import os
-from paceline.contract.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 from paceline.tasks.mnist import cnn as built_in
 
 def cnn(data_dir):

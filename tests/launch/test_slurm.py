@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.errors import raises
 
-from paceline.contract.job import Allocation, JobSpec, NodePlan
 from paceline.launch.slurm import fits
 from paceline.launch.slurm.fits import Granted, Nodes, check_allocation, in_allocation, misfit, parse_sinfo
 from paceline.launch.slurm.plan import batch_script, slurm
 from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
+from paceline.protocol.job import Allocation, JobSpec, NodePlan
 
 JOB = JobSpec(
     argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),

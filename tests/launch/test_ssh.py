@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.contract.job import Host, JobSpec, head_ports
 from paceline.errors import UsageError
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.plan import describe
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
+from paceline.protocol.job import Host, JobSpec, head_ports
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "

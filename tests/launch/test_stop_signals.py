@@ -13,7 +13,7 @@ from tests.agent.nodes_harness import several
 from tests.launch.launch_harness import Launch, wait_until
 from tests.launch.terminals import on_terminal, read_until
 
-from paceline.contract.birth import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP
 
 pytestmark = pytest.mark.sample(4)
 

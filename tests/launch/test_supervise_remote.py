@@ -19,7 +19,7 @@ pytestmark = pytest.mark.sample(2)
 
 LAUNCHER = """
 import json, sys
-from paceline.contract.job import NodePlan
+from paceline.protocol.job import NodePlan
 from paceline.errors import PacelineError
 from paceline.launch.plan import Command, Plan
 from paceline.launch.supervise import run
@@ -277,7 +277,7 @@ def test_a_reader_that_pauses_does_not_stop_the_signs_of_life(remote) -> None:
 
 def test_a_detached_agent_on_this_machine_need_not_announce_itself(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from paceline.contract.job import *\n"
+        "import sys; from pathlib import Path; from paceline.protocol.job import *\n"
         "from paceline.launch.plan import local; from paceline.launch.supervise import run\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "job = JobSpec(('sh', '-c', f'echo ran > {folder}/ran'), 1, 'x', 1, run_dir=str(folder), detached=True)\n"

@@ -10,9 +10,9 @@ import pytest
 from tests import warm
 from tests.run_script import run_script
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
+from paceline.protocol.evidence import VerdictKind
 
 pytestmark = pytest.mark.sample(4)
 

@@ -18,9 +18,9 @@ from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
 from paceline.parallel.tensor_plan import find_plan, shards_of
+from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import ModelParts
-from paceline.worker.world import on_mesh
 
 CPU = torch.device("cpu")
 EVERYTHING = {**OWN, **HUGGING_FACE}

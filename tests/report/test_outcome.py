@@ -12,7 +12,7 @@ import pytest
 from tests.rendered import rendered
 from tests.report.folders import make_run
 
-from paceline.contract.failure import Failure
+from paceline.protocol.evidence import Failure
 from paceline.report.outcome import (
     COMPUTING,
     DATA,

@@ -20,7 +20,7 @@ from textual.widgets import Static
 from paceline.cli import main
 from paceline.cli import watch as command
 from paceline.cli.finding import NOTHING, Means
-from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
+from paceline.protocol.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.report.live import GrowingFile, LiveReader, RankNow, RunNow
 from paceline.report.watch_app import Actions, Details, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line

@@ -12,7 +12,7 @@ OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "runs/*.py", "checkpoint/*.py", "train/*.py",
     "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "report/*.py",
-    "guard/report.py", "worker/attach.py", "agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
+    "guard/report.py", "rank/attach.py", "agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
 )  # fmt: skip
 DOOR = {SOURCE / "runs" / f"{name}.py" for name in ("owners", "reading", "writing")}
 PAST_THE_DOOR = {

@@ -76,7 +76,7 @@ TOLD = {
     "a_folder_that_is_used": ("run-dir-not-empty", "folder used"),
     "begun": ("", "enough"),
     "gone_on_with_another_batch": ("another-run-for-good", "global_batch: 4"),
-    "another_device": ("", "unknown device 'tpu'"),
+    "another_device": ("device-unknown", "tpu"),
     "a_buffer_made_in_the_first_forward": ("buffer-made-in-first-forward", "mean"),
     "not_cleared": ("", "NOTE: optimizer.step() without zero_grad() since the last: the gradients of older"),
     "cleared_in_other_ways": ("", "nothing"),

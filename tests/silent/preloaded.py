@@ -1,15 +1,15 @@
-"""paceline.worker.bootstrap for an agent that forks its workers from one process that has imported a framework."""
+"""paceline.rank.bootstrap for an agent that forks its workers from one process that has imported a framework."""
 
 import sys
 
-from paceline.contract.birth import WorkerBirth
+from paceline.protocol.control import WorkerBirth
 
 if (birth := WorkerBirth.here()) is not None and birth.preload >= 0:
-    from paceline.worker.preload import serve
+    from paceline.rank.preload import serve
 
     frameworks = {"accelerated.py": ("accelerate",), "trainer.py": ("transformers.trainer",)}
     serve(birth, ("torch.distributed", *frameworks.get(sys.argv[1].rpartition("/")[2], ())))
 
-from paceline.worker.bootstrap import main
+from paceline.rank.bootstrap import main
 
 main(sys.argv[1:])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors
 
-from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
+from paceline.protocol.evidence import VerdictKind
 from paceline.runs.attempt import notices
 
 pytestmark = pytest.mark.sample(3)

@@ -21,8 +21,8 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import ToldElsewhere, UsageError
+from paceline.rank.world import World
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.worker.world import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
 V, STEPS, BATCH = 4, 3, 12

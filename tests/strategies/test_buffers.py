@@ -9,9 +9,9 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.data.plan import Work
+from paceline.rank.world import World
 from paceline.strategies import buffers as module
 from paceline.strategies.buffers import VirtualBuffers
-from paceline.worker.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
 

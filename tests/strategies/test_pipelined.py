@@ -12,8 +12,8 @@ from tests.run_ranks import run_ranks
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Result, Spec
 from paceline.parallel.pipeline import ModelStage, Pipeline, actions
+from paceline.rank.world import World
 from paceline.strategies import pipelined
-from paceline.worker.world import World
 
 TASKS = f"{Path(__file__).parents[1]}/lab/ranks/tasks_under_test.py"
 CHAINS = f"{Path(__file__).parent}/chains.py"

@@ -14,8 +14,8 @@ from paceline.collectives import communicator
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import ranks_share
+from paceline.rank.world import World
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.worker.world import World
 
 VIRTUAL = 5
 FAILING = 1  # the step

@@ -23,8 +23,8 @@ from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, load_ste
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import in_bf16
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
+from paceline.protocol.control import SHARED_MEMORY
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.fsdp import FSDP
 from paceline.train.weights import rescue_alone

@@ -12,10 +12,10 @@ from tests import warm
 from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
+from paceline.rank.world import World
 from paceline.runs.summary import read_summary
 from paceline.strategies import STRATEGIES
 from paceline.train.average import Average
-from paceline.worker.world import World
 
 TASK = """
 import torch

@@ -20,10 +20,10 @@ from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.state import TensorShard
+from paceline.rank.world import World
 from paceline.runs.events import Checkpointed, Step, read_events
 from paceline.stepping.totals import Votes
 from paceline.train.checkpointing import Saver
-from paceline.worker.world import World
 
 SIZE = 20_000
 CONTENT = TrainerState(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})

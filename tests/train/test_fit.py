@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.contract.evidence import Phase
+from paceline.protocol.evidence import Phase
 from paceline.runs.events import Step, read_events
 from paceline.train.fit import PhaseClock
 

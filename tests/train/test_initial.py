@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 from paceline.train.weights import begin_with, read_weights
-from paceline.worker.world import World
 
 TASK = """
 import os

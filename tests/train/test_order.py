@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.errors import codes
 from tests.run_ranks import run_ranks
 
-from paceline.contract.evidence import Op
 from paceline.errors import PacelineError
+from paceline.protocol.evidence import Op
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.stepping.order import CallOrder, Mismatch, compare_orders
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 NOTHING = frozenset[str]()
 

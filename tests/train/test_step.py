@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from paceline import BatchPlan, Loading, Strategy, World, load_steps, train_step
-from paceline.contract.evidence import Phase
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
+from paceline.protocol.evidence import Phase
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 

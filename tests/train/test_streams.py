@@ -17,9 +17,9 @@ from paceline.cli import ledger
 from paceline.config import BatchShape, TrainConfig
 from paceline.data.loader import Loading
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.seeding import derive, random_stream
 from paceline.train.stream_task import stream_of
-from paceline.worker.world import World
 
 TASK = """
 import os, signal

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.contract.box import RECORDS, Box, make_box
-from paceline.contract.evidence import Op, Phase
+from paceline.protocol.evidence import Op, Phase
+from paceline.protocol.status_page import RECORDS, StatusPage, make_status_page
+from paceline.rank.world import World
 from paceline.strategies.single import Single
 from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.records import LAST, Traces, anatomy, is_due, size_of
-from paceline.worker.world import World
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
 NO_RESULT: Any = None
@@ -28,7 +28,7 @@ def test_every_doubling_has_about_as_many_steps_in_detail() -> None:
 
 
 def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
-    box, clock = Box(make_box(0)), time.monotonic_ns
+    box, clock = StatusPage(make_status_page(0)), time.monotonic_ns
     for _ in range(RECORDS + 10):  # the ring has gone round
         box.end(box.begin(ALL_REDUCE))
     since = clock()
@@ -44,7 +44,7 @@ def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
     assert box.calls_since(clock()) == []
 
 
-def _stepped(clock: PhaseClock, box: Box, step: int) -> StepRecord:
+def _stepped(clock: PhaseClock, box: StatusPage, step: int) -> StepRecord:
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
         clock(phase)
     box.end(box.begin(ALL_REDUCE))
@@ -53,7 +53,7 @@ def _stepped(clock: PhaseClock, box: Box, step: int) -> StepRecord:
 
 
 def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     traces, clock = Traces(box), PhaseClock(box.enter)
     found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, box, step), ())]
     assert [one.step for one in found] == [1, 2]
@@ -67,7 +67,7 @@ def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
 
 
 def test_the_last_steps_are_always_in_detail() -> None:
-    box = Box(make_box(0))
+    box = StatusPage(make_status_page(0))
     traces, clock = Traces(box), PhaseClock(box.enter)
     for step in range(2**12 + 1, 2**12 + 40):
         assert traces.of(_stepped(clock, box, step), ()) == []

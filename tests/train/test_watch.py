@@ -16,10 +16,10 @@ from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
+from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
 from paceline.strategies import STRATEGIES
 from paceline.train.alike import check_replicas, checksum
-from paceline.worker.world import World
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -27,12 +27,12 @@ from msgspec.structs import replace
 from paceline.agent.janitor import start_janitor
 from paceline.agent.preload import start_preloader
 from paceline.agent.workers import Inherited, make_snapshots, worker_environment
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
+from paceline.protocol.control import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
+from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, lock_run_dir

@@ -1,6 +1,6 @@
 """The agent of ranks that another launcher (torchrun, srun, mpirun) started: `paceline watchover`.
 
-Each node has one. The ranks attach to it through a socket (`contract/attach.py`). It watches them as an agent watches
+Each node has one. The ranks attach to it through a socket (`protocol/control.py`). It watches them as an agent watches
 workers that it started. It differs in three ways: it does not start or restart ranks, it ends ranks only if its plan
 allows it (`may_end`), and it ends with the last rank. After the ranks have met in torch's store, the agents of several
 nodes connect to each other. The agent of node 0 diagnoses, the others follow it.
@@ -27,16 +27,27 @@ from paceline.agent.generation import Generation
 from paceline.agent.head import POLL_FAILING_SECONDS
 from paceline.agent.monitor import Judgement, Monitor
 from paceline.agent.workers import Inherited, Worker, Workers
-from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
-from paceline.contract.evidence import Sample
-from paceline.contract.failure import GOOD_ENDS, Failure
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, Orders, Readable, wait_readable
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
+from paceline.protocol.control import (
+    LIFELINE_GRACE_SECONDS,
+    STOP_SIGNALS,
+    Goodbye,
+    Hello,
+    Meeting,
+    Message,
+    Orders,
+    Readable,
+    peer_pid,
+    receive,
+    send,
+    wait_readable,
+)
+from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.job import NodePlan
 from paceline.runs.console import say
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come

@@ -25,12 +25,12 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.job import NodeRanks
-from paceline.contract.orders import Readable
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import port_holder
+from paceline.protocol.control import Readable
+from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.job import NodeRanks
 
 BEAT_SECONDS = 2.0  # between two signs of life, in both directions
 SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it

@@ -30,11 +30,11 @@ from paceline.agent.channel import (
     ToStore,
 )
 from paceline.agent.store import StoreGate
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import STOP_SIGNALS, Orders
 from paceline.errors import PacelineError
 from paceline.host.procfs import allow_files
+from paceline.protocol.control import STOP_SIGNALS, Orders
+from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.job import NodePlan
 from paceline.runs.console import say
 from paceline.runs.machine import ClockAhead
 

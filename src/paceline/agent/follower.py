@@ -30,12 +30,12 @@ from paceline.agent.channel import (
 )
 from paceline.agent.joining import interface_of, join, try_to_reach
 from paceline.agent.workers import Inherited, Workers
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
+from paceline.protocol.control import REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import say
 from paceline.runs.reading import read

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from paceline.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
 from paceline.agent.cluster import Cluster, RemoteNode
 from paceline.agent.workers import Inherited, Workers
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE_GRACE_SECONDS
 from paceline.errors import UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
 from paceline.guard.deaths import due_seconds
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS
+from paceline.protocol.evidence import Evidence, Sample
+from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 
 START_SECONDS = 30.0  # for other nodes to start their processes

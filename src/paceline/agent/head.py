@@ -13,14 +13,13 @@ from paceline.agent.joining import Newcomers, gather_nodes, reachable
 from paceline.agent.monitor import Judgement, LiveStatus, Monitor
 from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.agent.workers import Inherited
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.failure import GOOD_ENDS
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
+from paceline.protocol.evidence import GOOD_ENDS, Evidence, Sample
+from paceline.protocol.job import NodePlan
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.console import say
 

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.host.sweep import sweep_recorded
+from paceline.protocol.control import STOP_SIGNALS
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:

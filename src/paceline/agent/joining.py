@@ -28,13 +28,13 @@ from msgspec.structs import replace
 
 from paceline.agent.channel import Enter, Link, PeerAddress, Reach, introduce
 from paceline.agent.cluster import Cluster, RemoteNode
-from paceline.contract.job import NodePlan, labels
-from paceline.contract.orders import Orders
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
 from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
+from paceline.protocol.control import Orders
+from paceline.protocol.job import NodePlan, labels
 from paceline.runs import writing
 from paceline.runs.attempt import NodeNow, NodesNow, NodeState, write_nodes
 from paceline.runs.console import MAX_NAMES, say

@@ -19,17 +19,6 @@ from msgspec.structs import replace
 
 from paceline.agent.generation import Generation
 from paceline.agent.joining import unreachable
-from paceline.contract.evidence import (
-    CHECKPOINT_ASK,
-    LIVE,
-    WATCHED,
-    Evidence,
-    Live,
-    LiveRank,
-    Sample,
-    Verdict,
-    VerdictKind,
-)
 from paceline.errors import ExitCode
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.detectors import (
@@ -49,6 +38,17 @@ from paceline.guard.judge import judge, judge_samples, never_meet
 from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
 from paceline.guard.sentences import named, verb
 from paceline.guard.silent import SilentFaultDetector, calls_of
+from paceline.protocol.evidence import (
+    CHECKPOINT_ASK,
+    LIVE,
+    WATCHED,
+    Evidence,
+    Live,
+    LiveRank,
+    Sample,
+    Verdict,
+    VerdictKind,
+)
 from paceline.runs import writing
 from paceline.runs.attempt import Noted, note
 from paceline.runs.console import say

@@ -18,11 +18,18 @@ from contextlib import suppress
 
 import msgspec
 
-from paceline.contract.birth import MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth, as_bytes, at_import
-from paceline.contract.orders import Orders
-from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import read_process
 from paceline.host.sweep import mark_of
+from paceline.protocol.control import (
+    AGENT_MARK,
+    MAX_ORDER_BYTES,
+    READY,
+    ForkOrder,
+    Orders,
+    WorkerBirth,
+    as_bytes,
+    at_import,
+)
 from paceline.runs.console import say
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from paceline.contract.evidence import Sample, Verdict, VerdictKind
-from paceline.contract.failure import LOADER_KILLED
 from paceline.errors import ExitCode
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.report import same_verdict
+from paceline.protocol.evidence import LOADER_KILLED, Sample, Verdict, VerdictKind
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,23 @@ from paceline.agent.janitor import tell_janitor
 from paceline.agent.preload import Forked, Preloader
 from paceline.agent.relay import relay
 from paceline.agent.store import Store, StoreGate
-from paceline.contract.birth import ROOM, WorkerBirth
-from paceline.contract.box import make_box
-from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
-from paceline.contract.evidence import Sample
-from paceline.contract.failure import GOOD_ENDS, Failure
-from paceline.contract.job import NodePlan
-from paceline.contract.marks import read_names
-from paceline.contract.variables import AGENT_MARK, RUN_ID, SHARED_MEMORY
 from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
+from paceline.protocol.control import AGENT_MARK, ROOM, RUN_ID, SHARED_MEMORY, WorkerBirth
+from paceline.protocol.evidence import GOOD_ENDS, Failure, Sample
+from paceline.protocol.job import NodePlan
+from paceline.protocol.marks import read_names
+from paceline.protocol.status_page import (
+    ask_to_regroup,
+    ask_to_save,
+    make_status_page,
+    read_counters,
+    release,
+    takes_signal,
+)
 from paceline.runs import writing
 from paceline.runs.attempt import TimesWriter
 
@@ -174,7 +178,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         log_start = os.fstat(log).st_size
         # Memory, not a file: a worker that fails because the disk is full must still be able to say so.
         record = os.memfd_create(f"paceline-record-{rank}")
-        box = make_box(rank)
+        box = make_status_page(rank)
         shown = rank == 0 or plan.show == "all"
         direct = rank == max(0, plan.stdin_rank) and shown and os.isatty(1)  # what draws on a terminal must see one
         meet = store.inherited(rank, plain=plan.plain_store)

@@ -14,10 +14,10 @@ from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
-from paceline.contract.birth import WorkerBirth, restarts
 from paceline.errors import UsageError
+from paceline.protocol.control import WorkerBirth, restarts
+from paceline.rank.world import World
 from paceline.runs import folder as run_folder
-from paceline.worker.world import World
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, P
 from paceline.checkpoint.state import Source, TensorShard, place
 from paceline.collectives.control import gather_words
 from paceline.errors import UsageError
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 WORDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -34,9 +34,9 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import costs, gather_words
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
-from paceline.contract.birth import WorkerBirth
 from paceline.host.cgroup import free_memory
-from paceline.worker.world import World
+from paceline.protocol.control import WorkerBirth
+from paceline.rank.world import World
 
 Pair = tuple[int, int]
 SENT_BYTES = 1 << 26  # in one message between hosts

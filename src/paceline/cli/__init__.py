@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.orders import hold_standard_descriptors
 from paceline.errors import ExitCode, unknown
-from paceline.worker.foreign import understood
+from paceline.protocol.control import WorkerBirth, hold_standard_descriptors
+from paceline.rank.environment import understood
 
 GROUPS = {
     "run": {
@@ -83,7 +82,7 @@ def entry() -> None:
     """The program `paceline`: `main`, and then the end of the process."""
     code = main()
     if "torch" in sys.modules:
-        from paceline.worker.attach import leave
+        from paceline.rank.attach import leave
 
         leave(code)
     sys.exit(code)
@@ -96,8 +95,8 @@ def _train_as_rank(settings: Path) -> int:
     """
     from paceline.cli.train_checks import check_guard
     from paceline.config import check_values, load
+    from paceline.rank.hooks import TRAINING, import_all
     from paceline.runs.reading import real_path
-    from paceline.worker.imports import TRAINING, import_all
 
     config = load(real_path(settings), ours=True)
     check_values(config)
@@ -114,12 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.worker.imports import TRAINING, import_all
-        from paceline.worker.preload import serve
+        from paceline.rank.hooks import TRAINING, import_all
+        from paceline.rank.preload import serve
 
         serve(birth, lambda: import_all(TRAINING))
     if birth is not None:  # before anything slow: a worker must not outlive its agent
-        from paceline.worker.attach import attach
+        from paceline.rank.attach import attach
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
@@ -141,6 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE
-        from paceline.worker.attach import tell
+        from paceline.rank.attach import tell
 
         return tell(error)

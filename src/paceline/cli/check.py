@@ -8,16 +8,15 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.config import ClusterConfig
-from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
-from paceline.contract.job import JobSpec
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.check.report import judged, mistakes, script_page
+from paceline.protocol.control import BOOTSTRAP, CHECK
+from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
+from paceline.protocol.job import JobSpec
 from paceline.runs import reading, writing
 from paceline.runs.attempt import notices
 from paceline.runs.console import clean, say
 
-CHECKED = "paceline.worker.checked"
 FINDINGS = "check.json"
 MAX_FACTS_BYTES = 64 << 20
 
@@ -45,7 +44,8 @@ def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> J
         f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
     )
     # what drifts is on the page: a run that ended of it would hide what comes after
-    return replace(job, on_drift="warn", argv=tuple(CHECKED if word == BOOTSTRAP else word for word in job.argv))
+    at = job.argv.index(BOOTSTRAP) + 1
+    return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK, *job.argv[at:]))
 
 
 def told_findings(job: JobSpec, code: int) -> int:

@@ -18,7 +18,7 @@ from paceline.lab.doctor.survey import PROGRAM, Wanted, host_programs, survey
 from paceline.launch.hosts import parse_hosts
 from paceline.launch.plan import Command
 from paceline.launch.ssh.plan import sessions
-from paceline.worker.foreign import expand_nodes
+from paceline.rank.environment import expand_nodes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from msgspec.structs import replace
 
 from paceline.cli.flags import check_positive, command_words
 from paceline.config import ClusterConfig
-from paceline.contract.job import GPU_CORES, Allocation, Host, JobSpec
-from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
@@ -28,6 +26,8 @@ from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
 from paceline.launchers import LauncherName, launchers_of
+from paceline.protocol.control import SECRET_NAME
+from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
 from paceline.runs.console import say
 from paceline.runs.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 

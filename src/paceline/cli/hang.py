@@ -17,9 +17,9 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import standing
-from paceline.contract.evidence import Evidence
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
+from paceline.protocol.evidence import Evidence
 from paceline.runs import writing
 from paceline.runs.console import clock
 from paceline.runs.reading import names

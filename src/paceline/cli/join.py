@@ -10,8 +10,8 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import RunFlags, attempts, existing_run
 from paceline.cli.flags import check_positive
 from paceline.cli.run_state import LIVE, standing
-from paceline.contract.job import NodePlan
 from paceline.errors import UsageError
+from paceline.protocol.job import NodePlan
 from paceline.runs.folder import INVITATION
 from paceline.runs.owners import Unreadable
 from paceline.runs.reading import decode

@@ -17,17 +17,16 @@ from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gp
 from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config import ClusterConfig
-from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.job import JobSpec
-from paceline.contract.windows import Windows
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
+from paceline.protocol.control import BOOTSTRAP
+from paceline.protocol.job import JobSpec, Windows
+from paceline.rank.bootstrap import worker_command
+from paceline.rank.environment import launched
 from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, new_run_dir
 from paceline.torch_version import untested_torch
-from paceline.worker.bootstrap import worker_command
-from paceline.worker.foreign import launched
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import command_words, print_json
-from paceline.contract.variables import RUN_ID
 from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
+from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import gpu_words
 from paceline.runs.console import format_size, one_line, table_console
 from paceline.runs.machine import MachineUse

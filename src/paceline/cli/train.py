@@ -21,17 +21,17 @@ from paceline.cli.options import built
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
 from paceline.config import ClusterConfig, TrainConfig, check_values
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.job import JobSpec
 from paceline.errors import ExitCode, UsageError, flag
 from paceline.ladder import DEFAULT_ALONE, LADDER
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.job import JobSpec
+from paceline.rank.environment import check_shape, launched
+from paceline.rank.hooks import TRAINING, import_all
 from paceline.runs.console import say
 from paceline.runs.folder import CONFIG
 from paceline.runs.reading import real_path
 from paceline.tasks.settings import told
 from paceline.torch_version import untested_torch
-from paceline.worker.foreign import check_shape, launched
-from paceline.worker.imports import TRAINING, import_all
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,12 +4,12 @@ from paceline import config as configuration
 from paceline.checkpoint.format import Damaged
 from paceline.checkpoint.manager import Checkpoints
 from paceline.config import TrainConfig, batch_shape
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.windows import Windows
 from paceline.definition import allowed_changes, check_same, settings
 from paceline.errors import UsageError
 from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
 from paceline.mesh import mesh_of
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.job import Windows
 from paceline.runs.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.runs.reading import real_path
 from paceline.runs.trackers import tracker_names

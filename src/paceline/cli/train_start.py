@@ -12,14 +12,14 @@ from paceline import config as configuration
 from paceline.cli.elsewhere import planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import threads_of
 from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
-from paceline.contract.job import JobSpec
-from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
 from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
 from paceline.mesh import mesh_of
+from paceline.protocol.control import PRELOAD
+from paceline.protocol.job import JobSpec
 from paceline.runs.console import say
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import CONFIG, create_attempt_dir, write_settings

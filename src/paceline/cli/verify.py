@@ -13,13 +13,13 @@ import msgspec
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
 from paceline.config import settings_given
-from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
 from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
 from paceline.mesh import Mesh
+from paceline.protocol.job import AUTO, Windows
 from paceline.runs.attempt import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 

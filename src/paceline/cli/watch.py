@@ -13,10 +13,10 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
-from paceline.contract.evidence import CHECKPOINT_ASK
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
 from paceline.launch.tail import lines_of, start_of_last
+from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.report.live import LiveReader, RunNow
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cli.commands import command_line
-from paceline.contract.birth import BOOTSTRAP, WorkerBirth
-from paceline.contract.job import NodePlan, NodeRanks
-from paceline.contract.windows import Windows
 from paceline.errors import UsageError
+from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.job import NodePlan, NodeRanks, Windows
+from paceline.rank.attach import attach_to_agent
+from paceline.rank.bootstrap import run_script, worker_command
+from paceline.rank.environment import COUNTS, launched
 from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, open_run_dir
-from paceline.worker.bootstrap import run_script, worker_command
-from paceline.worker.foreign import COUNTS, launched
-from paceline.worker.watchover import attach_to_agent
 
 SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")
 

@@ -48,8 +48,8 @@ from paceline.collectives.transports import (
     leaving_bytes,
 )
 from paceline.collectives.tree import Forest
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, ToldElsewhere, UsageError
+from paceline.protocol.control import SHARED_MEMORY
 
 Asked = Literal["auto", "shared", "torch"]
 _QUIET = ("switched off", "hosts")  # reasons that are not printed

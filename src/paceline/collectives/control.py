@@ -50,9 +50,9 @@ from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, TrainingError, UsageError
-from paceline.worker.guard import Guard
-from paceline.worker.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
-from paceline.worker.world import World
+from paceline.rank.guard import Guard
+from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
+from paceline.rank.world import World
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")

@@ -31,7 +31,7 @@ from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.collectives.transports import fit_in_memory
 from paceline.collectives.tree import Forest, Node
-from paceline.contract.variables import SHARED_MEMORY
+from paceline.protocol.control import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
 _said: set[str] = set()

@@ -74,12 +74,12 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.torch_collectives import gather_over_torch
-from paceline.contract.evidence import SHARED_GROUP, Op
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.errors import ExitCode, TrainingError
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
-from paceline.worker.guard import Guard
+from paceline.protocol.control import SHARED_MEMORY
+from paceline.protocol.evidence import SHARED_GROUP, Op
+from paceline.rank.guard import Guard
 
 SPINS = 1000  # looks, of about 50 ns each
 YIELD_SECONDS = 2e-4

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from paceline.compute.forward import around_forward, may_record, subclassed
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
+from paceline.rank import recorder
 from paceline.runs.owners import check_ours
 from paceline.runs.writing import make_folder
-from paceline.worker import recorder
 
 MAX_REASON_CHARS = 1500
 MAX_GRAPHS = 8  # each holds memory for all activations of its shape

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.contract.evidence import Phase
+from paceline.protocol.evidence import Phase
 
 
 class PhaseEvents:

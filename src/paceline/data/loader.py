@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.contract.box import Box
 from paceline.data.arrays import SampleDraws, batch_gatherer
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.workers import (
@@ -37,6 +36,7 @@ from paceline.data.workers import (
 )  # fmt: skip
 from paceline.errors import UsageError
 from paceline.nested import mapped, tensors
+from paceline.protocol.status_page import StatusPage
 
 Begun = TypeVar("Begun")
 Request = tuple[int, Tensor]
@@ -78,7 +78,7 @@ class Loading:
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
-    box: Box | None = None
+    box: StatusPage | None = None
     """where the worker processes write which sample they work on"""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)

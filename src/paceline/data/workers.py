@@ -39,12 +39,11 @@ from torch.utils.data import (
     get_worker_info,
 )  # fmt: skip
 
-from paceline.contract.box import SLOTS, Box
-from paceline.contract.boxes import read_loaders
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
 from paceline.nested import batch_size, tensors
+from paceline.protocol.control import STOP_SIGNALS
+from paceline.protocol.status_page import SLOTS, StatusPage, read_loaders
 from paceline.seeding import derive, preserved_streams, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation exist at the same time
@@ -67,7 +66,7 @@ class SeededSamples(Dataset[Any]):
     A worker writes into the box which sample it works on.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, box: Box | None = None, first_slot: int = 0) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, box: StatusPage | None = None, first_slot: int = 0) -> None:
         self._dataset, self._seed = dataset, seed
         self._box, self._first_slot = box, first_slot
 
@@ -172,7 +171,7 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
 
 @cache
 def inherited_frozen_objects() -> bool:
-    """Whether a fork gave this process frozen objects (worker/preload.py). Counting 600,000 objects takes 70 ms."""
+    """Whether a fork gave this process frozen objects (rank/preload.py). Counting 600,000 objects takes 70 ms."""
     return gc.get_freeze_count() > 0
 
 
@@ -191,7 +190,7 @@ def without_garbage() -> Generator[None]:
             gc.unfreeze()
 
 
-def drained(iterator: Iterator[Any], box: Box | None) -> Generator[Any]:
+def drained(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
     """The batches of a loader's iterator; `box` shows when it is waited for. Random streams do not change."""
     try:
         while True:
@@ -227,7 +226,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 
 @contextmanager
-def naming_lost_processes(box: Box, rank: int) -> Generator[None]:
+def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
     """Inside, a killed worker becomes an error that names it, and the sample that it worked on.
 
     torch raises from its handler of SIGCHLD, at any place of the main thread.

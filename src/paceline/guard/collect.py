@@ -14,8 +14,14 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.box import SIGNAL, SIGNAL_SAFE
-from paceline.contract.boxes import (
+from paceline.host.gpu_use import ask_gpus
+from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
+from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
+from paceline.protocol.job import JUMP_SECONDS
+from paceline.protocol.marks import read_calls, read_findings, read_marks, read_orders
+from paceline.protocol.status_page import (
+    SIGNAL,
+    SIGNAL_SAFE,
     forget_native,
     has_box,
     put_question,
@@ -26,11 +32,6 @@ from paceline.contract.boxes import (
     read_ring,
     takes_signal,
 )
-from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
-from paceline.contract.marks import read_calls, read_findings, read_marks, read_orders
-from paceline.contract.windows import JUMP_SECONDS
-from paceline.host.gpu_use import ask_gpus
-from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second
 DEAF_SECONDS = 4.0  # a watcher that has not woken for so long is not asked twice

@@ -11,8 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.failure import GOOD_ENDS, speaks_of_lost_peer
+from paceline.protocol.evidence import GOOD_ENDS, Evidence, Sample, speaks_of_lost_peer
 
 SETTLE_SECONDS = 0.3  # from the first failure to the verdict: what failed at the same moment shall be seen too
 VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no better culprit shows up

@@ -25,10 +25,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
-from paceline.contract.places import Activity, activity_of, imports_torch
-from paceline.contract.windows import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 from paceline.guard.judge import UNMET_SECONDS
+from paceline.protocol.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
+from paceline.protocol.job import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
+from paceline.protocol.places import Activity, activity_of, imports_torch
 
 CLOCKS_SECONDS = 1.5  # what two looks at a rank may differ by where it has not moved
 BUSY_CPU_SECONDS = 0.5  # in a second

@@ -29,8 +29,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import SHARED_GROUP, Evidence, Op, Phase, Sample, Verdict, VerdictKind
-from paceline.contract.places import shown_site, stands_at, waits_for_ranks
 from paceline.guard import sentences
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
 from paceline.guard.sentences import conclude
@@ -48,6 +46,8 @@ from paceline.guard.waits import (
     waiting_alike,
     waiting_graph,
 )
+from paceline.protocol.evidence import SHARED_GROUP, Evidence, Op, Phase, Sample, Verdict, VerdictKind
+from paceline.protocol.places import shown_site, stands_at, waits_for_ranks
 
 Ranks = Mapping[int, Rank]
 Graph = Mapping[int, frozenset[int]]  # rank -> those for whom it waits

@@ -17,11 +17,11 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, end_of
 from paceline.guard.sentences import called_from, loader_words, named, op_words, printable, signal_name, where
+from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.reading import read

@@ -5,10 +5,10 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.contract.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.contract.places import by, frames, line_of, shown, shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
+from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
+from paceline.protocol.places import by, frames, line_of, shown, shown_site, stands_at
 
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
 FROM = ("recv", "irecv", "broadcast", "scatter")

@@ -16,12 +16,22 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
-from paceline.contract.marks import SAME_BY_DDP, SETTINGS, SUMMED, Mark, Order, marks_of, orders_of
-from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import named, verb
 from paceline.guard.waits import majority, parties_by
+from paceline.protocol.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
+from paceline.protocol.marks import (
+    SAME_BY_DDP,
+    SETTINGS,
+    SUMMED,
+    Mark,
+    Mismatch,
+    Order,
+    compare_orders,
+    marks_of,
+    order_label,
+    orders_of,
+)
 
 NO_PART = 0xFFFFFFFF
 PROOFS = 3  # times that a part was equal, and another than before

@@ -14,9 +14,9 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from paceline.contract.evidence import Evidence, Op, Phase
-from paceline.contract.places import stands_at, waits_for_ranks
 from paceline.guard.deaths import RankEnd, end_in_collective
+from paceline.protocol.evidence import Evidence, Op, Phase
+from paceline.protocol.places import stands_at, waits_for_ranks
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
 Message = tuple[Stream, int, str, str]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
 from paceline.host.gpu_use import GpuReader
 from paceline.host.procfs import PROC, read_process
+from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import say
 from paceline.runs.machine import MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter

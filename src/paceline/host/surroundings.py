@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.contract.variables import SECRET_NAME
 from paceline.errors import UsageError
+from paceline.protocol.control import SECRET_NAME
 
 BASH_SECONDS = 120.0  # module systems on a busy file server take their time
 LAST_WORDS_CHARS = 1500

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.contract.variables import AGENT_MARK
 from paceline.host.procfs import PROC, Process, processes
+from paceline.protocol.control import AGENT_MARK
 from paceline.runs.reading import decode, names
 
 SWEEP_SECONDS = 2.0

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.contract.failure import Failure
-from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import ExitCode, plural
 from paceline.lab.measurement import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
 from paceline.launch.supervise import run_workers
 from paceline.mesh import strategy_on
+from paceline.protocol.control import STOP_SIGNALS
+from paceline.protocol.evidence import Failure
 
 WORKER = "paceline.lab.ranks.measure"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # else the profiler prints several lines at each start

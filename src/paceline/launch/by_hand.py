@@ -3,11 +3,10 @@
 import shlex
 from collections.abc import Iterator
 
-from paceline.contract.birth import BOOTSTRAP
-from paceline.contract.job import JobSpec, head_ports, labels, plain_name
-from paceline.contract.variables import RUN_ID, SECRET_NAME
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, as_file, node_plan
+from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
+from paceline.protocol.job import JobSpec, head_ports, labels, plain_name
 
 PLAN_FILE = "plan.json"
 NODE0 = "NODE0"  # in the place of a name that we do not know

@@ -15,13 +15,13 @@ from typing import Any
 
 import cloudpickle
 
-from paceline.contract.birth import WorkerBirth
 from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.protocol.control import WorkerBirth
 from paceline.runs.attempt import read_ended
 from paceline.runs.progress import REPORT_SECONDS, ProgressLine
 from paceline.runs.reading import read
 
-CALLED = Path(__file__).parents[1] / "worker" / "called.py"
+CALLED = Path(__file__).parents[1] / "rank" / "called.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
 _MOST_BYTES = 1 << 40  # of what a rank returns
 SHARED = Path("runs")  # where run folders are made: all hosts of a run see it

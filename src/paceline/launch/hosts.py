@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.contract.job import Host, plain_name
 from paceline.errors import UsageError
+from paceline.protocol.job import Host, plain_name
 from paceline.runs.reading import read
 
 MAX_FILE_BYTES = 1 << 20

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import asdict, replace
 
-from paceline.contract.job import JobSpec, NodePlan, NodeRanks, head_ports
-from paceline.contract.variables import SECRET_NAME
+from paceline.protocol.control import SECRET_NAME
+from paceline.protocol.job import JobSpec, NodePlan, NodeRanks, head_ports
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)

@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.contract.job import JobSpec, NodePlan
-from paceline.contract.orders import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.host.sweep import roster_path, sweep_recorded
 from paceline.launch.plan import Command, Plan, local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.protocol.job import JobSpec, NodePlan
 from paceline.runs.console import say
 
 AGENT_MARGIN_SECONDS = 1.2  # how much longer than its workers' grace an agent needs to stop

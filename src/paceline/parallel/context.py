@@ -32,7 +32,7 @@ from paceline.parallel.dtensor import (
 from paceline.parallel.dtensor_mode import DTensorMode, attention
 from paceline.parallel.layers import is_transposed, mask_of_heads, projections, replace_forward
 from paceline.parallel.tensor import compare_losses, run_in_mode
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 
 def share_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:

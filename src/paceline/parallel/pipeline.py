@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from paceline.compute.forward import around_forward
-from paceline.contract.evidence import Phase
 from paceline.errors import TrainingError
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 from paceline.seeding import put_stream_states, stream_states
-from paceline.worker.world import World
 
 META = torch.device("meta")
 Schedule = Literal["1f1b", "gpipe"]

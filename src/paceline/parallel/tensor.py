@@ -21,7 +21,7 @@ from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tenso
 from paceline.parallel.dtensor_mode import DTensorMode
 from paceline.parallel.logits import to_caller
 from paceline.parallel.tensor_plan import ShardedLayer, find_plan, shards_of
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 MEGA = 1e6
 LOSS_TOLERANCE = 1e-2  # in bf16 another order of a sum makes such a difference

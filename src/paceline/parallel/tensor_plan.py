@@ -17,7 +17,7 @@ from torch import nn
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.errors import UsageError, first_few, plural, unknown
 from paceline.parallel.layers import is_linear, is_transposed, widths
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 WAYS = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
 INTO_ATTENTION = re.compile(

@@ -1,6 +1,6 @@
 """The live state of a run: each rank's phase, speed and waiting, from the new records in its folder at each look.
 
-The head agent of a run writes the state of each rank on request (`Live` in contract/evidence.py). Other runs only have
+The head agent of a run writes the state of each rank on request (`Live` in protocol/evidence.py). Other runs only have
 the events of the ranks: their last step, and the time since then.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from paceline.contract.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
 from paceline.guard.detectors import OWN, Spent, slow_rank
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED, Live, LiveRank, Phase
 from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files

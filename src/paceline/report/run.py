@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.contract.failure import Failure
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import Noted, notices
 from paceline.runs.console import clean
 from paceline.runs.events import (

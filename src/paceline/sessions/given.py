@@ -13,6 +13,7 @@ from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.sessions.elsewhere import replace_in_place
 from paceline.sessions.gate import SessionStep
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
@@ -20,7 +21,6 @@ from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.optimizer import checked_optimizer
-from paceline.worker.world import World
 
 OptimizerLike = Optimizer | MakeOptimizer
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]

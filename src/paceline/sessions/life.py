@@ -23,11 +23,14 @@ from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
-from paceline.contract.evidence import Phase
 from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
 from paceline.ladder import EXACT, LADDER, options_of_others
+from paceline.protocol.evidence import Phase
+from paceline.rank.attach import attach, leave, record_failure, tell
+from paceline.rank.guard import Guard
+from paceline.rank.world import World, joined
 from paceline.rhythm import steps_or_seconds
 from paceline.runs.summary import Summary
 from paceline.runs.trackers import tracker_names
@@ -46,9 +49,6 @@ from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
 from paceline.train.preemption import noticing
 from paceline.train.wording import see_it
-from paceline.worker.attach import attach, leave, record_failure, tell
-from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined
 
 NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # what code raises that finds None in .grad
 CLIPPING = "torch/nn/utils/clip_grad.py"  # raises an error that does not name None
@@ -107,7 +107,7 @@ class Life(Loop):
         attach()
         self._pid = os.getpid()
         self._guard = Guard.of_process()
-        self._guard.take_over()
+        self._guard.detach_probes()
         self._guard.box.enter(Phase.INIT)
         self._stack, self._complete = ExitStack(), False
         self._name, self._seed, self._strategy, self._exact = script_name(), seed, strategy, strategy in EXACT

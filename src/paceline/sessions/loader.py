@@ -18,6 +18,7 @@ from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.seeding import preserved_streams
 from paceline.sessions.assumptions import ORDER, RESUMED_ORDER
 from paceline.sessions.order import (
@@ -33,7 +34,6 @@ from paceline.sessions.order import (
     steps_of,
 )
 from paceline.train.streaming import Stream
-from paceline.worker.world import World
 
 MicroBatches = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]

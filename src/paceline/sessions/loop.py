@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import layout
 from paceline.collectives.control import gather_words, together, told_once
-from paceline.contract.evidence import Phase
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
 from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
@@ -37,8 +39,6 @@ from paceline.train.alike import check_replicas
 from paceline.train.course import Course
 from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 TRACK_EVERY = 50  # steps between two reports of the loss
 SLOW_SECONDS = 1.0  # to read a few samples: then they are read once only

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from paceline.collectives.control import gather_tensors, sum_over_ranks, together, told_once
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.sessions.observer import Observer
 from paceline.tasks.metric import is_torchmetric, several
 from paceline.train.metrics import dealt, in_order, result_of, state_of
-from paceline.worker.world import World
 
 
 class Ranks:

@@ -17,13 +17,13 @@ from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import gather_words, told_once
 from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
 from paceline.sessions.elsewhere import is_cut, own_share
 from paceline.sessions.prepared import PreparedOptimizer
 from paceline.sessions.unsaved import Containers
 from paceline.train.numbers import as_json, from_json
-from paceline.worker.world import World
 
 TENSOR = "tensor of the state"
 

@@ -13,11 +13,10 @@ from paceline.config import dump_given
 from paceline.data.plan import BatchPlan
 from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
+from paceline.rank.sites import line_of
+from paceline.rank.world import World, device_words
 from paceline.runs import folder as run_folder
 from paceline.train.wording import shares_line
-from paceline.worker.device import device_words
-from paceline.worker.sites import line_of
-from paceline.worker.world import World
 
 OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too
 ARGUMENTS = {

@@ -28,8 +28,8 @@ from paceline.collectives.control import (
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import mapped
+from paceline.rank.world import World
 from paceline.strategies.base import Strategy
-from paceline.worker.world import World
 
 MAX_NAMED = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3

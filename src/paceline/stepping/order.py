@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.collectives.control import gather_words, told_once
-from paceline.contract.evidence import Op
-from paceline.contract.order import Mismatch, compare_orders, order_label
 from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.protocol.evidence import Op
+from paceline.protocol.marks import Mismatch, compare_orders, order_label
+from paceline.rank.world import World
 from paceline.stepping.nonfinite import UNCHANGED
-from paceline.worker.world import World
 
 HASH_BYTES = 6  # a float64 holds it exactly
 
@@ -36,7 +36,7 @@ class CallOrder:
         taken: Callable[[], list[Op]],
         notice: Callable[[str], None],
     ) -> None:
-        """`take` and `taken` are those of the guard, see `worker.guard`."""
+        """`take` and `taken` are those of the guard, see `rank.guard`."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice
         self._local: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # lines from which all ranks have called

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.collectives.buckets import trainable
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.protocol.evidence import Phase
 from paceline.stepping.micro_step import MicroStep, weighted
 from paceline.stepping.step import Step
 from paceline.stepping.totals import Finish

@@ -33,10 +33,12 @@ from paceline.collectives.control import (
 )
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.torch_collectives import labelled
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
 from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_functions, own_hooks
@@ -52,8 +54,6 @@ from paceline.stepping.micro_step import (
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Finish, StepResult, StepTotals, Votes
 from paceline.stepping.trained_model import TrainedModel, check_summed_once, reached_anywhere
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 
 class Step:

@@ -17,12 +17,12 @@ from paceline.collectives.control import (
     start_totals,
     told_once,
 )
-from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
+from paceline.protocol.evidence import Phase
+from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, Weighed, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
-from paceline.worker.world import World
 
 
 class Votes(NamedTuple):

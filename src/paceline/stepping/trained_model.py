@@ -12,10 +12,10 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, now, sent, sum_over_ranks
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
 from paceline.stepping.nonfinite import NotFinite, gradients_are_finite
 from paceline.strategies.base import Strategy
-from paceline.worker.world import World
 
 FIRST = 2.0**16
 LARGEST, SMALLEST = 2.0**24, 2.0**-14

@@ -22,11 +22,11 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.parallel.pipeline import Pipeline
+from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
 from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
-from paceline.worker.world import World
 
 if TYPE_CHECKING:
     from paceline.collectives.reducer import Reducer

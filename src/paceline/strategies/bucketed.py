@@ -11,12 +11,12 @@ from paceline.collectives.communicator import say
 from paceline.collectives.control import Pending
 from paceline.collectives.reducer import check_gradients, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, hosts_of
-from paceline.worker.world import World
 
 _layout = attrgetter("layout")
 

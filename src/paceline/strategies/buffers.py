@@ -43,7 +43,7 @@ from paceline.collectives.tree import Forest, added
 from paceline.compute.forward import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20

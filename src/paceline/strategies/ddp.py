@@ -13,9 +13,9 @@ from paceline.collectives.control import Pending
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
 from paceline.strategies.refusals import refuse_lazy
-from paceline.worker.world import World
 
 
 class DDP(Strategy):

@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.refusals import only_alone, refuse_lazy
-from paceline.worker.world import World
 
 
 class DataParallel(Strategy):

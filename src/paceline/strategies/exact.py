@@ -7,10 +7,10 @@ from paceline.collectives.control import Pending
 from paceline.collectives.norm import SharedNorm, even_shares
 from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.replicate import broadcast_module
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
-from paceline.worker.world import World
 
 
 class Exact(Strategy):

@@ -27,14 +27,14 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
 from paceline.compute.precision import rounded_by_autocast
-from paceline.contract.evidence import BLOCK
 from paceline.data.plan import Work
 from paceline.errors import UsageError
+from paceline.protocol.evidence import BLOCK
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.parts import norm_of
 from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
-from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from paceline.collectives.buckets import check_dense
 from paceline.collectives.replicate import broadcast_module
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
-from paceline.worker.world import World
 
 
 class Manual(Strategy):

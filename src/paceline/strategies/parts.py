@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Pending, sum_over_ranks
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 
 class ModelParts:

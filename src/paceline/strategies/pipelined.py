@@ -23,9 +23,9 @@ from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
 from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.parts import ModelParts
-from paceline.worker.world import World
 
 
 class Division(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.buckets import sparse_gradient
 from paceline.errors import UsageError
 from paceline.ladder import FOR_SEVERAL
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 # Each updates an element by that element's own gradient and history alone.
 ELEMENT_WISE = (

@@ -18,9 +18,9 @@ from paceline.collectives.reducer import sum_on_each_host
 from paceline.collectives.transports import fit_in_memory
 from paceline.errors import UsageError, flag
 from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.outer import Between, Outer
-from paceline.worker.world import World
 
 
 def between_hosts(

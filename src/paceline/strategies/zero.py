@@ -9,11 +9,11 @@ from paceline.collectives.norm import SharedNorm
 from paceline.collectives.reducer import sum_to_shares
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
+from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
-from paceline.worker.world import World
 
 
 class Zero(Strategy):

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, told_once
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
+from paceline.rank.world import World
 from paceline.train.numbers import settings_of
-from paceline.worker.world import World
 
 MAX_NAMED = 3
 REGISTERED = "registered/"

@@ -28,8 +28,10 @@ from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import gather_words, together
-from paceline.contract.evidence import Phase
 from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import CHECKPOINTS
 from paceline.runs.writers import EventWriter
@@ -37,8 +39,6 @@ from paceline.runs.writing import write_new
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
 from paceline.train.alike import check_replicas
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 WRONG = (ExitCode.DIVERGED,)  # ends after which the state is not worth keeping
 NOBODY = '{"guilty": []}'  # the guard's message if no rank is guilty

@@ -20,11 +20,11 @@ from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, 
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError, Write, flag
 from paceline.host.cgroup import free_memory
+from paceline.rank.world import World
 from paceline.seeding import preserved_streams
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
-from paceline.worker.world import World
 
 if TYPE_CHECKING:
     from paceline.config import ComputeConfig

@@ -11,9 +11,9 @@ from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.workers import asks_for_batches
 from paceline.host.cgroup import usable_cores
+from paceline.rank.world import World
 from paceline.runs.summary import Summary
 from paceline.train.prepare import Parts
-from paceline.worker.world import World
 
 WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 WORTH_TELLING = 0.1

@@ -15,9 +15,11 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, told_once
-from paceline.contract.evidence import Phase
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.progress import Throughput
@@ -32,8 +34,6 @@ from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import Records, Traces
 from paceline.train.weights import rescue, rescue_alone, save
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 Numbers = Callable[[], dict[str, Any]]
 """Gives what a checkpoint keeps beside tensors, metrics and the definition."""

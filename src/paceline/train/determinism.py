@@ -19,8 +19,8 @@ from torch.cuda import nccl
 
 from paceline.errors import PacelineError, TrainingError
 from paceline.ladder import DEFAULT
-from paceline.worker.device import device_words
-from paceline.worker.imports import when_imported
+from paceline.rank.hooks import when_imported
+from paceline.rank.world import device_words
 
 DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
 KERNEL_MAKER = "torch._inductor.config"

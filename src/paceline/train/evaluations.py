@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.collectives.control import together
-from paceline.contract.evidence import Phase
 from paceline.errors import unknown
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
@@ -18,7 +19,6 @@ from paceline.train.fit import StepRecord
 from paceline.train.passes import Passes
 from paceline.train.prepare import Parts
 from paceline.train.weights import save
-from paceline.worker.guard import Guard
 
 LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from paceline.compute.phase_events import PhaseEvents
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
+from paceline.protocol.evidence import Phase
 from paceline.stepping.totals import StepResult
 from paceline.stepping.trained_model import LossScale
 from paceline.strategies.base import Strategy

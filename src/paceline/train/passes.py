@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.contract.box import Box
 from paceline.data.loader import MicroBatch, as_pair, load_steps
+from paceline.protocol.status_page import StatusPage
+from paceline.rank.world import World
 from paceline.train.fit import StepRecord
 from paceline.train.prepare import Parts
 from paceline.train.streaming import Stream
-from paceline.worker.world import World
 
 
 class Passes:
@@ -19,7 +19,7 @@ class Passes:
     coming = 0.0
     """samples that this rank has of the next batch: a vote"""
 
-    def __init__(self, parts: Parts, box: Box) -> None:
+    def __init__(self, parts: Parts, box: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
         self._loading = replace(parts.loading, box=box)
 
@@ -61,7 +61,7 @@ class Passes:
 class StreamPasses(Passes):
     """Over a stream, whose end nobody knows before it comes."""
 
-    def __init__(self, parts: Parts, stream: Stream, box: Box, say: Callable[[str], None]) -> None:
+    def __init__(self, parts: Parts, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
         super().__init__(parts, box)
         self._stream, stream.loading, stream.say = stream, self._loading, say
         self.take({})

@@ -22,6 +22,7 @@ from paceline.data.streams import is_stream
 from paceline.data.workers import Room, check_room
 from paceline.errors import UsageError
 from paceline.ladder import LADDER, options_of_others
+from paceline.rank.world import World
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
@@ -37,7 +38,6 @@ from paceline.train.sharing import ALONE, Sharing, Wish, share_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import stream_of
 from paceline.train.streaming import Stream
-from paceline.worker.world import World
 
 NAMES = {"train": "training data", "validation": "validation data", "test": "test data"}
 

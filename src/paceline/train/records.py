@@ -13,10 +13,11 @@ from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import gather_words
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.box import Box
 from paceline.data.plan import BatchPlan, add, fingerprint
 from paceline.host.machine_log import MachineLog
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.status_page import StatusPage
+from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.events import Event, MemoryBreakdown, Traced
 from paceline.runs.summary import finite, scores_line
@@ -25,7 +26,6 @@ from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.fit import Border, StepRecord
-from paceline.worker.world import World
 
 LAST = 8  # steps that are always in detail
 WHOLE_BITS = 6  # up to 2**6 - 1 all are
@@ -140,7 +140,7 @@ class Records:
 class Traces:
     """Steps in detail, for `paceline trace` and the page of a run: few of many, and always the last."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: StatusPage) -> None:
         self._box, self._last = box, deque[tuple[int, Sequence[Border]]](maxlen=LAST)
 
     def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:

@@ -17,12 +17,14 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_poi
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
 from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
-from paceline.contract.birth import WorkerBirth
-from paceline.contract.evidence import Phase
 from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.ladder import EXACT
 from paceline.mesh import mesh_of
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World, device_words, joined, on_mesh
 from paceline.runs import folder as run_folder
 from paceline.runs import writing
 from paceline.runs.summary import Summary, write_summary
@@ -32,9 +34,6 @@ from paceline.train.determinism import deterministic, holds_for
 from paceline.train.prepare import Parts, prepare
 from paceline.train.training import Training
 from paceline.train.weights import begin_with
-from paceline.worker.device import device_words
-from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined, on_mesh
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def train(config: TrainConfig) -> Outcome:
             collective.
     """
     guard = Guard.of_process()
-    guard.take_over()
+    guard.detach_probes()
     guard.box.enter(Phase.INIT)
     prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has made and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)

@@ -19,6 +19,7 @@ from paceline.errors import UsageError, plural
 from paceline.mesh import OF_MODEL
 from paceline.parallel.partition import survey
 from paceline.parallel.pipeline import Schedule, idle
+from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.parts import ModelParts
@@ -26,7 +27,6 @@ from paceline.strategies.pipelined import Division, divided, pipelined
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
-from paceline.worker.world import World
 
 SAME = 1e-2  # of the loss: torch may take other kernels where nothing is kept for backward; in bf16 that is seen
 TRIED = 2  # samples

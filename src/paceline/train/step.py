@@ -6,10 +6,10 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch, Prefetch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
+from paceline.protocol.evidence import Phase
 from paceline.stepping.micro_step import added_in
 from paceline.stepping.order import CallOrder
 from paceline.stepping.pipeline_step import PipelineStep

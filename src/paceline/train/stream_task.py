@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 from paceline.data.loader import Loading
 from paceline.data.streams import ENDLESS, StreamPlan
 from paceline.errors import UsageError
+from paceline.rank.world import World
 from paceline.tasks.task import Task
 from paceline.train.streaming import Stream
-from paceline.worker.world import World
 
 if TYPE_CHECKING:
     from paceline.config import BatchShape, TrainConfig

@@ -11,9 +11,9 @@ from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
 from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
+from paceline.rank.world import World
 from paceline.seeding import preserved_streams
 from paceline.train.numbers import as_json, from_json
-from paceline.worker.world import World
 
 
 class Stream:

@@ -8,10 +8,12 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
-from paceline.contract.evidence import Phase
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, plural
 from paceline.ladder import EXACT
+from paceline.protocol.evidence import Phase
+from paceline.rank.guard import Guard
+from paceline.rank.world import World
 from paceline.rhythm import steps_or_seconds
 from paceline.runs.progress import Display
 from paceline.runs.summary import Summary
@@ -27,8 +29,6 @@ from paceline.train.preemption import noticing
 from paceline.train.prepare import Parts
 from paceline.train.sharing import waited_line
 from paceline.train.wording import closing_lines, facts, opening_lines, stopped_line
-from paceline.worker.guard import Guard
-from paceline.worker.world import World
 
 
 class Training:

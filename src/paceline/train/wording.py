@@ -9,10 +9,10 @@ import torch
 from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
+from paceline.rank.world import device_words
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
-from paceline.worker.device import device_words
 
 
 def opening_lines(parts: Parts) -> list[str]:

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from paceline.worker.imports import when_imported
+from paceline.rank.hooks import when_imported
 
 
 def _double() -> Any:
@@ -16,7 +16,7 @@ def _in_world(*, late: bool) -> None:
     def backend(asked: str, device: object) -> str:
         return _double().BACKEND
 
-    module: Any = sys.modules["paceline.worker.world"]
+    module: Any = sys.modules["paceline.rank.world"]
     module.chosen_backend = backend
 
 
@@ -40,5 +40,5 @@ def _in_sums(*, late: bool) -> None:
 
 
 when_imported("paceline.collectives.control", _in_sums)
-when_imported("paceline.worker.world", _in_world)
+when_imported("paceline.rank.world", _in_world)
 when_imported("torch.distributed", _in_torch)  # the product's own hook is at distributed_c10d

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.doctor import main
-from paceline.contract.job import Host
 from paceline.errors import UsageError
 from paceline.lab.doctor.survey import PROGRAM
 from paceline.launch.ssh.plan import sessions
+from paceline.protocol.job import Host
 
 
 def test_one_machine_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

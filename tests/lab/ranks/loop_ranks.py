@@ -7,7 +7,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 from tests.lab.ranks.loop_table import spec_of
 
 from paceline.lab.ranks.loop import run_loop
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 folder, *names = sys.argv[1:]
 for name in names:

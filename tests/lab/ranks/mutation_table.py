@@ -20,10 +20,10 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory_sum
 from paceline.collectives.communicator import make_communicator
-from paceline.contract.variables import SHARED_MEMORY
 from paceline.lab.ranks.verify import collect_bits, verify
 from paceline.lab.verify import Case, Diagnosis, Result, Spec
-from paceline.worker.world import World
+from paceline.protocol.control import SHARED_MEMORY
+from paceline.rank.world import World
 
 TASKS = Path(__file__).with_name("tasks_under_test.py")
 WORLD_SIZE = 3

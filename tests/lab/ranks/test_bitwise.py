@@ -13,7 +13,7 @@ from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
 from paceline.lab.ranks.verify import collect_bits
 from paceline.lab.verify import BitsReport, Spec, print_bits
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90)]
 

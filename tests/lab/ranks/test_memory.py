@@ -58,7 +58,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     from paceline.lab.measurement import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.lab.ranks import measure
     from paceline.lab.ranks.measure import Workload
-    from paceline.worker.world import World
+    from paceline.rank.world import World
 
     measure.ask_gpus = lambda pids, *, wait_seconds: dict.fromkeys(pids, "GPU 0: at its power limit") if rank else {}
     names = [NO_EXCHANGE, "manual", "bucketed", "ddp", "exact", "zero"]

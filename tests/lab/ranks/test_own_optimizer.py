@@ -17,7 +17,7 @@ from tests.run_ranks import run_ranks
 from paceline.lab.ranks import trial
 from paceline.lab.ranks.verify import collect_bits, verify
 from paceline.lab.verify import Result, Spec
-from paceline.worker.world import World
+from paceline.rank.world import World
 
 TASKS = Path(tasks_under_test.__file__)
 

@@ -13,8 +13,8 @@ from tests.errors import raises
 from paceline.config import TrainConfig
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.ranks.measure import MOST_SAMPLES, CandidateTraining, load_workload
+from paceline.rank.world import World
 from paceline.train.step import ignore
-from paceline.worker.world import World
 
 TASK = """
 import torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from paceline.contract.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
 from paceline.guard.sentences import named
 from paceline.lab.check.findings import Loaders, Remark, differs, loaders_of, same_data, same_leaf, shared_part, unlike
 from paceline.lab.check.step_rules import by_means, steps_of
+from paceline.protocol.facts import EPOCHS, OWN_GENERATORS, Pass, ScriptFacts, SeenLoader, SeenStep
 
 FEW, SHOWN = 8, 6  # samples: of fewer an order says nothing
 MOST_SHARED = 0.1  # of a rank's samples that others have, too; what pads a last batch is less, or a batch

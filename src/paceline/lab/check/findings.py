@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.contract.facts import Pass, ScriptFacts, SeenLoader
+from paceline.protocol.facts import Pass, ScriptFacts, SeenLoader
 
 MISSING = "-"  # in place of a digest: a batch of another rank has more tensors
 Level = Literal["wrong", "costs", "note", "right"]

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from paceline.contract.facts import ScriptFacts
 from paceline.lab.check.data_rules import data_findings
 from paceline.lab.check.findings import LEVELS, Level, Remark
 from paceline.lab.check.step_rules import joint_steps, session_findings, step_findings
+from paceline.protocol.facts import ScriptFacts
 from paceline.runs.attempt import Noted
 
 WIDTH = 110

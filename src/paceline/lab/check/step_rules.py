@@ -10,9 +10,9 @@ from operator import or_
 
 from msgspec.structs import replace
 
-from paceline.contract.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 from paceline.guard.sentences import named
 from paceline.lab.check.findings import Remark, differs
+from paceline.protocol.facts import EPOCHS, PlacedFile, ScriptFacts, SeenLoader, SeenStep
 
 CLOSE = 1e-3  # sums of floats in another order
 LEAST_STEPS = 4  # of an optimizer, before most of them say anything

@@ -39,9 +39,7 @@ class Log:
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     ended: int = -1  # the last step, if the rank wrote that it ended
     undone: int = 0  # how many steps were rolled back
-    vouched: dict[int, list[int]] = field(
-        default_factory=dict[int, list[int]]
-    )  # step -> ranks, see UnloggedStep
+    vouched: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see UnloggedStep
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`: they are taken once more."""

@@ -22,13 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.checkpoint.shards import sha256_of
-from paceline.contract.failure import is_victim
 from paceline.data.plan import BatchPlan, Work
 from paceline.errors import PacelineError
 from paceline.lab.ranks.reference import Observed, has_batch_norm, in_double, to_double
 from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, parameters_of, world_on
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import mapped, tensors
+from paceline.protocol.evidence import is_victim
+from paceline.rank.world import World
 from paceline.seeding import derive, seed_streams, stream_states
 from paceline.sessions.life import UNSEEDED, close_all
 from paceline.sessions.loader import Loader
@@ -39,7 +40,6 @@ from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.tasks import load_function
 from paceline.train.fit import StepRecord
-from paceline.worker.world import World
 
 PROBES = 4096  # values of a tensor that are kept, evenly spread
 

@@ -25,7 +25,6 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
 from paceline.config import TrainConfig, batch_shape, task_options
-from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
@@ -37,6 +36,10 @@ from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, Measur
 from paceline.lab.ranks.memory import Traffic, inspected
 from paceline.ladder import EXACT, options_of_others
 from paceline.mesh import OF_MODEL, mesh_of, strategy_on
+from paceline.protocol.evidence import Phase
+from paceline.rank.attach import run_worker
+from paceline.rank.guard import Guard
+from paceline.rank.world import World, device_words, joined, on_mesh
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
@@ -51,10 +54,6 @@ from paceline.train.records import Records
 from paceline.train.sharing import share_model
 from paceline.train.step import ignore
 from paceline.train.stream_task import check_stream
-from paceline.worker.attach import run_worker
-from paceline.worker.device import device_words
-from paceline.worker.guard import Guard
-from paceline.worker.world import World, joined, on_mesh
 
 DRIVER_SECONDS = 2.0  # for the driver to report why a GPU is slow
 MOST_SAMPLES = 4096  # of a stream, used again and again

@@ -20,16 +20,16 @@ from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateI
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.compute.resources import peak_memory
-from paceline.contract.box import RECORDS, Box
-from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
 from paceline.lab.measurement import Memory
 from paceline.nested import tensors
 from paceline.parallel.pipeline import Pipeline
+from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import RECORDS, StatusPage
+from paceline.rank.world import World
 from paceline.strategies import Strategy
 from paceline.train.costs import held_bytes
 from paceline.train.records import size_of
-from paceline.worker.world import World
 
 MARK = "paceline: "
 SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
@@ -149,7 +149,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 class Traffic:
     """Counts the bytes that this rank sends, from its creation or the last call of `sent`."""
 
-    def __init__(self, box: Box, world: World, pipeline: Pipeline | None) -> None:
+    def __init__(self, box: StatusPage, world: World, pipeline: Pipeline | None) -> None:
         self._box, self._world, self._line = box, world, pipeline
         self._begin()
 

@@ -25,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
 from paceline.lab.ranks.reference import Observed, Reference, in_double, stream_fingerprint
 from paceline.lab.verify import OWN, Case, Diagnosis, Policy, Spec
+from paceline.rank.world import World
 from paceline.seeding import derive
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
@@ -33,7 +34,6 @@ from paceline.tasks import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import OwnSchedule, checked_optimizer
 from paceline.train.sharing import Wish, share_model
-from paceline.worker.world import World
 
 PARAMETER = "model/"  # begins the name of one in a state
 LR = 1e-3

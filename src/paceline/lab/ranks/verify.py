@@ -38,13 +38,13 @@ from paceline.lab.verify import (
 )
 from paceline.ladder import LADDER
 from paceline.mesh import mesh_of
+from paceline.rank.attach import run_worker
+from paceline.rank.world import World, joined, on_mesh
 from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.torch_version import lacks_torch
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
-from paceline.worker.attach import run_worker
-from paceline.worker.world import World, joined, on_mesh
 
 
 def verify(spec: Spec, world: World) -> VerifyReport:

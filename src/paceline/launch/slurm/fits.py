@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.contract.job import JobSpec
-from paceline.contract.orders import STOP_SIGNALS, read_inbox, signal_inbox
 from paceline.errors import PacelineError, UsageError, plural, unknown
 from paceline.host.procfs import PR_SET_PDEATHSIG
 from paceline.launch.slurm.queue import run_slurm, slurm_words
+from paceline.protocol.control import STOP_SIGNALS, read_inbox, signal_inbox
+from paceline.protocol.job import JobSpec
 
 FORMAT = "%P|%D|%c|%G|%l|%a"
 LONGEST_LISTED = 20

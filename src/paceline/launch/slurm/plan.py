@@ -12,9 +12,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.contract.job import JobSpec
 from paceline.errors import UsageError, plural
 from paceline.launch.plan import Command, Plan, as_file, node_plan
+from paceline.protocol.job import JobSpec
 
 SIGNAL_SECONDS = 60  # Slurm may send the signal before the time limit so much too early
 LONGEST_WARNING_SECONDS = 65535  # of sbatch --signal

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from paceline.contract.job import Host, JobSpec, labels, plain_name
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, node_plan
+from paceline.protocol.job import Host, JobSpec, labels, plain_name
 
 SILENCE_SECONDS = 30.0  # an agent that hears nothing for so long ends its workers: the network is cut
 CONNECT_SECONDS = 10

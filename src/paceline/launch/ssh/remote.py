@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline.contract.failure import GOOD_ENDS
-from paceline.contract.orders import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.host.facts import Facts
 from paceline.launch.plan import Plan
 from paceline.launch.relay import Relay, Screen
 from paceline.launch.ssh.announcements import SSH_FAILED, announced, await_agents, why_lost
 from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
+from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
+from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.console import say
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from paceline.contract.orders import read_inbox
 from paceline.errors import UsageError
 from paceline.host.procfs import allow_files
 from paceline.launch.plan import Command
+from paceline.protocol.control import read_inbox
 
 FAN_OUT = 64  # clients that log in at the same time: each costs this machine some 50 ms of a core until it is in
 FILES, FILES_OF_ONE = 256, 3

@@ -1,0 +1,1 @@
+"""The data that a rank, its agent and its launcher exchange. Without torch."""

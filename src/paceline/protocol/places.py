@@ -1,0 +1,174 @@
+"""Finds in a rank's stacks, from the interpreter or from faulthandler, where the rank is.
+
+Frames belong to the user, to other libraries, to torch, to Python or to paceline. People see the innermost frame of the
+user, and the line of a library that it called; the judge needs to know whether the innermost frame of all waits for
+other ranks. `ACTIVITIES` lists the code that does.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from pathlib import PurePath
+
+from paceline.protocol.evidence import Evidence, Frame, Op
+
+_NATIVE_FRAME = re.compile(r'^\s+File "([^"\n]*)", line (\d+) in (.*)$')
+_NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent call first")
+_PYTHON = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
+MAX_NATIVE_LINES = 5000
+SITE_CHARS, BY = 72, ", by "
+
+
+class Activity(Enum):
+    """The activity of a rank whose innermost frame is in code of this kind."""
+
+    WAITS = 1  # for other ranks, and nothing else; so it does with such a frame anywhere on its stack
+    MEETS = 2  # the same, before there is any group
+    WRAPS = 3  # waits; but the user's own code may run further inside
+    LOADS = 4  # waits for its data
+    UNKNOWN = 5  # C code that computes, or waits for DDP's buckets
+    GUARD = 6  # says nothing of where a training is
+    OTHER = 7
+
+
+ACTIVITIES: Mapping[str, Activity] = {  # of the entries that a file's name begins with, the longest counts
+    "torch/distributed/": Activity.WAITS,
+    "torch/distributed/optim/": Activity.OTHER,
+    "torch/nn/parallel/distributed.py": Activity.WRAPS,
+    "torch/utils/data/": Activity.LOADS,
+    "torch/autograd/": Activity.UNKNOWN,
+    "torch/_tensor.py": Activity.UNKNOWN,
+    "paceline/collectives/": Activity.WAITS,
+    "paceline/rank/": Activity.GUARD,
+    "paceline/rank/world.py": Activity.OTHER,
+    "paceline/rank/rendezvous.py": Activity.MEETS,
+}
+
+
+def activity_of(file: str) -> Activity:
+    """The kind of code in a file, in any folder of packages."""
+    name = _in_package(file)
+    prefix = max((one for one in ACTIVITIES if name.startswith(one)), key=len, default="")
+    return ACTIVITIES.get(prefix, Activity.OTHER)
+
+
+def _in_package(file: str) -> str:
+    """`torch/distributed/...` for `/usr/lib/python3/dist-packages/torch/distributed/...`; other files as they are."""
+    for folder in ("-packages/", "/src/"):
+        if folder in file:
+            return file.rpartition(folder)[2]
+    before, torch, rest = file.partition("/torch/")
+    return f"torch/{rest}" if torch else before
+
+
+def _is_torch(frame: Frame) -> bool:
+    return _in_package(frame.file).startswith("torch/")
+
+
+def _is_ours(frame: Frame) -> bool:
+    return _in_package(frame.file).startswith("paceline/")
+
+
+def _is_library(frame: Frame) -> bool:
+    """Whether it belongs to a different library; faulthandler's frames have the whole path."""
+    return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
+
+
+def frames(evidence: Evidence) -> Sequence[Frame]:
+    """The main thread's stack, the innermost frame first; from faulthandler where the interpreter did not answer."""
+    return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
+
+
+def native_frames(text: str) -> list[Frame]:
+    """The main thread's stack in faulthandler's text; the last one if there are several."""
+    found: list[Frame] = []
+    for line in text.splitlines()[-MAX_NATIVE_LINES:]:
+        if _NATIVE_THREAD.match(line):
+            found = []
+        elif match := _NATIVE_FRAME.match(line):
+            found.append(Frame(match[1], int(match[2][:9]), match[3]))
+    return found
+
+
+def shown_site(evidence: Evidence) -> str:
+    """The frame to show: "train.py:40 in main, by transformers/trainer.py:3700"; empty without a frame."""
+    return shown_site_of(frames(evidence))
+
+
+def shown_site_of(stack: Sequence[Frame]) -> str:
+    """The same for a stack."""
+    return called_at(*shown(stack))
+
+
+def shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The frame to show, and of the libraries inside it the one that it has called, by its innermost line.
+
+    The innermost of the user, else of a library, else of paceline, else of any code.
+    """
+    library: Frame | None = None
+    for frame in stack:
+        if _is_library(frame):
+            if library is None or _package(frame) != _package(library):
+                library = frame
+        elif not (_is_torch(frame) or _is_ours(frame) or _PYTHON.search(frame.file)):
+            return frame, library
+    libraries = (frame for frame in stack if _is_library(frame))
+    ours = (frame for frame in stack if _is_ours(frame) and activity_of(frame.file) is not Activity.GUARD)
+    return next(libraries, None) or next(ours, None) or (stack[0] if stack else None), None
+
+
+def _package(frame: Frame) -> str:
+    return _in_package(frame.file).partition("/")[0]
+
+
+def waits_for_ranks(evidence: Evidence) -> bool | None:
+    """Whether the innermost frame is one that waits for other ranks: True surely, False surely not, None unknown.
+
+    Torch's backward is unknown: it may compute, or wait in C++ for DDP's buckets.
+    """
+    stack = frames(evidence)
+    if not stack:
+        return None
+    if imports_torch(stack):
+        return False
+    activities = (activity_of(frame.file) for frame in stack if not _PYTHON.search(frame.file))
+    activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
+    return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
+
+
+def imports_torch(stack: Sequence[Frame]) -> bool:
+    """Whether it is in a module of torch's that is just being imported; DDP's first use imports for seconds."""
+    return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
+
+
+def stands_at(evidence: Evidence, op: Op) -> bool:
+    """Whether the line that called `op` is still on the stack."""
+    called, _, inside = op.site.partition(BY)
+    lines = {called.partition(" ")[0], *([inside] if inside else [])}
+    return bool(called) and lines <= {line_of(frame) for frame in frames(evidence)}
+
+
+@lru_cache(1 << 12)  # thousands of ranks stand at few lines
+def line_of(frame: Frame) -> str:
+    """Its file, a library's with the package, and its line: "train.py:88", "lightning/.../result.py:270"."""
+    if not _is_library(frame):
+        return f"{PurePath(frame.file).name}:{frame.line}"
+    *folders, name = _in_package(frame.file).split("/")
+    return "/".join([*(folders if len(folders) < 3 else [folders[0], "..."]), f"{name}:{frame.line}"])
+
+
+def site(frame: Frame | None) -> str:
+    """A frame as text: "train.py:88 in load_batch"; empty for None."""
+    return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
+
+
+def by(library: Frame | None) -> str:
+    """The suffix of a user's line that called this library: ", by transformers/trainer.py:3700"; empty for None."""
+    return f"{BY}{line_of(library)}" if library is not None else ""
+
+
+def called_at(frame: Frame | None, library: Frame | None) -> str:
+    """A user's line, and that of a library which it has called; no longer than there is room in the box."""
+    inner = by(library)
+    return site(frame)[: SITE_CHARS - len(inner)] + inner

@@ -1,0 +1,286 @@
+"""`python -m paceline.rank.bootstrap SCRIPT ARGS` (or `-m MODULE ARGS`): any script as a worker of our agent.
+
+The script runs as if Python had started it, in a new `__main__`, so that code which re-imports or pickles by that name
+(loader workers under spawn, multiprocessing) finds the script and not this file. In addition, the process ends with its
+agent, and an uncaught exception is recorded for the agent before teardown.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import fcntl
+import io
+import os
+import re
+import runpy
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.protocol.control import BOOTSTRAP, CHECK, WorkerBirth
+from paceline.protocol.evidence import is_victim
+from paceline.protocol.marks import Names
+from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
+from paceline.rank.guard import Guard
+from paceline.rank.hooks import Events, Hooks, when_imported
+from paceline.rank.ledger import OrderMarks
+from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
+from paceline.rank.probes.replicas import Fingerprints
+from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
+
+
+def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
+    """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
+
+    A .py file or a module runs through this bootstrap. Any other program runs as it is: reports of its failures have
+    the exit code and the last lines only, and if the agent is killed with SIGKILL, the sweep ends it, not the kernel.
+
+    Raises:
+        UsageError: when there is nothing to run, or it does not exist.
+    """
+    if not script_and_args:
+        raise UsageError(code="nothing-to-run")
+    script, arguments = script_and_args[0], tuple(script_and_args[1:])
+    if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
+        script, arguments = arguments[0], arguments[1:]  # out of habit: `-- python train.py`
+    through = (python, "-P", "-m", BOOTSTRAP)  # -P: what lies in the working folder is not ours to import
+    if script == "-m":
+        if not arguments or arguments[0].startswith("-"):
+            raise UsageError(code="module-missing")
+        return (*through, "-m", *arguments)
+    if script.endswith(".py"):
+        _check_file(script)
+        return (*through, script, *arguments)
+    if "/" in script:
+        _check_file(script)
+        if not os.access(script, os.X_OK):
+            raise UsageError(code="script-not-executable", value=script)
+    elif shutil.which(script) is None:
+        raise UsageError(code="program-not-found", value=script, hint=_near(Path(script)))
+    return (script, *arguments)
+
+
+def _is_this_python(script: str, python: str) -> bool:
+    """Whether `script` is the very interpreter that workers have anyway, in the same environment."""
+    if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
+        return False
+    found, own = shutil.which(script), Path(python)
+    return found is not None and (Path(found).parent, Path(found).resolve()) == (own.parent, own.resolve())
+
+
+def _check_file(script: str) -> None:
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(code="script-is-folder", value=script, name=path.name)
+    if not path.exists():
+        raise UsageError(code="script-not-found", value=script, folder=str(Path.cwd()), hint=_near(path))
+
+
+def _near(path: Path) -> str:
+    try:
+        there = sorted(
+            str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
+        )
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(str(path), there, n=3)
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    return f" Scripts there: {', '.join(there[:12])}" if there else ""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run `arguments`, a script or -m and a module, and end this process as Python would; `--check` before them also
+    records facts of the run for `paceline launch --check`.
+    """
+    also: tuple[Events, ...] = ()
+    if arguments[:1] == [CHECK]:
+        arguments, birth = arguments[1:], WorkerBirth.here()
+        if birth is not None and birth.attempt_dir:
+            from paceline.rank.check import watch  # costs all other scripts nothing
+
+            also = watch(Path(birth.attempt_dir))
+    attach()
+    run_script(arguments, *also)
+
+
+def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
+    """The same, in a process that is a worker already, or that others have started."""
+    pid = os.getpid()
+    if not arguments or arguments == ["-m"]:
+        print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    ended: Callable[[], None] | None = None
+    if (birth := WorkerBirth.here()) is not None:
+        if os.isatty(0):
+            ask_in_turn(birth.temporary)
+        ended = watch_script(Guard.of_process(), *also)
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = _exit_code(end, is_worker=os.getpid() == pid)
+    except BaseException as error:
+        code = _report_failure(error, is_worker=os.getpid() == pid)
+    else:
+        code = 0
+    if code == 0 and ended is not None:
+        ended()
+    if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
+        Guard.of_process().leave(code)
+        sys.exit(code)
+    leave(code)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run the script or module in a fresh `__main__`, as CPython does."""
+    script = ModuleType("__main__")
+    script.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
+    is_module = arguments[0] == "-m"
+    if not os.environ.get("PYTHONSAFEPATH"):  # the user's own wish; our -P was not his
+        sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(arguments[0]).resolve().parent))
+    if is_module:
+        sys.argv = ["-m", *arguments[2:]]
+        # what `python -m` itself calls: it finds the package's __main__, and sets __spec__, __file__ and sys.argv[0]
+        runpy._run_module_as_main(arguments[1])  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return
+    sys.argv = list(arguments)
+    path = str(Path(arguments[0]).absolute())
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    script.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    # dont_inherit: or the script would be compiled under this file's own __future__ imports
+    exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
+
+
+def _exit_code(end: SystemExit, *, is_worker: bool) -> int:
+    """The exit code of sys.exit(...), as Python understands it."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    if is_worker:
+        record_failure(end, ExitCode.FAILED, traceback=False)
+    print(end.code, file=sys.stderr)
+    return ExitCode.FAILED
+
+
+def _report_failure(error: BaseException, *, is_worker: bool) -> int:
+    """Write an uncaught error down, print it as Python does, and return the exit code; -2 for Ctrl-C.
+
+    A child that the script has forked is not the rank: its error is the script's business.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    if is_worker and isinstance(error, PacelineError):  # whose message says it all
+        if getattr(sys.excepthook, "of_paceline", False):  # of a session: it ends first
+            sys.excepthook(type(error), error, trace)
+        return tell(error)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if is_worker and not interrupted:  # a person who stops a run knows it
+        freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
+        victim = freed or is_victim(error)
+        recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
+        if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
+            if (sessions := sys.modules.get("paceline.sessions.life")) is not None:  # by name: it imports torch
+                with suppress(Exception):
+                    sessions.close_all(error)
+            tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
+            return ExitCode.FAILED
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as hook_error:  # a broken hook of the script must hide neither
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if interrupted else ExitCode.FAILED
+
+
+def ask_in_turn(folder: str) -> None:
+    """Let ranks with one terminal use `input` and pdb in turn: `input()` for a line, pdb until it continues.
+
+    A script that reads `sys.stdin` itself reads it without a turn, as under torchrun. `folder` is the same for all
+    ranks of the node.
+    """
+    ask, asking = builtins.input, False
+
+    @contextmanager
+    def turn() -> Generator[None]:
+        """Hold a lock on the folder. It ends with its process."""
+        nonlocal asking
+        if asking or not folder:
+            yield
+            return
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            asking = True
+            yield
+        finally:
+            asking = False
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork holds it open
+            os.close(lock)
+
+    @wraps(ask)
+    def asked(prompt: object = "", /) -> str:
+        with turn():
+            to_pipe = not sys.stdout.isatty() or "readline" not in sys.modules  # without that it goes to stderr
+            if prompt and to_pipe:  # of a pipe people see whole lines
+                sys.stdout.flush()
+                with suppress(OSError):
+                    os.write(0, f"[rank {os.environ.get('RANK', '')}] {prompt}".encode(errors="replace"))
+                return ask()
+            return ask(prompt)
+
+    def pdb_is_there(*, late: bool) -> None:
+        del late
+        kind: Any = sys.modules["pdb"].Pdb
+        interact = kind.interaction
+
+        @wraps(interact)
+        def interaction(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+            with turn():
+                return interact(debugger, *args, **kwargs)
+
+        kind.interaction = interaction
+
+    builtins.input = asked
+    when_imported("pdb", pdb_is_there)
+
+
+def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
+    """Install the probes for the script of this process; `also` are more listeners. Never raises.
+
+    The caller must call the result when the script has ended with exit code 0.
+    """
+    box, names, marker, failed = guard.box, Names(guard.box), None, None
+    joint = JointOptimizers(lambda: box.get("ops"))
+    listeners: list[Events] = [joint, StepCounter(box, joint)]
+    if guard.on:
+        steps, batches, marker = ScriptPhases(box, joint), Batches(), OrderMarks(box, names)
+        swallowed = SwallowedExceptions(box, steps)
+        failed = partial(swallowed.raised, "collective")
+        judging = NonFiniteGradients(box, steps, batches), swallowed, StaleGradients(box, steps)
+        listeners = [joint, batches, *judging, steps, JoinContexts(box), Fingerprints(box, names, joint)]
+    hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
+    guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, failed)
+    return hooks.end
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

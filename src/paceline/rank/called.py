@@ -1,0 +1,61 @@
+"""A rank of `paceline.run`: `python called.py FOLDER` calls the function in the folder, and stores its result there."""
+
+import linecache
+import os
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from paceline.errors import UsageError
+from paceline.runs.progress import ProgressWriter
+from paceline.runs.reading import read
+
+_MOST_BYTES = 1 << 40  # of what is sent: the data of a closure may be large
+
+
+def main() -> None:
+    """Call it."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    surroundings, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
+    _take_over(**surroundings)
+    function, args, kwargs = cloudpickle.loads(call)  # by modules that are found there
+    if rank == 0:
+        ProgressWriter.here = ProgressWriter(folder / "progress")
+        for stale in folder.glob("result-*"):  # of a generation with more ranks
+            if int(stale.name.rpartition("-")[2]) >= int(os.environ["WORLD_SIZE"]):
+                stale.unlink()
+    try:
+        result = _sendable(function(*args, **kwargs))
+    except BaseException as error:
+        below = error.__traceback__ and error.__traceback__.tb_next  # this function
+        trace = "".join(traceback.format_exception(type(error), error, below))
+        with suppress(Exception):  # an exception that cannot be pickled is told by its words all the same
+            (folder / f"error-{rank}").write_bytes(cloudpickle.dumps((error.with_traceback(None), trace)))
+        raise
+    partial = folder / f".result-{rank}"
+    partial.write_bytes(result)
+    partial.rename(folder / f"result-{rank}")
+
+
+def _sendable(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise UsageError(code="result-not-sendable", kind=type(result).__name__, why=str(error)) from error
+
+
+def _take_over(path: list[str], argv: list[str], main: str | None, sources: dict[str, Any]) -> None:
+    sys.path[:], sys.argv[:] = path, argv
+    linecache.cache.update(sources)  # a traceback shows the lines of a notebook's cell
+    if main is None:
+        del sys.modules["__main__"].__file__
+    else:
+        sys.modules["__main__"].__file__ = main
+
+
+if __name__ == "__main__":
+    main()

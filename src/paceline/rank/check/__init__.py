@@ -1,0 +1,298 @@
+"""`launch --check`: a script runs with shorter epochs, and the facts of the run are written to a file.
+
+Nothing is judged here. This module writes the file, and watches everything except loaders (loaders.py), replicas and
+optimizers (steps.py): other files, seeds, threads, losses that leave out padding, output.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.protocol.evidence import Frame
+from paceline.protocol.facts import (
+    MAX_DIGESTS,
+    MAX_STEPS,
+    MeanLoss,
+    PaddedMetric,
+    Pass,
+    PlacedFile,
+    ScriptFacts,
+    SeenSchedule,
+    facts_file,
+    finite,
+)
+from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.check.steps import StepWatch
+from paceline.rank.guard import Guard
+from paceline.rank.hooks import Events, hang, when_imported
+from paceline.rank.probes.steps import JointOptimizers
+from paceline.rank.sites import short, site_words, user_site
+from paceline.runs import writing
+
+EVERY_SECONDS = 2.0  # how often facts are written: a script may be killed
+MAX_FILES, MAX_SCORES = 200, 16
+FAR, ROUNDING = 1 << 24, 1e-12
+BRINGS_TOGETHER = ("reduce", "gather", "all_to_all", "send", "recv")
+NOBODYS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
+
+
+class SideWatch(Events):
+    """Watches one process."""
+
+    def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
+        self._facts, self._own, self._pid = facts, own_folder, os.getpid()
+        self._losses: dict[str, MeanLoss] = {}
+        self._passes: list[tuple[Pass, int, int]] = []  # evaluations: when each began, and what was printed before
+        self._printed = 0
+        self._schedules: dict[int, tuple[Any, str, str]] = {}  # by identity: where made, and where it went on last
+
+        sys.addaudithook(self._audited)
+        for stream in (sys.stdout, sys.stderr):
+            stream.write = self._counted(stream.write)
+        when_imported("accelerate.accelerator", self._in_accelerate)
+        when_imported("transformers.trainer", self._in_trainer)
+
+    def torch_is_there(self) -> None:
+        torch: Any = sys.modules["torch"]
+        functional: Any = sys.modules["torch.nn.functional"]
+        serialization: Any = sys.modules["torch.serialization"]
+        ranks: Any = sys.modules["torch.distributed"]
+        seen = partial(hang, torch)
+        seen("manual_seed", before=lambda *_, **__: self._seeded("torch"))
+        seen("set_num_threads", before=self._threads_set)
+        seen("save", before=self._saves)
+        seen("load", after=self._loads)
+        serialization.save, serialization.load = torch.save, torch.load
+        schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
+        for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # which has a step of its own
+            hang(scheduler, "step", before=self._goes_on)
+        hang(ranks, "all_reduce", before=self._reduces)
+        collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
+        collectives.all_reduce = ranks.all_reduce
+        for name in ("cross_entropy", "nll_loss"):
+            hang(functional, name, after=self._counts)
+
+    def epoch_begins(self, batches: Any) -> None:
+        number = next((n for n, one in enumerate(self._facts.loaders) if one.passes and not one.passes[-1].sizes), -1)
+        if number >= 0:
+            self._passes.append((self._facts.loaders[number].passes[-1], time.monotonic_ns(), self._printed))
+
+    def backward_begins(self, losses: Any) -> None:
+        self._close()
+
+    def finish(self) -> None:
+        """At the end."""
+        self._close()
+        torch: Any = sys.modules.get("torch")
+        self._facts.threads = torch.get_num_threads() if torch is not None else 0
+        for schedule, made, site in self._schedules.values():
+            with suppress(Exception):  # a function of the script's own
+                name = type(schedule).__name__
+                self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
+
+    def _close(self) -> None:
+        """Record whether ranks exchanged values and printed something since the evaluations began."""
+        for seen, began_ns, printed in self._passes:
+            calls = Guard.of_process().box.calls_since(began_ns)
+            seen.summed = any(word in op.kind for _, _, op in calls for word in BRINGS_TOGETHER)
+            seen.printed = self._printed > printed
+        self._passes.clear()
+
+    def _audited(self, event: str, told: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename") or os.getpid() != self._pid:
+            return
+        path, _, flags = told if event == "open" else (told[1], "", os.O_TRUNC)
+        if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & os.O_TRUNC and not flags & os.O_EXCL:
+            self._writes(os.fsdecode(path))
+
+    def _writes(self, path: str) -> None:
+        path = os.path.realpath(path)
+        if path.startswith(self._own) or any(part in path for part in NOBODYS) or len(self._facts.written) >= MAX_FILES:
+            return
+        if not any(one.path == path for one in self._facts.written):
+            self._facts.written.append(PlacedFile(path, user_site()))
+
+    def _saves(self, state: Any, file: Any = None, *_: Any) -> None:
+        if isinstance(file, (str, os.PathLike)):
+            self._writes(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
+
+    def _loads(self, found: Any, file: Any, *_: Any, **__: Any) -> None:
+        devices = sorted(_gpus(found))
+        if devices and isinstance(file, (str, os.PathLike)):
+            path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
+            cuda: Any = sys.modules["torch.cuda"]
+            self._facts.loaded.append(PlacedFile(path, user_site(), devices, cuda.current_device()))
+
+    def _counts(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        if not result.requires_grad or target.is_floating_point() or result.dim():
+            return
+        if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
+            place = user_site()
+            record = self._losses.get(place)
+            if record is None:
+                record = self._losses[place] = MeanLoss(place)
+                self._facts.losses.append(record)
+            if len(record.counts) < MAX_DIGESTS:
+                ignored = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+                record.counts.append(int((target != ignored).sum()))
+                record.sizes.append(target.numel())
+
+    def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
+        """Record this rank's part of a sum over ranks, perhaps of scores."""
+        if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
+            return
+        sums = sys.modules["torch.distributed"].ReduceOp
+        if op in (None, sums.SUM, sums.AVG):
+            for seen, *_when in self._passes:
+                if len(seen.reduced) < MAX_DIGESTS:
+                    seen.reduced += [finite(value) for value in tensor.detach().reshape(-1).tolist()]
+                    seen.reduced_site = seen.reduced_site or user_site()
+
+    def _goes_on(self, schedule: Any, *_: Any, **__: Any) -> None:
+        """A step of a learning-rate schedule; the first one is in its constructor."""
+        here = user_site()
+        self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
+
+    def _seeded(self, generator: str) -> None:
+        self._facts.seeds[generator] = user_site()
+
+    def _threads_set(self, *_: Any) -> None:
+        self._facts.threads_site = user_site()
+
+    def _counted(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        def wrote(text: str) -> int:
+            self._printed += bool(text.strip())
+            return write(text)
+
+        return wrote
+
+    def _in_accelerate(self, *, late: bool) -> None:
+        accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
+
+        def gathers(*_: Any, **__: Any) -> None:
+            self._facts.gathers_for_metrics = True
+
+        hang(accelerator, "gather_for_metrics", before=gathers)
+
+    def _in_trainer(self, *, late: bool) -> None:
+        """Call each `compute_metrics` with more padding: it gets numpy arrays in which -100 is padding."""
+
+        def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
+            metrics, asked = trainer.compute_metrics, False
+            if metrics is None or trainer.args.batch_eval_metrics:
+                return
+            code: Any = getattr(metrics, "__code__", None)
+            file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
+            site = site_words(Frame(short(file), line, getattr(metrics, "__name__", "compute_metrics")))
+
+            def computed(told: Any) -> Any:
+                nonlocal asked
+                scores = metrics(told)
+                if not asked and (padded := padded_more(told)) is not None:
+                    asked = True
+                    with suppress(Exception):  # one that takes no other width
+                        self._facts.metrics.append(with_padding(site, scores, metrics(told), metrics(padded)))
+                return scores
+
+            trainer.compute_metrics = computed
+
+        hang(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
+
+
+def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
+    """The first score that changes with more padding, and does not without."""
+    for name, value in scores.items():
+        if value == again[name] and value != padded[name]:
+            return PaddedMetric(site, name, finite(value), finite(padded[name]))
+    return PaddedMetric(site)
+
+
+def padded_more(told: Any) -> Any:
+    """An `EvalPrediction` with one more column of padding, as of a batch that is longer; None: it has none."""
+    numpy: Any = sys.modules["numpy"]
+    labels, predicted = told.label_ids, told.predictions
+    plain = all(isinstance(one, numpy.ndarray) for one in (labels, predicted))
+    if not plain or labels.ndim != 2 or predicted.shape[:2] != labels.shape or not (labels == -100).any():
+        return None
+    longer = ([(0, 0), (0, 1)] + [(0, 0)] * (one.ndim - 2) for one in (predicted, labels))
+    predicted, labels = (
+        numpy.pad(one, widths, constant_values=-100) for one, widths in zip((predicted, labels), longer, strict=True)
+    )
+    return type(told)(predictions=predicted, label_ids=labels, inputs=told.inputs, losses=told.losses)
+
+
+def length_of(schedule: Any) -> int:
+    """The step from which a schedule's rate is constant; -1: unknown."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        if isinstance(told := getattr(schedule, name, None), int):
+            return told
+    factor = next(iter(getattr(schedule, "lr_lambdas", ())), None)
+    if factor is None:
+        return -1
+    return 1 + bisect_left(range(1, FAR), True, key=lambda step: abs(factor(step) - factor(FAR)) < ROUNDING)
+
+
+def _gpus(state: Any, depth: int = 0) -> set[int]:
+    """The GPUs on which the tensors of a loaded state lie."""
+    if getattr(getattr(state, "device", None), "type", "") == "cuda":
+        return {int(state.device.index or 0)}
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return {gpu for value in inner for gpu in _gpus(value, depth + 1)} if depth < 5 else set()
+
+
+class Writing(Events):
+    """Writes the facts every few seconds and at the end."""
+
+    def __init__(self, facts: ScriptFacts, folder: Path) -> None:
+        self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
+        self._last = 0.0
+
+    def step_ended(self, optimizer: Any) -> None:
+        if time.monotonic() - self._last > EVERY_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the facts."""
+        with suppress(OSError):  # a full disk: the script's own words say more of it
+            writing.replace(self._path, msgspec.json.encode(self._facts))
+        self._last = time.monotonic()
+
+    def finish(self, *watches: SideWatch | LoaderWatch) -> None:
+        """Write the facts at the end."""
+        if os.getpid() != self._pid:
+            return
+        self._facts.ended = True
+        for one in watches:
+            try:
+                one.finish()
+            except Exception as error:
+                print(f"paceline: --check does not see everything: {error!r}", file=sys.stderr)
+        self.write()
+
+
+def watch(folder: Path) -> tuple[Events, ...]:
+    """The listeners that record the facts of this process."""
+    facts = ScriptFacts(
+        rank=int(os.environ["RANK"]),
+        world=int(os.environ["WORLD_SIZE"]),
+        local_world=int(os.environ["LOCAL_WORLD_SIZE"]),
+        host=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+    )
+    loading, noting, written = LoaderWatch(facts), SideWatch(facts, str(folder)), Writing(facts, folder)
+    atexit.register(written.finish, noting, loading)
+    guard = Guard.of_process()
+    guard.max_steps, joint = MAX_STEPS, JointOptimizers(lambda: guard.box.get("ops"))
+    return joint, loading, StepWatch(facts, loading, joint), noting, written

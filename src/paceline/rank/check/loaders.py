@@ -1,0 +1,494 @@
+"""What `--check` sees of DataLoaders; and how it shortens their epochs, so that a script is through in a minute."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import linecache
+import mmap
+import random
+import re
+import sys
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial, wraps
+from itertools import islice
+from operator import index as as_index
+from types import FrameType
+from typing import Any
+
+from paceline.protocol.facts import (
+    EPOCHS,
+    MAX_DIGESTS,
+    MAX_INDICES,
+    OWN_GENERATORS,
+    Pass,
+    ScriptFacts,
+    SeenLoader,
+    kept_batches,
+)
+from paceline.rank.guard import Guard
+from paceline.rank.hooks import Events, hang, unseen, when_imported
+from paceline.rank.probes import hashed, leading, leaf_digests
+from paceline.rank.sites import USER, call_site, owner, user_site
+
+MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
+MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that is looked at, and in a later one
+MAX_PASSES = 20  # a script that goes on longer is ended
+MAX_ALONE = 200  # the same, as long as nothing is known that the rank trains with others in these passes
+PROBES = 6
+
+
+class Cut:
+    """The first draws of a sampler, and its last one, which shows faults at the end of an epoch.
+
+    A further draw draws the sampler to its end, as a whole epoch does: a sampler that counts its epochs does so after
+    its last index. A sampler that gives the same number of draws again is endless.
+    """
+
+    def __init__(self, draws: Iterator[Any], batches: int, kept: int, seen: Pass, seconds: float = MAX_SECONDS) -> None:
+        self._draws, self._left, self._batches, self._over, self._seen = draws, kept, batches, batches - kept, seen
+        self._seconds = seconds
+        self._ended = False
+
+    def __iter__(self) -> Cut:
+        return self
+
+    def __next__(self) -> Any:
+        if self._left == 0:
+            self._go_to_the_end()
+            raise StopIteration
+        drawn = self._drawn()
+        self._left -= 1
+        return drawn if self._left else self._passed_over(self._over, drawn)
+
+    def _go_to_the_end(self) -> None:
+        if self._ended or self._seen.cut_off:
+            return
+        before, count = self._seen.drawn, len(self._seen.indices)
+        with suppress(Exception):  # of a sampler that cannot go so far
+            self._passed_over(self._batches + 1, None)
+        if not self._ended:
+            self._seen.cut_off, self._seen.drawn = True, before
+            del self._seen.indices[count:]
+
+    def _passed_over(self, batches: int, drawn: Any) -> Any:
+        """The last of this number of draws, or the last one before the time limit."""
+        began_ns = time.monotonic_ns()
+        for _ in range(min(batches, MAX_PASSED_OVER)):
+            if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
+                self._seen.cut_off = True
+                break
+            try:
+                drawn = self._drawn()
+            except StopIteration:
+                self._ended = True
+                break
+        self._seen.cut_off |= batches > MAX_PASSED_OVER and not self._ended
+        return drawn
+
+    def _drawn(self) -> Any:
+        drawn = next(self._draws)
+        indices: list[Any] = [*drawn] if isinstance(drawn, (list, tuple)) else [drawn]
+        self._seen.drawn += len(indices)
+        room = MAX_INDICES - len(self._seen.indices)
+        self._seen.indices += [as_index(one) for one in islice(indices, max(0, room)) if hasattr(one, "__index__")]
+        return drawn
+
+
+class LoaderWatch(Events):
+    """Watches the loaders of one process; `fed` is the number of the loader that gave the last batch."""
+
+    def __init__(self, facts: ScriptFacts) -> None:
+        self._facts = facts
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._live: dict[int, Any] = {}  # data sets, by the numbers of their loaders
+        self._began: dict[int, float] = {}
+        self._fetched = Fetched()
+        self._generators: Generators | None = None
+        self.joint = set[int]()  # loaders whose batches ranks have trained on together
+        self.fed = -1
+        self.given = 0  # batches, of all loaders
+
+    def torch_is_there(self) -> None:
+        watch_setters()
+        dataloader: Any = sys.modules["torch.utils.data.dataloader"]
+        fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
+        loader = dataloader.DataLoader
+        map_style, length, facts = dataloader._DatasetKind.Map, loader.__len__, self._facts
+
+        def shortened(self: Any) -> int:
+            is_cut = self._dataset_kind == map_style and not facts.session
+            return kept_batches(length(self)) if is_cut else length(self)
+
+        def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
+            loader.made_at = user_site()
+            loader.divided = divided_by_world(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
+
+        loader.__len__, loader.whole_length = shortened, length
+        hang(loader, "__init__", after=made)
+        hang(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
+        for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
+            fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
+
+    def _number_of_data(self, data: Any) -> int:
+        return next((number for number, known in self._live.items() if known is data), -1)
+
+    def _shorten(self, map_style: Any, batches: Any) -> None:
+        number = _number_of(batches)
+        if number < 0 or isinstance(batches._sampler_iter, Cut) or batches._dataset_kind != map_style:
+            return
+        record = self._facts.loaders[number]
+        if (whole := record.batches) >= 0 and not self._facts.session:
+            looked_at = len(record.passes) <= EPOCHS
+            kept = kept_batches(whole) if looked_at else min(1, whole)
+            seconds = MAX_SECONDS if looked_at else LATER_SECONDS
+            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
+
+    def epoch_begins(self, batches: Any) -> None:
+        loader = batches.of_loader()
+        if loader not in self._numbers:
+            self._numbers[loader] = self._number(loader)
+        number = batches.loader_number = self._numbers[loader]  # the loader may be gone in the loop: `in DataLoader(x)`
+        record = self._facts.loaders[number]
+        most = MAX_PASSES if number in self.joint else MAX_ALONE
+        if record.training and len(record.passes) >= most:
+            raise SystemExit(0)
+        record.passes.append(Pass())
+        self._began[number] = time.monotonic()
+
+    def _number(self, loader: Any) -> int:
+        """Its record: the one of an older loader of this data, if that was made and used at the same lines."""
+        record = seen_loader(loader)
+        for number, data in self._live.items():
+            known = self._facts.loaders[number]
+            if data is loader.dataset and (known.site, known.made) == (record.site, record.made):
+                return number
+        self._live[len(self._facts.loaders)] = loader.dataset
+        self._facts.loaders.append(record)
+        return len(self._facts.loaders) - 1
+
+    def batch_given(self, batches: Any, batch: Any) -> None:
+        self._generators = None
+        self.fed = _number_of(batches)
+        self.given += 1
+        if self.fed < 0:
+            return
+        seen = self._facts.loaders[self.fed].passes[-1]
+        seen.sizes.append(leading(batch))
+        if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
+            seen.leaves.append(leaf_digests(batch))
+        if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
+            self._generators = Generators()
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._generators is None:
+            return
+        record = self._facts.loaders[self.fed]
+        for name, state in self._generators.used(record.passes[-1].sizes[-1]).items():
+            record.random.setdefault(f"{name}, in the loop", state)
+        self._generators = None
+
+    def epoch_ended(self, batches: Any) -> None:
+        number = _number_of(batches)
+        if number < 0:
+            return
+        seen = self._facts.loaders[number].passes[-1]
+        seen.ended, seen.seconds = True, time.monotonic() - self._began[number]
+
+    def finish(self) -> None:
+        """At the end: record the used generators, and digests of a few samples, by which ranks' data are compared."""
+        for number, data in self._live.items():
+            record = self._facts.loaders[number]
+            try:
+                if record.batches >= 0 and not record.probes:
+                    record.probes = _probed(data, record.samples)
+            except Exception:  # the user's own data may raise anything when looked at: then they are not compared
+                record.probes = []
+            record.random |= self._fetched.of(number)
+
+
+def _calls_since(began_ns: int) -> bool:
+    """Whether collectives were called: a sampler that calls them must be drawn from as often on all ranks."""
+    return bool(Guard.of_process().box.calls_since(began_ns))
+
+
+def _number_of(batches: Any) -> int:
+    return getattr(batches, "loader_number", -1)
+
+
+def seen_loader(loader: Any) -> SeenLoader:
+    """Its record, with no pass in it yet."""
+    # beside a batch sampler that it was given, a loader's own sampler is made up, and nobody asks it
+    inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    chain = [inner, getattr(inner, "batch_sampler", None), getattr(inner, "sampler", None)]
+    chain += [getattr(chain[1], "sampler", None)]
+    names = [type(one).__name__ for one in chain if one is not None]
+    batch_sampler = "" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
+    sampler = next((name for name in names if "istributed" in name or name.startswith("BatchSamplerShard")), "")
+    plain = next((name for name in reversed(names) if name != "BatchSampler"), "")
+    told = next((told for one in chain if isinstance(told := getattr(one, "shuffle", None), bool)), None)
+    shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else told
+    return SeenLoader(
+        site=user_site(),
+        made=getattr(loader, "made_at", ""),
+        sampler=sampler or plain,
+        shuffles=shuffles,
+        samples=_length(len, loader.dataset),
+        batches=-1 if loader._dataset_kind else _length(getattr(loader, "whole_length", loader.__len__)),
+        batch_size=getattr(loader, "batch_size", None) or getattr(inner, "batch_size", None) or 0,
+        workers=loader.num_workers,
+        plain=all(type(one).__module__.startswith("torch.utils.data.") for one in chain if one is not None),
+        batch_sampler="" if batch_sampler == "BatchSampler" else batch_sampler,
+        divided=getattr(loader, "divided", ""),
+    )
+
+
+def _length(asked: Any, *of: Any) -> int:
+    try:
+        return int(asked(*of))
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _probed(data: Any, samples: int) -> list[list[str]]:
+    """A few samples as every rank would see them: with random generators in one state, which is put back."""
+    from paceline.seeding import preserved_streams, seed_streams  # imports torch, which the script may never do
+
+    with preserved_streams():
+        found: list[list[str]] = []
+        for index in sorted({samples * k // PROBES for k in range(PROBES)}) if samples > 0 else ():
+            looks: list[list[str]] = []
+            for _ in range(2):
+                seed_streams(0)
+                looks.append(leaf_digests(data[index]))
+            found.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # a generator of its own: unknown
+        return found
+
+
+SLOTS, DIGEST_BYTES = 64, 16
+NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+SETTERS = {  # of the shared generators, by the modules that have them
+    "torch": ("torch", ("manual_seed", "set_rng_state")),
+    "torch.random": ("torch", ("manual_seed", "set_rng_state")),
+    "random": ("random", ("seed", "setstate")),
+    "numpy.random": ("numpy", ("seed", "set_state")),
+}
+CHUNK = 10_000  # objects: their references fit into the cache
+LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
+
+
+class Fetched:
+    """The random generators with which each loader's samples are fetched, also in processes of the loader.
+
+    A script may have more generators of numpy, Python and torch than the global ones. The garbage collector finds them,
+    so their classes stay unchanged. A generator counts as used for a batch's samples if it has drawn at least half a
+    number per sample: a number or two for a whole batch, for example its size, may be equal on purpose. If a global
+    generator gets a new state, as from a loaded checkpoint, the numbers drawn since then count.
+    """
+
+    def __init__(self) -> None:
+        self._states = mmap.mmap(-1, SLOTS * len(NAMES) * DIGEST_BYTES)  # loader processes are forks: they share it
+        self._count: defaultdict[int, int] = defaultdict(int)
+
+    def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
+        """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
+
+        @unseen
+        @wraps(fetch)
+        def fetched(fetcher: Any, indices: Any) -> Any:
+            number = number_of(fetcher.dataset)
+            worker = sys.modules["torch.utils.data"].get_worker_info()
+            if not 0 <= number < SLOTS or (worker is not None and worker.id):
+                return fetch(fetcher, indices)
+            self._count[number] += 1
+            if self._count[number] not in LOOKS:
+                return fetch(fetcher, indices)
+            generators = Generators()
+            batch = fetch(fetcher, indices)
+            for name, state in generators.used(len(indices) if isinstance(indices, list) else 1).items():
+                at = self._place(number, name)
+                if not self._states[at]:
+                    self._states[at : at + DIGEST_BYTES] = state.encode()
+            return batch
+
+        return fetched
+
+    def of(self, number: int) -> dict[str, str]:
+        """The states before their first use, by name."""
+        found: dict[str, str] = {}
+        for name in NAMES if number < SLOTS else ():
+            at = self._place(number, name)
+            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
+                found[name] = state.decode()
+        return found
+
+    def _place(self, number: int, name: str) -> int:
+        return (number * len(NAMES) + NAMES.index(name)) * DIGEST_BYTES
+
+
+class Generators:
+    """Those that are alive, as they are now."""
+
+    def __init__(self) -> None:
+        self._before = [(name, one, copied) for name, one in _alive() if (copied := _copy(one)) is not None]
+        _LOOKED_AT.add(self)
+
+    def was_set(self, which: str) -> None:
+        """A global generator has got the state that it has now."""
+        self._before = [(name, one, _copy(one) if name == which else before) for name, one, before in self._before]
+
+    def used(self, samples: int) -> dict[str, str]:
+        """By name, a digest of the earlier states of the generators that were since used for this number of samples."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for name, one, before in self._before:
+            if _goes_on(before, one, max(1, samples // 2)):
+                found[name].append(_state(before))
+        return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
+
+
+_LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
+
+
+def watch_setters() -> None:
+    """Notice from now on when a global generator gets a new state."""
+    for module in SETTERS:
+        when_imported(module, partial(_watch_setters, module))
+
+
+def _watch_setters(module: str, *, late: bool) -> None:
+    generator, names = SETTERS[module]
+    for name in names:
+        hang(sys.modules[module], name, after=partial(_was_set, generator))
+        setter = getattr(sys.modules[module], name)
+        setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
+
+
+def _was_set(which: str, *_: Any, **__: Any) -> None:
+    for one in [*_LOOKED_AT]:
+        one.was_set(which)
+
+
+def _alive() -> Iterator[tuple[str, Any]]:
+    numpy: Any = sys.modules.get("numpy.random")
+    torch: Any = sys.modules["torch"]
+    kinds: set[type] = {random.Random, torch.Generator}
+    shared = {"torch": torch.default_generator, "random": vars(random)["_inst"]}
+    if numpy is not None:
+        kinds |= {numpy.Generator, numpy.RandomState}
+        shared["numpy"] = numpy.mtrand._rand
+    yield from shared.items()
+    seen = {id(one) for one in shared.values()}
+    for one in (*_of_kinds(kinds), *_locals(sys._getframe(1))):  # pyright: ignore[reportPrivateUsage]
+        if type(one) in kinds and id(one) not in seen:
+            seen.add(id(one))
+            yield OWN_GENERATORS, one
+
+
+def _of_kinds(kinds: set[type]) -> list[Any]:
+    """All instances of these classes, also those that only objects without a cycle refer to; at least once each."""
+    found: list[Any] = []
+    known: list[Any] = gc.get_objects()
+    for at in range(0, len(known), CHUNK):
+        part = known[at : at + CHUNK]
+        held = gc.get_referents(*part)
+        untracked = [one for one in held if type(one) is dict and not gc.is_tracked(one)]
+        for some in (part, held, gc.get_referents(*untracked)):
+            if not kinds.isdisjoint(map(type, some)):
+                found += [one for one in some if type(one) in kinds]
+    return found
+
+
+def _locals(frame: FrameType | None) -> Iterator[Any]:
+    """The local values of the script's running functions: the garbage collector does not list frames."""
+    while frame is not None:
+        if owner(frame.f_code.co_filename) is USER:
+            yield from frame.f_locals.values()
+        frame = frame.f_back
+
+
+def _copy(one: Any) -> Any:
+    if not hasattr(one, "device"):
+        return copy.deepcopy(one)
+    if one.device.type != "cpu":
+        return None  # a device is not waited for
+    copied = type(one)()
+    copied.set_state(one.get_state())
+    return copied
+
+
+def _state(one: Any) -> str:
+    if isinstance(one, random.Random):
+        return repr(one.getstate()[1])
+    if hasattr(one, "device"):
+        return hashed(one.get_state().numpy().tobytes())
+    inner = _bits(one).state["state"]
+    return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
+
+
+def _bits(one: Any) -> Any:
+    """What numpy's two kinds of generators draw from."""
+    return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
+
+
+def _goes_on(before: Any, now: Any, numbers: int) -> bool:
+    """Whether it has drawn at least this number."""
+    goal, going = _state(now), _copy(before)
+    for drawn in range(numbers):
+        if _state(going) == goal:
+            return False
+        if drawn < numbers - 1:
+            _draw(going)
+    return True
+
+
+def _draw(one: Any) -> None:
+    if isinstance(one, random.Random):
+        one.getrandbits(32)
+    elif hasattr(one, "device"):
+        sys.modules["torch"].rand(1, generator=one)
+    else:
+        _bits(one).random_raw()
+
+
+MAX_NAMES = 4  # that are followed to where they were given their values
+RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
+
+
+def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:
+    """How an argument of the call that this frame is in is divided by the number of ranks, as the script has it."""
+    if frame is None:
+        return ""
+    here = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    try:
+        nodes = [*ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))]
+    except (SyntaxError, ValueError):
+        return ""
+    calls = (one for one in nodes if isinstance(one, ast.Call))
+    call = next(
+        (one for one in calls if here == (one.lineno, one.end_lineno, one.col_offset, one.end_col_offset)), None
+    )
+    if call is None:
+        return ""
+    before = sorted(
+        (one for one in nodes if isinstance(one, ast.Assign) and one.lineno < call.lineno), key=lambda one: one.lineno
+    )
+    given = {ast.unparse(target): one.value for one in before for target in one.targets}  # the last value counts
+    values = [*[one.value for one in call.keywords if one.arg == argument], *call.args[place : place + 1]][:1]
+    for _ in range(MAX_NAMES):
+        parts = [part for value in values for part in ast.walk(value)]
+        if divided := next(filter(_by_ranks, parts), None):
+            return ast.unparse(divided)
+        names = {ast.unparse(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute))}
+        values = [given[name] for name in names if name in given]
+    return ""
+
+
+def _by_ranks(node: ast.AST) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div | ast.FloorDiv):
+        return False
+    return RANKS.search(ast.unparse(node.right)) is not None

@@ -1,0 +1,452 @@
+"""`--check`: the facts about replicas, backwards and optimizer steps."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
+from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.guard import Guard
+from paceline.rank.hooks import Events, hang, unseen, when_imported
+from paceline.rank.probes import MOST, digest_of, hashed, leaf_digests
+from paceline.rank.probes.steps import JointOptimizers, is_sharded
+from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
+
+MAX_ALONE = 1000  # in place of MAX_STEPS, as long as nothing is known that the rank trains with others
+MAX_RECORDS, MAX_PRIVATE = 400, 100
+MAX_EACH = 20_000  # digests of parameters one by one, of an optimizer's first steps
+NUMBERS = ("", "[]", "[1]")  # shapes of what is exchanged, and is no tensor of weight
+PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose shapes may differ between ranks
+LOOKS = 16
+PACKAGE = "torch.distributed.fsdp"
+OFFERED_BY = (f"{PACKAGE}._fully_shard._fully_shard", f"{PACKAGE}._fully_shard", PACKAGE)
+
+
+@dataclass
+class Window:
+    """The gradients of one optimizer since its last step."""
+
+    optimizer: Any
+    held: int = 0  # backwards that have put gradients into it, and were followed by no step of any optimizer yet
+    batch: int = 0  # the number of the last batch among these
+    at: tuple[int, int] = (-1, -1)  # its loader, and pass through it
+    filled: bool = False  # the last backward has left gradients that are not zero
+    lost: int = 0  # backwards of earlier batches whose gradients were cleared
+    clear_site: str = ""
+
+
+class StepWatch(Events):
+    """Watches one process."""
+
+    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizers | None = None) -> None:
+        self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizers(lambda: 0)
+        self._meshes = Meshes()
+        self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
+        self._looked: defaultdict[int, int] = defaultdict(int)  # digests of single gradients
+        self._records: Counter[str] = Counter()
+        self._stepped, self._called_ns = True, 0  # has no module been called since the last step? when was the first?
+        self._exchanged = 0
+        self._replicas: dict[int, SeenReplica] = {}
+        self._inner: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # by the model within
+        self._parts: dict[int, tuple[weakref.ref[Any], SeenReplica]] = {}  # the same, and by the modules in it
+        self._averaged = set[int]()  # parameters of all replicas, by identity
+        self._evaluated: dict[int, int] = {}  # how many steps there were, when it was last evaluated
+        self._optimizers: list[Any] = []
+        self._step: SeenStep | None = None  # that is being taken, if its parameters are compared
+        self._depth = 0  # of steps: one may call another, or go backward in a closure
+        self._inside = 0  # replicas that are going forward
+        self._windows: dict[int, Window] = {}  # by identity of the optimizer
+        self._clear_site, self._backwards = "", 0
+        self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
+        self._forwards, self._synced = 0, 0  # since any step
+        self._backward_site, self._factors = "", list[float]()
+        self._local: list[float] = []  # by optimizer, as the last backward has left its gradients
+        self._unclipped: list[float] = []  # the same as they were when they were clipped
+        self._at = (-1, -1)  # loader and pass of the last backward
+        self._clipped: tuple[set[int], float, float, str] = set(), 0.0, 0.0, ""  # since any step: what, norm, limit
+
+    def torch_is_there(self) -> None:
+        self._meshes.watch()
+        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
+        hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
+        modules: Any = sys.modules["torch.nn.modules.module"]
+        hang(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
+        hang(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
+        clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
+        offered: Any = sys.modules["torch.nn.utils"]
+        scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
+        clipping._clip_grads_with_norm_ = offered.clip_grads_with_norm_ = scale
+
+    def session_begins(self) -> None:
+        self._facts.session = True
+
+    def _unsynced(self, ddp: Any) -> None:
+        if id(ddp) in self._replicas:
+            self._replicas[id(ddp)].no_sync_site = user_site()
+
+    def _clears(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if not self._depth:
+            self._clear_site = user_site()
+            if optimizer is not None:
+                self._window(optimizer)
+
+    def _window(self, optimizer: Any) -> Window | None:
+        """Its window; None where its gradients cannot be read."""
+        window = self._windows.get(id(optimizer))
+        if window is None and not any(is_sharded(one) for one in _parameters(optimizer)):
+            window = self._windows[id(optimizer)] = Window(optimizer)
+        return window
+
+    def clipping(self, clip: Any) -> Any:
+        """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
+
+        @unseen
+        @wraps(clip)
+        def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
+            if not self._depth and not self._unclipped:
+                self._unclipped = [_total(optimizer) for optimizer in self._optimizers]
+            clip(of, max_norm, total_norm, *args, **kwargs)
+            if not self._depth and not sys.modules["torch.compiler"].is_compiling() and not any(map(is_sharded, of)):
+                self._clipped = {id(one) for one in of}, finite(total_norm), finite(max_norm), user_site()
+
+        return clipped
+
+    def replica_made(self, ddp: Any) -> None:
+        caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+        while "/paceline/rank/" in caller.f_code.co_filename and caller.f_back is not None:
+            caller = caller.f_back
+        record = SeenReplica(
+            site=user_site(),
+            by_library=owner(caller.f_code.co_filename) is Owner.LIBRARY,
+            find_unused=bool(ddp.find_unused_parameters),
+        )
+        self._replicas[id(ddp)] = record
+        self._averaged.update(map(id, ddp._module_parameters))
+        self._facts.replicas.append(record)
+        self._inner[id(ddp.module)] = weakref.ref(ddp.module), record
+        self._parts |= {id(one): (weakref.ref(one), record) for one in ddp.module.modules()}
+
+    def _called(self, module: Any, _: Any) -> None:
+        """A module goes forward: perhaps a replica's, past it, or to evaluate."""
+        if self._stepped:
+            self._stepped, self._exchanged, self._called_ns = False, 0, time.monotonic_ns()
+        known, record = self._inner.get(id(module)) or self._parts.get(id(module), (None, None))
+        if record is None or known is None or known() is not module:
+            return
+        if module.training:
+            if sys.modules["torch"].is_grad_enabled() and not self._inside:
+                record.past_site = record.past_site or self._outside()
+            return
+        if id(module) not in self._inner:
+            return
+        now = len(self._facts.steps)
+        buffers = [one for one in module.buffers() if one.is_floating_point()]
+        if buffers and self._evaluated.get(id(module)) != now and len(record.buffers) < MAX_DIGESTS:
+            self._evaluated[id(module)] = now
+            record.buffers.append(digest_of(buffers))
+            record.evaluation_site = user_site()
+
+    def _outside(self) -> str:
+        """The line that has called a replica's model, or a method of it, from outside of it."""
+        frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
+        outer = frame
+        while outer is not None and id(outer.f_locals.get("self")) in self._parts:
+            outer = call_site(outer.f_back).frame
+        frame = outer or frame
+        return site_words(frame_of(frame)) if frame is not None else ""
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._inside += 1
+        record = self._replicas.get(id(ddp))
+        if record is None or not sys.modules["torch"].is_grad_enabled() or not ddp.training:
+            return
+        joins: Any = getattr(ddp, "_join_config", None)
+        record.joined = record.joined or bool(joins is not None and joins.enable)
+        self._forwards += 1
+        self._synced += bool(ddp.require_backward_grad_sync)
+        if len(record.inputs) < MAX_DIGESTS:
+            record.inputs.append(leaf_digests([inputs, named]))
+
+    def forward_ended(self, ddp: Any, output: Any) -> None:
+        self._inside -= 1
+        record = self._replicas.get(id(ddp))
+        if record is None or not record.find_unused or record.looked >= LOOKS or not ddp.training:
+            return
+        used = parameters_reached(roots_of(output))
+        if used:
+            # those of when it was made: one that was put in place of another since is not its own
+            own = ddp._module_parameters
+            missing = sum(p.requires_grad and id(p) not in used for p in own)
+            record.looked, record.unused = record.looked + 1, max(record.unused, missing)
+
+    def raised(self, where: str, error: BaseException) -> None:
+        if where == "forward":
+            self._inside -= 1
+
+    def backward_begins(self, losses: Any) -> None:
+        if self._facts.session:
+            return
+        fed = self._loading.fed
+        at = (fed, len(self._facts.loaders[fed].passes) if fed >= 0 else 0)
+        if fed >= 0:
+            self._facts.loaders[fed].passes[-1].trains = True
+        if self._depth:  # of a closure: a step has as many as it likes
+            self._at = at
+            return
+        self._look_for_lost(at)
+        self._backward_site = user_site()
+        self._factors = factors_of(losses)
+        for number, optimizer in enumerate(self._optimizers):
+            if at != self._at and self._at[0] == fed and self._pending[number]:
+                cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
+                self._facts.dropped.append(Dropped(number, *self._at, self._pending[number], cleared))
+                if cleared:
+                    self._pending[number] = 0
+            self._pending[number] += 1
+        self._pending[-1] += 1  # for an optimizer that has not stepped yet
+        self._at = at
+
+    def _look_for_lost(self, at: tuple[int, int]) -> None:
+        """Whether the gradients of earlier batches are gone, although no optimizer has stepped with them.
+
+        Several backwards of one batch are no accumulation: an adversarial example, or a GAN. Whatever is left over
+        when an epoch begins belongs to the end of the last one.
+        """
+        self._backwards += 1
+        batch = self._loading.given or self._backwards  # without a loader each backward has a batch of its own
+        for window in self._windows.values():
+            other_batch = window.held and window.filled and batch > window.batch
+            if other_batch and not any(map(_has_gradient, _parameters(window.optimizer))):
+                if window.at == at:
+                    window.lost, window.clear_site = window.lost + window.held, self._clear_site
+                window.held = 0
+            window.held, window.batch, window.at = window.held + 1, batch, at
+
+    def backward_ended(self) -> None:
+        if self._facts.session:
+            return
+        if self._called_ns and self._joint.called:
+            calls = Guard.of_process().box.calls_since(self._called_ns)
+            self._exchanged = sum(op.kind.startswith(PARTS) or op.shape not in NUMBERS for _, _, op in calls)
+        if not self._depth:
+            for window in self._windows.values():
+                window.filled = any(map(_has_gradient, _parameters(window.optimizer)))
+            self._local = [_total(optimizer) for optimizer in self._optimizers]
+
+    def step_begins(self, optimizer: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        known = next((n for n, one in enumerate(self._optimizers) if one is optimizer), None)
+        number = len(self._optimizers) if known is None else known
+        if known is None:
+            self._optimizers.append(optimizer)
+        if self._facts.session:
+            self._facts.steps.append(SeenStep(number, user_site()))
+            return
+        turn, private = self._joint.of(optimizer), self._joint.private(optimizer)
+        self._note_loader(private=private)
+        self._taken[number] += not private
+        kind = "private" if private else "joint" if self._joint.level else "unknown"
+        self._records[kind] += 1
+        if self._records[kind] > (MAX_PRIVATE if private else MAX_RECORDS):
+            return
+        parameters = _parameters(optimizer)
+        plain = not any(is_sharded(p) for p in parameters)
+        if not plain and known is None:
+            split = self._meshes.split(parameters)
+            self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
+        step = SeenStep(
+            optimizer=number,
+            site=user_site(),
+            loader=self._at[0],
+            epoch=self._at[1],
+            gradients=digest_of(p.grad for p in parameters) if plain else "",
+            lost=window.lost if (window := self._window(optimizer)) else 0,
+            clear_site=window.clear_site if window else "",
+            backwards=self._pending.pop(-1, 0) if known is None else self._pending[number],
+            backward_site=self._backward_site,
+            factors=self._factors,
+            forwards=self._forwards,
+            synced=self._synced,
+            learning_rate=finite(optimizer.param_groups[0].get("lr", 0.0)),
+            settings=_settings(optimizer),
+            parameters=digest_of(parameters) if plain else "",
+            own=turn.own,
+            past=turn.past,
+            exchanged=self._exchanged,
+        )
+        if plain and self._looked[number] + len(parameters) <= MAX_EACH:
+            self._looked[number] += len(parameters)
+            step.outside = [n for n, one in enumerate(parameters) if id(one) not in self._averaged]
+            step.each = [digest_of([one.grad]) for one in parameters]
+            step.each_before = [digest_of([one]) for one in parameters]
+        if self._averaged:
+            step.strangers = sum(p.grad is not None and id(p) not in self._averaged for p in parameters)
+        what, norm, limit, place = self._clipped
+        if not what.isdisjoint(map(id, parameters)):
+            step.norm, step.limit, step.clip_site = norm, limit, place
+        if plain and known is not None and known < len(self._local):
+            local, applied = self._local[known], _total(optimizer)
+            if not self._replicas:
+                step.local, step.applied = local, applied
+            elif local:
+                step.scaled = finite((self._unclipped[known] if known < len(self._unclipped) else applied) / local, 1.0)
+        step.shapes = digest_of([]) if not plain else str(hash(tuple(tuple(p.shape) for p in parameters)))
+        self._facts.steps.append(step)
+        self._step = step if plain else None
+        self._pending[number] = 0
+        for one in self._windows.values():
+            one.held = 0
+        if window is not None:
+            window.lost = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        self._depth -= 1
+        if self._depth or self._facts.session:
+            return
+        self._stepped = True
+        if self._step is not None:
+            parameters = _parameters(optimizer)
+            self._step.after, self._step.met = digest_of(parameters), self._joint.of(optimizer).has_met
+            if self._step.each:
+                self._step.each_after = [digest_of([one]) for one in parameters]
+            self._step = None
+        self._forwards = self._synced = 0
+        self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
+        shortened = any(one.training and one.batches >= 0 for one in self._facts.loaders)
+        most = MAX_STEPS if self._joint.level else MAX_ALONE
+        if not shortened and not self._joint.private(optimizer) and max(self._taken.values(), default=0) >= most:
+            raise SystemExit(0)
+
+    def _note_loader(self, *, private: bool) -> None:
+        """Note whether the loader of this step is the rank's alone."""
+        number = self._at[0]
+        if number < 0 or not self._joint.level:
+            return
+        if not private:
+            self._loading.joint.add(number)
+        self._facts.loaders[number].private = number not in self._loading.joint
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradient(parameter: Any) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and (gradient.is_sparse or bool(gradient.any()))
+
+
+def _settings(optimizer: Any) -> str:
+    """A digest of the numbers and switches in its parameter groups."""
+    told: list[tuple[str, object]] = []
+    for group in optimizer.param_groups:
+        for name, value in sorted(group.items()):
+            if hasattr(value, "numel") and value.numel() == 1:  # a learning rate may be a tensor
+                value = float(value)
+            if isinstance(value, (int, float, str, tuple)):
+                told.append((name, value))
+    return hashed(repr(told).encode())
+
+
+def _total(optimizer: Any) -> float:
+    """A number that is linear in the gradients: their sum with weights, for plain sums of gradients are often 0."""
+    torch: Any = sys.modules["torch"]
+    total = 0.0
+    for parameter in _parameters(optimizer):
+        if parameter.grad is not None and not is_sharded(parameter):
+            some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
+            total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
+    return finite(total)
+
+
+class Meshes:
+    """The ranks that hold parts of the same layers (tensor parallel), and so get the same batches on purpose.
+
+    A DTensor is split along the dimensions of its mesh. The dimensions along which `fully_shard` sharded a model are
+    data parallel: each rank has different batches. The others split the work on one batch.
+    """
+
+    def __init__(self) -> None:
+        self._shared_out = set[int]()  # ranks among which FSDP has shared out models
+
+    def watch(self) -> None:
+        """See each `fully_shard` from now on."""
+        when_imported(OFFERED_BY[0], self._watch)
+
+    def _watch(self, *, late: bool) -> None:
+        first: Any = sys.modules[OFFERED_BY[0]]
+        plain = first.fully_shard
+        hang(first, "fully_shard", before=self._shares_out)
+        for module in (sys.modules.get(name) for name in OFFERED_BY[1:]):
+            if getattr(module, "fully_shard", None) is plain:
+                vars(module)["fully_shard"] = first.fully_shard
+
+    def _shares_out(self, *_: Any, mesh: Any = None, **__: Any) -> None:
+        world_size = sys.modules["torch.distributed"].get_world_size
+        self._shared_out.update(range(world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+
+    def split(self, parameters: Iterable[Any]) -> tuple[int, int]:
+        """Among how many ranks layers are split, and which of them this one is."""
+        count, number = 1, 0
+        for parameter in parameters:
+            if not hasattr(parameter, "device_mesh") or (where := parameter.device_mesh.get_coordinate()) is None:
+                continue
+            mesh, placements, of, at = parameter.device_mesh, parameter.placements, 1, 0
+            for dimension, placement in enumerate(placements):
+                here = tuple(slice(None) if n == dimension else place for n, place in enumerate(where))
+                if not placement.is_replicate() and not self._shared_out.issuperset(mesh.mesh[here].tolist()):
+                    of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
+            count, number = max((count, number), (of, at))
+        return count, number
+
+
+MAX_FACTORS = 4
+
+
+def factors_of(losses: Any) -> list[float]:
+    """By which constants it was multiplied last, the reciprocals of those that it was divided by."""
+    found: list[float] = []
+    node = getattr(losses, "grad_fn", None)
+    while node is not None and len(found) < MAX_FACTORS and node.name() in ("DivBackward0", "MulBackward0"):
+        own, other = node._saved_self, node._saved_other
+        constant = other if own is None else own if other is None else None
+        if constant is None or constant.numel() != 1:
+            break
+        value = float(constant)
+        if value and math.isfinite(value):
+            found.append(1 / value if node.name() == "DivBackward0" else value)
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return found
+
+
+def roots_of(output: Any, depth: int = 0) -> list[Any]:
+    """The nodes that computed the tensors of an output."""
+    if getattr(output, "grad_fn", None) is not None:
+        return [output.grad_fn]
+    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [root for value in inner for root in roots_of(value, depth + 1)] if depth < 4 else []
+
+
+def parameters_reached(nodes: list[Any]) -> set[int]:
+    """The parameters from which an output was computed, by identity."""
+    seen, found = set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(id(variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,226 @@
+"""Translates the variables of srun and mpirun into torchrun's, and expands Slurm's short forms in them. Pure.
+
+Each launcher sets different variables for the place of a rank. Training reads torchrun's only:
+
+    srun -n 4 python -m paceline train ...       SLURM_PROCID, SLURM_NTASKS, ... of the step
+    mpirun -n 4 python -m paceline train ...     OMPI_COMM_WORLD_RANK, ... (Open MPI), PMI_RANK, ... (MPICH, Intel)
+"""
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+
+from paceline.errors import UsageError
+from paceline.protocol.control import FIRST_PORT, PORTS, RUN_ID
+
+COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+NO_STEP = 0xFFFFFFF0  # Slurm's step ids from here on mean batch scripts and shells, which no srun has started
+LOOPBACK = "127.0.0.1"
+MAX_NODES = 100_000  # more is a mistake, and would fill the memory
+_PART = re.compile(r"[^,\[\]\s]|\[[0-9,-]+\]")
+_RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set.
+
+    Raises:
+        UsageError: as `understood`.
+    """
+    return any(name in env for name in COUNTS) or bool(understood(env))
+
+
+def understood(env: Mapping[str, str]) -> dict[str, str]:
+    """Torchrun's variables, if srun's or mpirun's in `env` describe a world of several ranks; else nothing.
+
+    Torchrun's variables win if they are set. MASTER_ADDR and MASTER_PORT stay as the user has set them. A world of one
+    needs no variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
+
+    Raises:
+        UsageError: when the variables contradict each other, or the place where the ranks can meet is missing.
+    """
+    set_already = [name for name in COUNTS if name in env]
+    if len(set_already) == len(COUNTS):
+        _check_not_exported(env)
+        return {}
+    for starter, read in _READERS.items():
+        found = read(env)
+        if not found:
+            continue
+        if set_already:
+            size, needed = found["WORLD_SIZE"], [*COUNTS, *ADDRESS]
+            raise UsageError(
+                code="variables-beside-launcher", present=set_already, launcher=starter, size=size, needed=needed
+            )
+        return found
+    return {}
+
+
+def job_token(env: Mapping[str, str]) -> str:
+    """A name that all ranks of one job have in common and no other job has; empty if there is none."""
+    for name in (RUN_ID, "TORCHELASTIC_RUN_ID"):
+        if env.get(name):
+            return env[name]
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return _mpi_namespace(env)
+    same_place = env.get("SLURM_NTASKS") == env.get("WORLD_SIZE") and env.get("SLURM_PROCID") == env.get("RANK")
+    if _in_step(env) and same_place:  # ranks that were started by hand in several steps have no step in common
+        return f"{env.get('SLURM_JOB_ID', '')}.{_step_id(env)}"
+    return ""
+
+
+def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
+    """Refuse a world that is not the one asked for: `nproc` ranks on each of `nodes` nodes.
+
+    Raises:
+        UsageError: half a job must not run as a whole one.
+    """
+    asked = {"WORLD_SIZE": nodes * nproc, "LOCAL_WORLD_SIZE": nproc}
+    wrong = [f"{name} is {env.get(name, 'not set')}, not {wanted}" for name, wanted in asked.items()
+             if env.get(name) != str(wanted)]  # fmt: skip
+    if wrong:
+        raise UsageError(code="world-not-as-asked", nodes=nodes, nproc=nproc, wrong=" and ".join(wrong))
+
+
+def _check_not_exported(env: Mapping[str, str]) -> None:
+    """Refuse what a batch script has exported once for all tasks: RANK=$SLURM_PROCID is 0 there."""
+    agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))
+    if agent or not _in_step(env) or env["WORLD_SIZE"] != env.get("SLURM_NTASKS") or env["WORLD_SIZE"] == "1":
+        return
+    if env["RANK"] != env.get("SLURM_PROCID"):
+        task, size = env.get("SLURM_PROCID"), env["WORLD_SIZE"]
+        raise UsageError(code="rank-exported", value=env["RANK"], task=task, size=size)
+
+
+def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
+    if not _in_step(env):
+        return {}
+    size = whole_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if size is None or size == 1:
+        return {}
+    rank, local_rank, node = (whole_number(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    if rank is None or local_rank is None or node is None or not tasks or not names:
+        raise UsageError(code="slurm-variables-missing", tasks=size)
+    nodes = expand_nodes(names)
+    job, step = whole_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _step_id(env)
+    # not SLURM_LAUNCH_NODE_IPADDR: that is where srun runs, often a login node
+    address = LOOPBACK if len(nodes) == 1 else nodes[0]
+    counts = rank, size, local_rank, tasks_of_node(tasks, node)
+    return _world(env, counts, address, FIRST_PORT + (job * 101 + step) % PORTS)
+
+
+def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set: str) -> dict[str, str]:
+    """`names` are those of the variables in the order of COUNTS, `to_set` how its command sets another variable."""
+    present = [name for name in names if name in env]
+    if not present or whole_number(env, names[1]) == 1:
+        return {}
+    rank, size, local_rank, local_size = (whole_number(env, name) for name in names)
+    if rank is None or size is None or local_rank is None or local_size is None:
+        missing, needed = [name for name in names if name not in env], [*COUNTS, *ADDRESS]
+        raise UsageError(
+            code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=needed
+        )
+    if local_size < size and "MASTER_ADDR" not in env:
+        option = to_set.format("MASTER_ADDR", "<name or address of rank 0's host>")
+        raise UsageError(code="mpi-address-missing", launcher=starter, size=size, here=local_size, option=option)
+    namespace = _mpi_namespace(env)
+    if not namespace and "MASTER_PORT" not in env:
+        raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
+    own_port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # not hash(): the same number in every process
+    return _world(env, (rank, size, local_rank, local_size), LOOPBACK, own_port)
+
+
+def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
+    """Torchrun's variables; `counts` in the order of COUNTS."""
+    return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
+        "MASTER_ADDR": env.get("MASTER_ADDR") or address,
+        "MASTER_PORT": env.get("MASTER_PORT") or str(port),
+    }
+
+
+def _mpi_namespace(env: Mapping[str, str]) -> str:
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+        if env.get(name):
+            return env[name]
+    return ""
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process: in the shells of sbatch and salloc the job's variables are set, no step's."""
+    return 0 <= _step_id(env) < NO_STEP
+
+
+def _step_id(env: Mapping[str, str]) -> int:
+    step = whole_number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    return -1 if step is None else step
+
+
+def whole_number(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is set.
+
+    Raises:
+        UsageError: it is not a whole number of at least 0.
+    """
+    for name in names:
+        if name not in env:
+            continue
+        if not re.fullmatch(r"[0-9]{1,18}", env[name]):
+            raise UsageError(code="variable-not-a-number", name=name, value=env[name])
+        return int(env[name])
+    return None
+
+
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_PMI = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_READERS: Mapping[str, Callable[[Mapping[str, str]], dict[str, str]]] = {
+    "mpirun (Open MPI)": partial(_from_mpi, starter="mpirun", names=_OPEN_MPI, to_set="-x {}={}"),
+    "srun": _from_slurm,
+    "mpiexec (PMI)": partial(_from_mpi, starter="mpiexec", names=_PMI, to_set="-genv {} {}"),
+}
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, in its order: `n[1-3,7],gpu-[01-02]` -> n1 n2 n3 n7 gpu-01 gpu-02.
+
+    Raises:
+        UsageError: if it is no such list.
+    """
+    names: list[str] = []
+    for entry in re.split(r",(?![^\[]*\])", text):
+        parts = _PART.findall(entry)
+        if not entry or "".join(parts) != entry:
+            raise UsageError(code="node-list-invalid", value=text)
+        choices = [list(_numbers(part[1:-1], text)) if part[0] == "[" else [part] for part in parts]
+        for combination in product(*choices):
+            names.append("".join(combination))
+            if len(names) > MAX_NODES:
+                raise UsageError(code="node-list-too-long", value=text, most=MAX_NODES)
+    return names
+
+
+def _numbers(text: str, whole: str) -> Iterator[str]:
+    for entry in text.split(","):
+        match = _RANGE.fullmatch(entry)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, -1)
+        if match is None or not 0 <= last - first < MAX_NODES:
+            raise UsageError(code="node-range-invalid", value=whole, range=entry)
+        yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))
+
+
+def tasks_of_node(text: str, node: int) -> int:
+    """The tasks on node number `node`, counted from 0, out of `2(x3),1`: 2 on each of three nodes, 1 on the fourth."""
+    left = node
+    for entry in text.split(","):
+        match = _TASKS.fullmatch(entry)
+        if match is None:
+            raise UsageError(code="tasks-per-node-invalid", value=text)
+        left -= int(match[2] or 1)
+        if left < 0:
+            return int(match[1])
+    raise UsageError(code="tasks-per-node-too-short", value=text, node=node)

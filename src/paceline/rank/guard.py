@@ -1,0 +1,479 @@
+"""The part of the hang guard in a rank: it shows the state of the rank to the agent, and unblocks the rank.
+
+    guard = Guard.of_process()
+    with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
+    guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
+    guard.stall_error(error)                     # the reason, if the guard caused `error`
+
+Each process has one guard, made at the first call: it has one agent, one status page, one torch whose functions can be
+wrapped once, one handler for a signal. With `--stall-after off` only the count of steps is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, ClassVar, Self
+
+import msgspec
+
+from paceline.errors import ExitCode, StallError, UsageError
+from paceline.host.procfs import GUARD_THREAD, open_files, tcp_connections, written
+from paceline.host.reach import is_loopback
+from paceline.host.signed import sign
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Answer, Phase, is_victim
+from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
+from paceline.rank import recorder
+from paceline.rank.hooks import unseen, when_imported
+from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
+from paceline.runs.owners import user_name
+
+OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
+WAKE_SECONDS = 0.25
+
+
+class _Word(msgspec.Struct, frozen=True):
+    page: str = ""
+    exit_code: int = ExitCode.STALLED
+
+
+class Guard:
+    """One for each process: see the module's docstring."""
+
+    max_steps = float("inf")  # after which a session ends its training; the script continues
+    _of_process: ClassVar[Guard | None] = None
+
+    def __init__(self, box: StatusPage | None, *, on: bool) -> None:
+        """`box` is the agent's status page; None in a process without an agent."""
+        self.on = on
+        self._has_agent = box is not None
+        self.record = -1  # memory for the record of a failure, for an agent that did not start us
+        self.leave: Callable[[int], None] = lambda code: None  # tells it the exit code with which this process ends
+        self.box = box or StatusPage(make_status_page(0))
+        self._warned = False
+        self.ledger = Ledger(self.box, self.warn_once)
+        self.connections = Connections()
+        self._watcher: Watcher | None = None
+        self._detach: Callable[[], None] | None = None  # from a script that nobody changed
+        if not on:
+            self.box.keep_for_steps()
+            self.ledger.active = False
+
+    @classmethod
+    def of_process(cls) -> Guard:
+        """This process's guard, the same at every call."""
+        if Guard._of_process is None:
+            birth = WorkerBirth.here()
+            box = None if birth is None else StatusPage.inherited(birth.box)
+            Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
+            os.register_at_fork(after_in_child=guard._in_child)
+        return Guard._of_process
+
+    @classmethod
+    def observed(cls, box: int, record: int) -> Guard:
+        """Make this process's guard for an agent that did not start it; it reads the status page and the record."""
+        Guard._of_process = guard = cls(StatusPage(box), on=True)
+        guard.record = record
+        os.register_at_fork(after_in_child=guard._in_child)
+        return guard
+
+    def start(self) -> Self:
+        """Start the watcher if there is an agent. Never raises."""
+        if not (self.on and self._has_agent) or self._watcher is not None:
+            return self
+        native: NativeStacks | None = None
+        try:
+            os.set_inheritable(self.box.descriptor, False)  # programs that the script starts have no box
+            native = NativeStacks(self.box)
+        except Exception as error:
+            self.warn_once(error)
+        self._watcher = Watcher(self, native)
+        self._watcher.start()
+        atexit.register(self._watcher.stop)
+        return self
+
+    def watch_torch(self) -> Self:
+        """See torch.distributed's calls from now on, or as soon as it is imported. Never raises."""
+        try:
+            when_imported(MODULE, self._install)
+        except Exception as error:
+            self.warn_once(error)
+        return self
+
+    def attach_probes(
+        self, detach: Callable[[], None], marker: OrderMarks | None, failed: Callable[[BaseException], None] | None
+    ) -> None:
+        """Probes watch the script of this process until `detach_probes`. `failed` gets errors of its collectives."""
+        self._detach, self.ledger.marker, self.ledger.failed = detach, marker, failed
+        self.box.put("script", 1)
+
+    def detach_probes(self) -> None:
+        """A session or a training of paceline begins, which reports and checks itself: remove the probes."""
+        if self._detach is not None:
+            self._detach()
+            self.ledger.marker = self.ledger.failed = None
+        self.box.put("script", 0)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Generator[None]:
+        """Inside, the process is in this phase."""
+        before = self.box.enter(phase)
+        try:
+            yield
+        finally:
+            self.box.enter(before)
+
+    def released(self) -> str:
+        """The agent's reason, as JSON, if it has freed this rank; else empty."""
+        return (self.box.agent_message().decode(errors="replace") or "{}") if self.box.get("released") else ""
+
+    def check_freed(self) -> None:
+        """Raise StallError if the agent has freed this rank: what collectives have given since then is no result.
+
+        NCCL returns from an aborted collective without an error. To be called after the host has read what came, and
+        before that is used, applied or saved; the agent sets the flag before this rank aborts.
+        """
+        if self.box.get("released"):
+            raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
+
+    def stall_error(self, error: BaseException) -> StallError | None:
+        """What to raise in place of `error`, out of a collective, if the guard has broken that up; else None.
+
+        Waits for the agent's word for a second if `error` speaks of a lost connection: ranks are not freed at once.
+        """
+        deadline = time.monotonic() + OTHERS_FIRST_SECONDS
+        while self._has_agent and self.on and not self.released() and is_victim(error) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        text = self.released()
+        if not text:
+            return None
+        try:
+            word = msgspec.json.decode(text, type=_Word)
+            code = ExitCode(word.exit_code)
+        except (msgspec.MsgspecError, ValueError):
+            word, code = _Word(), ExitCode.STALLED
+        return StallError(word.page or "another rank stood still: the hang guard has ended this wait", code)
+
+    def _install(self, *, late: bool) -> None:
+        module = sys.modules[MODULE]
+        others = [sys.modules["torch.distributed"]] if late else []
+        if self.on:
+            self.ledger.install(module, *others, late=late)
+        self.connections.install(module)
+
+    def _in_child(self) -> None:
+        # a forked process loads data, or is the script's own business: it must not speak in the rank's name
+        self.box.keep_for_loaders()
+        self.ledger.active = False
+        self.on = self._has_agent = False
+        self.record, self.leave = -1, lambda code: None
+
+    def warn_once(self, error: BaseException) -> None:
+        """Print a warning about the first internal error; the work continues."""
+        if not self._warned:
+            self._warned = True
+            print(f"paceline: the hang guard of this process has a fault, and goes on: {error!r}", file=sys.stderr)
+
+
+class Watcher:
+    """A thread that writes the status page four times a second, because the main thread may be stuck.
+
+    It shows that the interpreter still runs, counts the collectives that torch has called from C++, answers the agent's
+    question for stacks and collectives, and closes the connections of a collective that will never end. It holds no
+    lock that the main thread needs, imports nothing, and handles all its errors.
+    """
+
+    def __init__(self, guard: Guard, native: NativeStacks | None) -> None:
+        self._box, self._ledger, self._connections, self._native = guard.box, guard.ledger, guard.connections, native
+        self._warn_once = guard.warn_once
+        self._main = threading.main_thread().ident or 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
+        self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
+
+    def start(self) -> None:
+        """Begin."""
+        self._box.put("ready", WATCHED if self._native is None else self._native.ready())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop before the process ends, so that it does not use torch while torch is taken down."""
+        self._stop.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        with suppress(OSError):  # by this name the agent knows the thread that wakes nobody
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(GUARD_THREAD)
+        while not self._stop.wait(WAKE_SECONDS):
+            for part in (self._beat, self._reply, self._release):
+                try:
+                    part()
+                except Exception as error:
+                    self._warn_once(error)
+
+    def _beat(self) -> None:
+        box = self._box
+        box.put("beat_ns", time.monotonic_ns())
+        if self._native is not None:
+            box.put("ready", self._native.ready())
+        groups = [*self._ledger.groups.values()]
+        for group in groups:
+            group.sweep(box)
+        enqueued = [group for group in groups if group.enqueued]
+        if enqueued and not recorder.capturing.is_set() and (self._still > 0 or not recorder.in_flight()):
+            pending = recorder.pending(self._groups()) if recorder.in_flight() else ()
+            for group in enqueued:
+                group.end_enqueued(pending, box)
+        now = (sum(recorder.sequence_numbers().values()), box.get("ops"))
+        self._still = self._still + 1 if now == self._last else 0
+        self._last = now
+        box.put("enqueued", now[0])
+        box.put("waiting", self._ledger.waiting or (self._still > 0 and recorder.in_flight()))
+
+    def _reply(self) -> None:
+        asked = self._box.get("asked")
+        if asked <= self._answered:
+            return
+        self._answered = asked
+        groups = self._groups()
+        stacks = recorder.stacks(self._main)
+        answer = Answer(
+            ops=tuple(recorder.merged(self._box.ring(), groups, stacks[0] if stacks else None)),
+            groups={group.name: group.members for group in groups.values()} | recorder.group_members(),
+            titles=recorder.group_titles(),
+            stacks=stacks,
+            enqueued=self._last[0],
+        )
+        self._box.answer(asked, msgspec.json.encode(answer))
+
+    def _groups(self) -> dict[str, Group]:
+        return {group.name: group for group in [*self._ledger.groups.values()] if group.still_there() is not None}
+
+    def _release(self) -> None:
+        if not self._box.get("released"):
+            return
+        if not self._aborted and (module := recorder.distributed()) is not None:
+            self._aborted = True
+            threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()
+        self._connections.shut()
+
+
+class NativeStacks:
+    """Python's faulthandler, which on SIGNAL writes its stacks to the end of the box, without the interpreter lock.
+
+    So the agent sees the Python line that called an endless regular expression or a C extension that never returns.
+    """
+
+    def __init__(self, box: StatusPage) -> None:
+        """Raises OSError where /proc is not to be had."""
+        path = f"/proc/self/fd/{box.descriptor}"
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
+        self._inode = os.fstat(self._file.fileno()).st_ino
+        # Only the thread that the kernel gives the signal to, the main one if it can: the stacks of threads that run,
+        # begin and end meanwhile cannot be read without the lock (measured: the process died of it, now and then).
+        faulthandler.register(SIGNAL, file=self._file, all_threads=False, chain=False)
+
+    def ready(self) -> int:
+        """SIGNAL_SAFE while the file is still the box: a program that closes all descriptors may have another there."""
+        if self._file is None:
+            return WATCHED
+        try:
+            if os.fstat(self._file.fileno()).st_ino == self._inode:
+                return SIGNAL_SAFE
+        except OSError:
+            pass
+        faulthandler.unregister(SIGNAL)
+        self._file = None
+        return WATCHED
+
+
+MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
+LOOPBACK = "127.0.0.1"
+
+
+class Connections:
+    """The sockets that process groups have opened. They unblock a rank that waits in a collective.
+
+    Gloo has no way to give up (torch's `abort` unblocks nothing), but its sockets belong to this process: shut down,
+    they make the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted; what waited
+    for them then returns *without an error*, with undefined data in its buffers (`Guard.check_freed` detects that).
+
+    Gloo's sockets are those that came up while torch made the process group: gloo connects all pairs there, and the
+    store has connected before. So neither the store's connection nor the user's are ever touched, except one that a
+    thread of the user has opened at that very moment. They are known by their inodes, because a descriptor may be of
+    a different socket by now. With TORCH_GLOO_LAZY_INIT the connections come up later, and are not known here: such a
+    rank stays blocked until it is stopped.
+
+    Gloo listens for its peers where every user of the machine can reach it. Once a group is made all its pairs are
+    connected: the port is shut to all who come. Until then, for less than a second, a stranger may have been faster
+    than a peer: gloo takes any process that sends a small number. On one machine the kernel knows the user at the other
+    end; a group with a stranger in it is not used.
+    """
+
+    def __init__(self) -> None:
+        self.inodes: set[str] = set()
+        self.ends: list[End] = []
+        """of the connections to other hosts that the last group has opened"""
+        self._tolerated: list[list[str]] | None = None
+
+    def install(self, distributed: ModuleType) -> None:
+        """Note from now on what a new process group opens, and shut its door behind it."""
+        make: Callable[..., Any] | None = getattr(distributed, MAKES_GROUP, None)
+        if make is None:  # a torch that has another name for it: nothing is known, nobody is freed
+            return
+
+        @unseen
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            before = open_sockets()
+            try:
+                group = make(*args, **kwargs)
+            finally:
+                new = {inode: number for inode, number in open_sockets().items() if inode not in before}
+            # NCCL alone needs its doors: ranks connect when they first exchange something
+            if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
+                return group
+            self.inodes |= new.keys()
+            self.ends = far_ends(new.values())
+            if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
+                if not shut(new.values()) and os.environ.get("RANK", "0") == "0":
+                    print(
+                        "paceline: this system cannot shut the ports by which ranks have met: other users of this "
+                        "machine can connect to them, which wastes memory and time, but not be taken for a rank",
+                        file=sys.stderr,
+                    )
+                if users := strangers(new.values()):
+                    if self._tolerated is None:
+                        raise stranger_met(users)
+                    self._tolerated.append(users)
+            return group
+
+        setattr(distributed, MAKES_GROUP, made)
+
+    @contextmanager
+    def tolerating(self) -> Generator[list[list[str]]]:
+        """Inside, a group with strangers is no error: the list gets their users, and all ranks must make it again."""
+        self._tolerated = []
+        try:
+            yield self._tolerated
+        finally:
+            self._tolerated = None
+
+    def shut(self) -> None:
+        """Cut those that are still there."""
+        for one in _internet([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with suppress(OSError):  # closed meanwhile
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a connection to another host: its name, the other end's, and whether that one has made it."""
+
+    name: str
+    other: str
+    accepted: bool
+
+
+def far_ends(descriptors: Collection[int]) -> list[End]:
+    """Our ends of connections to other hosts."""
+    doors: set[int] = set()
+    pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
+    for one in _internet(descriptors):
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            doors.add(one.getsockname()[1])
+            continue
+        with suppress(OSError):  # closed by the other side
+            pairs.append((one.getsockname()[:2], one.getpeername()[:2]))
+    return [
+        End(f"{own[0]} {own[1]} {its[0]} {its[1]}", f"{its[0]} {its[1]} {own[0]} {own[1]}", own[1] in doors)
+        for own, its in pairs
+        if not is_loopback(own[0])
+    ]
+
+
+def open_sockets() -> dict[str, int]:
+    """All sockets of this process: inode -> a descriptor of it."""
+    return {target: descriptor for descriptor, target in open_files().items() if target.startswith("socket:")}
+
+
+def abort_nccl(distributed: ModuleType) -> None:
+    """Give up all collectives of all NCCL groups at once: one alone would wait for the others (pytorch 119797)."""
+    names: dict[Any, str] = {**distributed._world.pg_names}
+    groups = sorted((group for group in names if _is_nccl(distributed, group)), key=lambda group: names[group])
+    if not groups:
+        return
+    backend = groups[0]._get_backend(sys.modules["torch"].device("cuda"))
+    backend._group_start()
+    try:
+        for group in reversed(groups):
+            group.abort()
+    finally:
+        backend._group_end()
+
+
+def _is_nccl(distributed: ModuleType, group: Any) -> bool:
+    return "nccl" in str(distributed._world.pg_backend_config.get(group))
+
+
+def shut(descriptors: Collection[int]) -> bool:
+    """Have the kernel drop new connections to ports at which we listen; existing connections stay.
+
+    Returns:
+        Whether all of them are shut: a kernel may know neither way.
+    """
+    return all(
+        sign(one, os.urandom(16)) or _filter(one)  # with a key that nobody knows
+        for one in _internet(descriptors)
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
+
+
+def _filter(one: socket.socket) -> bool:
+    """A program for the packet filter: one instruction, "return 0 bytes of it". Newer kernels let only root do this."""
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
+    with suppress(OSError):
+        one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
+        return True
+    return False
+
+
+def strangers(descriptors: Collection[int]) -> list[str]:
+    """The other users who are connected over the loopback."""
+    ends: dict[tuple[str, str], None] = {}
+    for one in _internet(descriptors):
+        with suppress(OSError):  # it only listens
+            (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
+            if address == its_address == LOOPBACK:
+                ends[written(its_address, its_port), written(address, port)] = None
+    # (own end, other end) -> user, of all connections over IPv4 in this network
+    users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
+    return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
+
+
+def stranger_met(users: list[str]) -> UsageError:
+    """The error for a process group with these other users in it."""
+    return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
+
+
+def _internet(descriptors: Collection[int]) -> Iterator[socket.socket]:
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closing this does not close gloo's
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                yield one

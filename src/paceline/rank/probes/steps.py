@@ -1,0 +1,297 @@
+"""The steps and phases of a script that nobody changed, on its status page; and which steps all ranks take together.
+
+The steps are those of the joint optimizer that has stepped most. The time between the hooks is the script's code. Under
+DDP a rank waits for the others in backward, for rank 0 in the forward of a model with buffers, and in its collectives.
+
+An optimizer is joint if some of its parameters belong to a `DistributedDataParallel`, or are sharded (FSDP, DTensor).
+Gradients may also be averaged by hand: any other optimizer is joint if most of its steps come after a collective. If
+there is a joint one, all others are private to the rank: a probe, a temperature, an auxiliary model.
+
+A joint optimizer may leave DDP: after steps through DDP it continues with gradients of forwards past it. Such a step is
+`past`: a rank that continues alone may do so. A step without a new backward is not `past`: it is a step too many.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage
+from paceline.rank.hooks import Events, hang
+
+LEAST_STEPS = 4  # of an optimizer, before it is judged by them
+PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
+SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
+
+
+@dataclass
+class StepCounts:
+    """Counts since the process began."""
+
+    backwards: int = 0
+    forwards: int = 0  # of the optimizer's own replica
+    synced: int = 0  # those after which gradients are reduced
+    met: int = 0  # collectives, and forwards of any replica that are to be reduced
+
+
+@dataclass
+class OptimizerHistory:
+    """An optimizer, and the events since its last step."""
+
+    own: bool = False  # parameters of a replica, or sharded ones
+    replica: weakref.ref[Any] | None = None
+    model: int = 0  # within the replica: its identity; 0: of no replica
+    steps: int = 0
+    met: int = 0  # steps since whose last one the rank has met others
+    has_met: bool = False  # before the last step
+    since: StepCounts | None = None  # what is new when a step begins; None: nothing is known
+    past: bool = False
+    before: StepCounts | None = None
+    version: object = None
+
+    @property
+    def level(self) -> int:
+        """How surely it is joint."""
+        most = self.steps >= LEAST_STEPS and 2 * self.met > self.steps
+        return KEPT_EQUAL if self.own else BY_HAND if most else PRIVATE
+
+
+class JointOptimizers(Events):
+    """Watches this process's optimizers. It listens before the listeners that use it."""
+
+    def __init__(self, calls: Callable[[], int]) -> None:
+        """`calls` counts the collectives that the process has called."""
+        self._calls = calls
+        self._turns: WeakKeyDictionary[Any, OptimizerHistory] = WeakKeyDictionary()
+        self._replicas: WeakSet[Any] = WeakSet()
+        self._made = 0
+        self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._stepped: WeakKeyDictionary[Any, StepCounts] = WeakKeyDictionary()  # by replica: until its last step
+        self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
+        self._trained: WeakSet[Any] = WeakSet()  # models within replicas that were stepped after a forward of theirs
+        self._backwards = self._synced = 0
+        self.through = 0
+        """backwards that a forward of a replica came before"""
+        self._pending = False  # such a forward
+        self._own = False  # there was an optimizer of a replica
+
+    @property
+    def replicas(self) -> Iterator[Any]:
+        """Those that there are."""
+        return iter(self._replicas)
+
+    @property
+    def called(self) -> bool:
+        """Whether a collective has been called yet."""
+        return self._calls() > 0
+
+    @property
+    def version(self) -> object:
+        """Changes with the replicas."""
+        return self._made, len(self._replicas)
+
+    def of(self, optimizer: Any) -> OptimizerHistory:
+        """The history of an optimizer."""
+        return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
+
+    def private(self, optimizer: Any) -> bool:
+        """Whether its last step is private to the rank: a different optimizer is joint, or it has left its replica."""
+        turn = self.of(optimizer)
+        return turn.past or turn.level < self.level
+
+    @property
+    def level(self) -> int:
+        """That of the optimizer which is most surely joint."""
+        return KEPT_EQUAL if self._own else max((turn.level for turn in self._turns.values()), default=PRIVATE)
+
+    def replica_made(self, ddp: Any) -> None:
+        self._replicas.add(ddp)
+        self._made += 1
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if grad_enabled():
+            synced = bool(ddp.require_backward_grad_sync)
+            forwards, before = self._forwards.get(ddp, (0, 0))
+            self._forwards[ddp] = forwards + 1, before + synced
+            self._synced += synced
+            self._pending = True
+
+    def backward_begins(self, losses: Any) -> None:
+        self._backwards += 1
+        self.through += self._pending
+        self._pending = False
+
+    def step_begins(self, optimizer: Any) -> None:
+        turn = self._turns.setdefault(optimizer, OptimizerHistory())
+        self._look_whose(turn, optimizer)
+        now, before = self._seen(turn), turn.before or StepCounts()
+        turn.since = new = StepCounts(
+            now.backwards - max(before.backwards, self._taken(turn)),
+            max(0, now.forwards - before.forwards),  # of a replica that is gone there are none
+            max(0, now.synced - before.synced),
+        )
+        replica = turn.replica and turn.replica()
+        gone = turn.replica is not None and replica is None
+        left = new.backwards > 0 and not new.forwards
+        turn.past = left and (gone or (replica is not None and replica.module in self._trained))
+        if replica is not None and new.forwards:
+            self._trained.add(replica.module)
+
+    def step_ended(self, optimizer: Any) -> None:
+        turn = self._turns.setdefault(optimizer, OptimizerHistory())
+        now = self._seen(turn)
+        turn.steps += 1
+        turn.has_met = now.met > (turn.before or StepCounts()).met
+        turn.met += turn.has_met
+        turn.before = now
+        self._taken_by[turn.model] = now.backwards
+        replica = turn.replica and turn.replica()
+        if replica is not None:
+            self._stepped[replica] = now
+        self._own = self._own or turn.own
+
+    def _taken(self, turn: OptimizerHistory) -> int:
+        """Backwards until the last step of an optimizer of another model: these were that one's."""
+        return max((count for model, count in self._taken_by.items() if model != turn.model), default=0)
+
+    def _seen(self, turn: OptimizerHistory) -> StepCounts:
+        replica = turn.replica and turn.replica()
+        forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
+        return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
+
+    def _look_whose(self, turn: OptimizerHistory, optimizer: Any) -> None:
+        version = self.version, [len(group["params"]) for group in optimizer.param_groups]
+        if turn.version == version:
+            return
+        turn.version = version
+        parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+        replica = next(
+            (ddp for ddp in self._replicas if any(id(one) in parameters for _, one in kept_equal(ddp))), None
+        )
+        if replica is not None and (turn.replica is None or turn.replica() is not replica):
+            turn.replica, turn.model = weakref.ref(replica), id(replica.module)
+            turn.before = self._stepped.get(replica, StepCounts(turn.before.backwards if turn.before else 0))
+        turn.own = turn.own or replica is not None or any(map(is_sharded, parameters.values()))
+
+
+def grad_enabled() -> bool:
+    """Whether a forward now records gradients."""
+    return bool(sys.modules["torch"].is_grad_enabled())
+
+
+def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters that DDP keeps equal, with their names."""
+    left_out: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return ((name, one) for name, one in ddp.module.named_parameters() if name not in left_out)
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether each rank holds a different part: FSDP, or a DTensor."""
+    return any(hasattr(parameter, name) for name in SHARDED)
+
+
+USUAL_STEPS = 15  # by which it is judged what a step takes
+UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
+ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+
+
+class StepCounter(Events):
+    """Counts steps; the only probe with the guard off."""
+
+    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
+        self._box, self.joint = box, joint or JointOptimizers(lambda: 0)
+        self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._level = self._alone = 0
+        self.done = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        turn = self.joint.of(optimizer)
+        if turn.past:
+            return
+        before = max(0, self.done - self._alone - 1)  # one that comes later steps beside those that are there, or after
+        self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
+        if self.joint.private(optimizer):
+            return
+        if self.joint.level > self._level:  # what was counted until now was this rank's own
+            self._level, self._counts[optimizer] = self.joint.level, (count := turn.steps)
+            self._alone = max(0, self.done + 1 - count)
+            self._box.put("alone", self._alone)
+        if count + self._alone > self.done:
+            self.done = count + self._alone
+            self._box.set_step(self.done)
+
+
+class ScriptPhases(StepCounter):
+    """Sets the phase on the status page, too."""
+
+    def __init__(self, box: StatusPage, joint: JointOptimizers | None = None) -> None:
+        super().__init__(box, joint)
+        self._steps_ns = {phase: deque[int](maxlen=USUAL_STEPS) for phase in ASIDE}
+        self._seen_ns = dict.fromkeys(ASIDE, 0)
+
+    def batch_asked(self, batches: Any) -> None:
+        self._box.enter(Phase.DATA)
+
+    def own_code(self, *_: Any, **__: Any) -> None:
+        self._box.enter(Phase.USER)
+
+    batch_given = epoch_ended = forward_ended = backward_ended = own_code
+
+    def raised(self, where: str, error: BaseException) -> None:
+        if not self._box.get("released"):  # else it is the guard's doing, and no progress, which is waited for
+            self.own_code()
+
+    def forward_begins(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._box.enter(Phase.FORWARD)
+
+    def buffers_asked(self, ddp: Any) -> None:
+        self._box.enter(Phase.SYNC)
+
+    def buffers_given(self, ddp: Any) -> None:
+        self._box.enter(Phase.FORWARD)
+
+    def backward_begins(self, losses: Any) -> None:
+        self._box.enter(Phase.BACKWARD)
+
+    def step_begins(self, optimizer: Any) -> None:
+        self._box.enter(Phase.OPTIMIZER)
+
+    closure_ended = step_begins
+
+    def step_ended(self, optimizer: Any) -> None:
+        self._box.enter(Phase.USER)
+        before = self.done
+        super().step_ended(optimizer)
+        if self.done > before:
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        """Evaluations, checkpoints and other work between steps does not count as time of a step."""
+        for phase, steps_ns in self._steps_ns.items():
+            spent_ns = self._box.spent_ns[phase] - self._seen_ns[phase]
+            if len(steps_ns) >= LEAST_STEPS:
+                usual_ns = UNUSUAL_FACTOR * int(median(steps_ns)) + UNUSUAL_NS
+                if spent_ns > usual_ns:
+                    self._box.move_time(phase, Phase.EVALUATE, spent_ns - usual_ns)
+            steps_ns.append(spent_ns)
+            self._seen_ns[phase] = self._box.spent_ns[phase]
+
+
+class JoinContexts(Events):
+    """Notes that ranks may take different numbers of steps: torch's Join is entered."""
+
+    def __init__(self, box: StatusPage) -> None:
+        self._box, self._sees = box, False
+
+    def replica_made(self, ddp: Any) -> None:
+        if not self._sees:
+            self._sees = True
+            joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
+            hang(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))

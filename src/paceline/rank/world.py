@@ -1,0 +1,356 @@
+"""The world of a rank, from the launcher's environment, with its device and process group. It never changes."""
+
+import os
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+
+from paceline.errors import TrainingError, UsageError, plural
+from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
+from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
+from paceline.rank.environment import ADDRESS, COUNTS, understood, whole_number
+from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
+from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+TRIES = 10  # to make a group without strangers in it
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+"""the backend of each kind of device; gloo for all others"""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size` in the world, `local_rank` of `local_size` on its node."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    group: dist.ProcessGroup | None = None
+    """of torch.distributed, of just these ranks; None: the default one"""
+    mesh: Mesh | None = None
+    """None: all ranks along data"""
+    dimensions: Mapping[str, "World"] = field(default_factory=dict[str, "World"], repr=False, compare=False)
+    """see `along`"""
+
+    def along(self, name: str) -> "World":
+        """The ranks that differ from this one in this dimension of the mesh only: a world of one without it."""
+        return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
+
+    @property
+    def data(self) -> "World":
+        """The ranks that work on different samples with the same part of the model, along data and shard.
+
+        Samples and virtual ranks are split, and gradients added up, over these. Without a mesh it is the world.
+        """
+        return self if self.mesh is None else self.along("batch")
+
+    @cached_property
+    def leads(self) -> bool:
+        """Whether, of the ranks that work on the same samples, this one speaks for all: it is where the loss is."""
+        last = self.along("pipeline")
+        return last.rank == last.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
+
+    @classmethod
+    def from_env(
+        cls,
+        env: Mapping[str, str] | None = None,
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+    ) -> Self:
+        """The world of torchrun's, srun's or mpirun's variables; a world of one if none is set.
+
+        Args:
+            env: the environment, by default this process's.
+            device: "auto" (a GPU if there is one), "cpu", "cuda" or "xpu"; the GPU is the one of `local_rank`.
+            backend: "auto" (nccl or xccl for GPUs, gloo for CPUs), "nccl", "xccl", "gloo" or "mpi".
+
+        Raises:
+            UsageError: when only some of the variables are set (a forgotten one must not become a silent world of
+                one), when they contradict each other, or when device or backend are not to be had.
+        """
+        env = os.environ if env is None else env
+        rank, size, local_rank, local_size = _counts({**env, **understood(env)})
+        if device != "cpu":
+            show_own_mig(local_rank, local_size)
+        # local: the global rank is no device index on the second node
+        chosen = chosen_device(device, local_rank, local_size, backend)
+        if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
+            print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
+        return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
+
+
+def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    names = [*COUNTS, *ADDRESS]
+    present = [name for name in COUNTS if name in env]
+    if not present:
+        return 0, 1, 0, 1
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
+    rank, size, local_rank, local_size = (whole_number(env, name) or 0 for name in COUNTS)
+    if not (rank < size and local_rank < local_size <= size):
+        raise UsageError(
+            code="variables-contradict", rank=rank, size=size, local_rank=local_rank, local_size=local_size
+        )
+    return rank, size, local_rank, local_size
+
+
+@contextmanager
+def joined(
+    world: World,
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    meeting_seconds: float = MEETING_SECONDS,
+) -> Generator[World]:
+    """Inside, torch.distributed's default process group is up; it is torn down also on an error.
+
+    Every collective gives up after `timeout_seconds`, and the wait for the other ranks to start after
+    `meeting_seconds`. A world of one gets a group too, so that code between the braces need not ask; it opens no port.
+
+    Raises:
+        UsageError: another job answers where the ranks meet, or two processes claim one rank.
+        TrainingError: some ranks have not connected.
+    """
+    Guard.of_process().watch_torch()  # before the group: its connections are the guard's to cut
+    timeout = timedelta(seconds=timeout_seconds)
+    if world.device.type != "cpu":
+        torch.accelerator.set_device_index(world.device)
+        go_near(world.device)
+    if world.backend == "mpi":
+        dist.init_process_group(world.backend, timeout=timeout)
+    else:
+        _make_group(world, _store(world, timeout, meeting_seconds), timeout)
+    try:
+        yield world
+    except BaseException:
+        if "nccl" in world.backend:  # its shutdown waits for what is on its way, which may never end
+            with suppress(Exception):  # never hides the error that ends this
+                abort_nccl(distributed_c10d)
+        raise
+    finally:
+        # Also on an error: a peer that waits for this rank then fails at once ("connection closed") instead of hanging.
+        dist.destroy_process_group()
+
+
+def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+    """`world`, whose group is up, with a process group for each of its dimensions (a collective).
+
+    Ranks that all work on different samples with the whole model need none: then it is `world` as it was.
+    """
+    if mesh.size == mesh.of("data"):
+        return world
+    dimensions: dict[str, World] = {}
+    wanted = {name: (name,) for name in DIMENSIONS if mesh.of(name) > 1} | {"batch": OF_BATCH}
+    for name, along in wanted.items():
+        for members in sorted({mesh.peers(rank, along) for rank in range(world.size)}):
+            # every rank makes all groups, in one order; one of a single rank too, or None would mean all ranks
+            made = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds), group_desc=f"{name} of the mesh")
+            if world.rank in members:
+                assert isinstance(made, dist.ProcessGroup)
+                here = [rank for rank in members if rank // world.local_size == world.rank // world.local_size]
+                dimensions[name] = World(
+                    members.index(world.rank), len(members), here.index(world.rank), len(here), world.device,
+                    world.backend, made,
+                )  # fmt: skip
+    own = {name: dimensions[name] for name in OF_BATCH if name in dimensions}
+    dimensions["batch"] = replace(dimensions["batch"], dimensions=own)
+    return replace(world, mesh=mesh, dimensions=dimensions)
+
+
+def _make_group(world: World, store: Store, timeout: timedelta) -> None:
+    """Make the default group; again, where another user of the machine was faster than a rank of ours."""
+    if dist.is_initialized():
+        raise UsageError(code="process-group-exists")
+    check_placement(world.rank, world.size, world.device, world.backend, store)
+    met: list[list[str]] = []
+    for number in range(TRIES):
+        attempt = PrefixStore(f"group-{number}", store)
+        connections = Guard.of_process().connections
+        with connections.tolerating() as strangers:
+            dist.init_process_group(
+                world.backend,
+                store=attempt,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+                device_id=world.device if world.backend in BACKENDS.values() else None,
+            )
+        if world.size == 1:
+            return
+        if not _strangers_met(world, attempt, timeout, connections.ends, here=bool(strangers)):
+            return
+        met += strangers
+        dist.destroy_process_group()
+    raise stranger_met(met[0]) if met else UsageError(code="stranger-at-another-rank")
+
+
+def _strangers_met(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
+    """Whether a stranger has connected to any rank, the same on all ranks; `here`: to this one, from its own host.
+
+    Each rank writes its ends of connections between hosts into the store, which strangers cannot reach. A connection
+    of a stranger has no other end, so more accepted than made ones lack it. If addresses are translated on the way,
+    neither end finds the other, which cancels out.
+    """
+    if world.local_size < world.size:
+        for end in ends:
+            store.set(f"end {end.name}", "")
+        _wait_for_all(world, store, timeout, "ends written")
+        alone = [end for end in ends if not store.check([f"end {end.other}"])]
+        store.add("from other hosts", sum(1 if end.accepted else -1 for end in alone))
+    store.add("here", int(here))
+    _wait_for_all(world, store, timeout, "counted")
+    return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0
+
+
+def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.add(word, 1)
+    while store.add(word, 0) < world.size:
+        if time.monotonic() > deadline:
+            raise TrainingError(code="group-not-made-by-all", seconds=timeout.total_seconds())
+        time.sleep(0.001)
+
+
+def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
+    if world.size == 1:
+        return HashStore()
+    store = rendezvous(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store.set_timeout(timeout)
+    return store
+
+
+def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
+    """The device of the rank that is number `index` of `workers` on this machine.
+
+    Args:
+        asked: "auto" (the accelerator that torch has here, else the CPU), "cpu", or a kind of accelerator: "cuda" (also
+            for AMD's, with a torch built for ROCm), "xpu".
+        index: counts among the devices that this process sees.
+        workers: each needs a device, unless several share one over this `backend`, or each sees a different one.
+
+    Raises:
+        UsageError: there is no such device, or there are too few.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "" if found is None or lacks(found.type) else found.type
+    # not torch.accelerator's count: which kind is there is decided when torch is built
+    count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
+    kind = kind or ("cuda" if count else "")
+    if asked == "cpu" or (asked == "auto" and not kind):
+        return torch.device("cpu")
+    if asked not in ("auto", "cpu", "cuda", "xpu", kind):
+        raise UsageError(lacks(asked)) if lacks(asked) else UsageError(code="device-unknown", value=asked)
+    if asked not in ("auto", kind):
+        has = f"torch has {kind} here" if kind else overlooked() or "torch sees no accelerator here"
+        raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
+    if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
+        most = plural(count, "process", "processes")
+        raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
+    return torch.device(kind, index % count)
+
+
+def shown_one() -> bool:
+    """Whether a variable shows this process one GPU: as `srun --gpus-per-task=1` and wrappers do, each rank another."""
+    values = [os.environ.get(name, "").strip() for name in VISIBLE]
+    return any(value and "," not in value for value in values)
+
+
+def identity(device: torch.device) -> str:
+    """The unique name of this GPU on any machine; empty for a CPU, or if unknown."""
+    if device.type == "cpu":
+        return ""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return str(getattr(properties(device), "uuid", "")) if properties else ""
+
+
+def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
+    """Check that each rank has a different GPU. Two on one are slow over gloo; over NCCL they are an error or a hang.
+
+    Raises:
+        UsageError: on the later one of two ranks with one GPU, over a backend that needs one for each.
+    """
+    mine = identity(device) if size > 1 else ""
+    if not mine:
+        return
+    if store.add(f"ranks on {mine}", 1) == 1:
+        store.set(f"first on {mine}", str(rank))
+        return
+    first, gpu = store.get(f"first on {mine}").decode(), f"{mine} ({device})"
+    if backend not in SHARE_GPUS:
+        raise UsageError(code="gpu-shared", first=first, second=rank, gpu=gpu, backend=backend)
+    print(f"WARNING: ranks {first} and {rank} compute on one GPU, {gpu}: they take turns", file=sys.stderr)
+
+
+def go_near(device: torch.device) -> None:
+    """Let this process and its children run on cores near its GPU only, if it may run on any of them."""
+    own = os.sched_getaffinity(0)
+    near = own & cores_near(identity(device))
+    if near and near != own:
+        os.sched_setaffinity(0, near)
+
+
+def lacks(kind: str) -> str:
+    """The reason why paceline cannot train on such devices; empty if it can."""
+    return "paceline does not train on mps, which has no float64 to add up losses in" if kind == "mps" else ""
+
+
+def overlooked(devices: Path = DEV) -> str:
+    """The reason why torch sees none of the GPUs that the kernel has under `devices`; empty without GPUs."""
+    nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
+    built = torch.version.cuda or torch.version.hip
+    if (nvidia or amd) and not built:
+        count = plural(nvidia, "NVIDIA GPU") if nvidia else "AMD GPUs"
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA and ROCm, but the machine has {count}. Install a "
+            "torch for them (pytorch.org)"
+        )
+    if nvidia and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        return (
+            f"torch sees no GPU, but the machine has {plural(nvidia, 'NVIDIA GPU')}: `nvidia-smi` tells whether the "
+            "driver works"
+        )
+    hidden = {os.environ.get(name) for name in VISIBLE}
+    if amd and torch.version.hip and not hidden & {"", "-1"}:
+        return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` tells whether this user may use them"
+    other = torch.accelerator.current_accelerator(check_available=True)
+    return lacks(other.type) if other is not None else ""
+
+
+def device_words(device: torch.device) -> str:
+    """A name for people: 'cpu', 'cuda (NVIDIA H100)'."""
+    if device.type == "cpu":
+        return "cpu"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{device.type} ({name(device)})" if name else device.type
+
+
+def chosen_backend(asked: str, device: torch.device) -> str:
+    """The backend of torch.distributed for ranks on such a device; `asked` "auto": the one that suits it.
+
+    Raises:
+        UsageError: this torch has it not, or it does not serve such a device.
+    """
+    chosen = BACKENDS.get(device.type, "gloo") if asked == "auto" else asked
+    available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
+    if chosen not in available:
+        raise UsageError(code="backend-unknown", value=chosen, allowed=["auto", *available])
+    if not available[chosen]:
+        usable = [name for name, there in available.items() if there]
+        raise UsageError(code="backend-not-built", value=chosen, version=torch.__version__, allowed=usable)
+    if chosen in BACKENDS.values() and BACKENDS.get(device.type) != chosen:
+        raise UsageError(code="backend-of-gpus", value=chosen, device=device.type)
+    return chosen

@@ -1,0 +1,129 @@
+"""Marks in a box: written by a worker at any pace, found again by agents that look seldom, and never trusted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.protocol import marks
+from paceline.protocol.evidence import Op, ScriptFinding
+from paceline.protocol.marks import (
+    FINDINGS,
+    LAST_CALLS,
+    MARK,
+    Mark,
+    Order,
+    marks_of,
+    orders_of,
+    put_call,
+    put_finding,
+    put_mark,
+    read_marks,
+    read_orders,
+)
+from paceline.protocol.status_page import BOX_BYTES, MARKS_AT, StatusPage, make_status_page
+
+
+def mark(number: int, table: int = 0) -> Mark:
+    return Mark(number, 7, table | 3 << 16, (0, 1, 2, 3), (number, 2, 3, 4), (0.5,) * 4, (0.25,) * 4)
+
+
+@pytest.fixture
+def box() -> Iterator[StatusPage]:
+    with closing(StatusPage(make_status_page(0))) as made:
+        yield made
+    os.close(made.descriptor)
+
+
+def test_the_regions_do_not_overlap() -> None:
+    assert MARKS_AT + marks.TABLES * marks.TABLE_BYTES <= marks.ORDERS_AT
+    assert marks.ORDERS_AT + marks.GROUPS * marks.ORDER_BYTES <= marks.NAMES_AT
+    assert marks.NAMES_AT + marks.NAMES_MAX <= marks.FINDINGS_AT
+    assert marks.FINDINGS_AT + marks.FINDINGS * marks.FINDING_MAX <= BOX_BYTES
+
+
+@settings(max_examples=30, deadline=None)
+@given(first=st.integers(1, 3000), ahead=st.integers(0, 1000))
+def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int, ahead: int) -> None:
+    found: list[set[int]] = []
+    for last in (first, first + ahead):
+        with closing(StatusPage(make_status_page(0))) as box:
+            for number in range(max(1, last - 5000), last + 1):
+                put_mark(box, mark(number))
+            found.append({one.number for one in marks_of(read_marks(box.descriptor))})
+        os.close(box.descriptor)
+        assert all(one <= last for one in found[-1])
+    assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
+
+
+def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(box: StatusPage) -> None:
+    for number in range(1, 77):
+        put_mark(box, mark(number))
+    found = {one.number for one in marks_of(read_marks(box.descriptor))}
+    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found, "enough to see that ranks had the same until something happened"
+
+
+def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(box: StatusPage) -> None:
+    put_mark(box, mark(12, table=3))
+    (one,) = marks_of(read_marks(box.descriptor))
+    assert one == mark(12, table=3) and (one.table, one.parties) == (3, 3)
+    torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
+    torn[-8] = 8
+    assert marks_of(bytes(torn)) == [] and marks_of(b"short") == []
+
+
+def test_the_last_calls_of_each_group_are_read_again_in_their_order(box: StatusPage) -> None:
+    for table, count in ((0, 5), (2, LAST_CALLS + 10)):
+        for number in range(count):
+            put_call(box, table, Order(70 + table, 3, number, ()), number)
+    short, long = orders_of(read_orders(box.descriptor))
+    assert short == Order(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
+    assert (long.group, long.parties, long.made, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
+    assert long.calls == (*range(long.first, long.made),) and long.first > 10
+    assert orders_of(b"short") == []
+
+
+def test_names_calls_and_the_last_findings_are_read_again(box: StatusPage) -> None:
+    names = marks.Names(box)
+    names.of_tensors(7, ["fc.weight"])
+    names.of_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
+    assert marks.read_names(box.descriptor).tensors == {"7": ["fc.weight"]}
+    called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
+    assert marks.read_calls(box.descriptor) == {"5": called}
+    for step in range(FINDINGS + 2):
+        put_finding(box, ScriptFinding("swallowed", step, "words"))
+    assert {one.step for one in marks.read_findings(box.descriptor)} == {*range(2, FINDINGS + 2)}
+    box.store(marks.NAMES_AT, b"{broken\0")
+    box.store(marks.FINDINGS_AT, b"\xff\xff\0")
+    assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
+    names.of_tensors(8, ["a name of a tensor"] * 10_000)
+    assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
+
+
+def test_calls_that_were_written_over_while_they_were_read_are_left_out(
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(LAST_CALLS):
+        put_call(box, 0, Order(70, 3, number, ()), number)
+        put_call(box, 1, Order(71, 3, number, ()), number)
+    pread, more = os.pread, [(0, marks.UNSURE), (1, marks.UNSURE - 1)]
+
+    def slow_pread(*place: int) -> bytes:
+        data = pread(*place)
+        for table, count in more:
+            for number in range(LAST_CALLS, LAST_CALLS + count):
+                put_call(box, table, Order(70 + table, 3, number, ()), number)
+        more.clear()
+        return data
+
+    monkeypatch.setattr(os, "pread", slow_pread)
+    assert [one.group for one in orders_of(read_orders(box.descriptor))] == [71]
+    assert [one.made for one in orders_of(read_orders(box.descriptor))] == [
+        LAST_CALLS + marks.UNSURE,
+        LAST_CALLS + marks.UNSURE - 1,
+    ]

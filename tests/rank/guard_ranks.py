@@ -1,0 +1,165 @@
+"""Ranks as an agent starts them, each with a box, running a script of a test; the test plays the agent.
+
+They are forked from a process with torch, as the product's workers are, or `started`: each imports torch for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tests import warm
+
+from paceline.agent.workers import read_record
+from paceline.protocol import status_page
+from paceline.protocol.control import WorkerBirth
+from paceline.protocol.evidence import Answer, Failure, Op
+from paceline.rank import bootstrap
+from paceline.rank.preload import _watch_torch
+
+OUTERMOST = re.compile(r"<frozen runpy>|warm\.py\", line [0-9]+ in <module>")
+HEAD = """
+import os, sys, time
+from pathlib import Path
+from paceline.protocol.control import WorkerBirth
+birth = WorkerBirth.here()
+rank, folder = int(os.environ["RANK"]), Path(birth.attempt_dir)
+def ready(): (folder / f"ready-{rank}").touch()
+"""
+TORCH = """
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+"""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker, and what its agent holds of it."""
+
+    process: subprocess.Popen[bytes]
+    box: int
+    record: int
+    folder: Path
+    number: int
+
+    def wait_ready(self) -> None:
+        """Until the script has called ready()."""
+        wait(lambda: (self.folder / f"ready-{self.number}").exists(), f"{self.output()}: not ready")
+
+    def output(self) -> str:
+        """What it has printed."""
+        return (self.folder / f"output-{self.number}").read_text(errors="replace")
+
+    def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
+        """Its answer, if one comes within `seconds`."""
+        status_page.put_question(self.box, question)
+        deadline = time.monotonic() + seconds
+        while status_page.read_counters(self.box).answered < question:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+        return msgspec.json.decode(status_page.read_answer(self.box), type=Answer)
+
+    def native(self) -> str:
+        """Its stacks as faulthandler writes them."""
+        assert status_page.takes_signal(self.process.pid)
+        status_page.forget_native(self.box)
+        os.kill(self.process.pid, status_page.SIGNAL)
+        wait(lambda: OUTERMOST.search(status_page.read_native(self.box)), "no stacks")
+        return status_page.read_native(self.box)
+
+    def failure(self) -> Failure | None:
+        """What it has written down about its end."""
+        return read_record(self.record)
+
+    def line(self, mark: str) -> int:
+        """The number of the script's line that holds `mark`."""
+        lines = (self.folder / "script.py").read_text().splitlines()
+        return next(number for number, line in enumerate(lines, 1) if mark in line)
+
+
+def wait(until: Callable[[], object], words: str, seconds: float = 30.0) -> None:
+    """Until it is so, or fail."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, words
+        time.sleep(0.02)
+
+
+@contextmanager
+def ranks(
+    script: str, world_size: int, folder: Path, *, guarded: bool = True, started: bool = False, **env: str
+) -> Generator[list[Rank]]:
+    """Run `script` (HEAD comes before it) as ranks; they are killed at the end."""
+    (folder / "script.py").write_text(HEAD + script)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        number = port.getsockname()[1]
+    running: list[Rank] = []
+    try:
+        for rank in range(world_size):
+            running.append(_start(folder, rank, world_size, number, env, guarded=guarded, started=started))
+        yield running
+    finally:
+        for one in running:
+            one.process.send_signal(signal.SIGCONT)
+            one.process.kill()
+            one.process.wait()
+            os.close(one.box)
+            os.close(one.record)
+
+
+def _start(
+    folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
+) -> Rank:
+    memory, record = status_page.make_status_page(rank), os.memfd_create("record")
+    birth = WorkerBirth(os.getpid(), str(folder), record=record, box=memory, guarded=guarded)
+    settings = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FR_BUFFER_SIZE": "256",
+        **birth.variable(),
+    }
+    with (folder / f"output-{rank}").open("wb") as output:
+        more: dict[str, Any] = {
+            "env": {**os.environ, **settings, **env},
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "pass_fds": [memory, record],
+        }
+        script = str(folder / "script.py")
+        if started:
+            process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.__name__, script], **more)
+        else:
+            process = warm.call(f"{__name__}:worker", script, rank=rank, **more)
+    return Rank(process, memory, record, folder, rank)
+
+
+def worker(script: str) -> None:
+    """What a forked rank does: as a preloader's fork, then as its command."""
+    _watch_torch()
+    bootstrap.main([script])
+
+
+def calls(ops: tuple[Op, ...] | list[Op]) -> list[str]:
+    """Collectives and messages in short: `3 all_reduce bucket 0 [5]`."""
+    return [" ".join(f"{op.seq} {op.kind} {op.name} {op.shape}".split()) for op in ops]

@@ -1,0 +1,196 @@
+"""The guard of this process: phases, the message of the agent, import hooks, and ports that are shut to strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ExitCode, StallError
+from paceline.protocol import status_page
+from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage, make_status_page
+from paceline.rank import guard
+from paceline.rank.guard import Guard
+from paceline.rank.sites import Owner, owner, short
+
+LOST_PEER = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
+
+
+@dataclass(frozen=True)
+class Mine:
+    guard: Guard
+    descriptor: int
+
+
+@pytest.fixture
+def mine() -> Iterator[Mine]:
+    descriptor = make_status_page(0)
+    box = StatusPage(descriptor)
+    yield Mine(Guard(box, on=True), descriptor)
+    box.close()
+    os.close(descriptor)
+
+
+def test_a_phase_ends_where_it_began_also_on_an_error(mine: Mine) -> None:
+    with pytest.raises(KeyError), mine.guard.phase(Phase.EVALUATE):
+        with mine.guard.phase(Phase.CHECKPOINT):
+            assert status_page.read_counters(mine.descriptor).phase == Phase.CHECKPOINT
+        assert status_page.read_counters(mine.descriptor).phase == Phase.EVALUATE
+        raise KeyError
+    assert status_page.read_counters(mine.descriptor).phase == Phase.USER
+
+
+def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
+    assert mine.guard.released() == "" and mine.guard.stall_error(ValueError()) is None
+    word = json.dumps({"kind": "BEHIND", "page": "GUILTY: rank 2", "exit_code": 4, "guilty": [2]})
+    status_page.release(mine.descriptor, word.encode())
+    assert mine.guard.released() == word
+    error = mine.guard.stall_error(ValueError())
+    assert isinstance(error, StallError) and (str(error), error.exit_code) == ("GUILTY: rank 2", ExitCode.MISMATCH)
+
+
+@pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])
+def test_a_word_that_makes_no_sense_is_a_stall_all_the_same(mine: Mine, word: bytes) -> None:
+    status_page.release(mine.descriptor, word)
+    error = mine.guard.stall_error(ValueError())
+    assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
+
+
+def test_a_rank_whose_peer_was_freed_first_waits_for_its_own_word(mine: Mine) -> None:
+    later = threading.Timer(0.3, status_page.release, (mine.descriptor, b'{"page": "late"}'))
+    later.start()
+    begun = time.monotonic()
+    assert str(mine.guard.stall_error(LOST_PEER)) == "late"
+    assert 0.2 < time.monotonic() - begun < 10
+    later.join()
+
+
+def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
+    begun = time.monotonic()
+    assert mine.guard.stall_error(LOST_PEER) is None
+    assert time.monotonic() - begun < 2.0
+    begun = time.monotonic()
+    assert mine.guard.stall_error(ValueError("mine")) is None
+    assert time.monotonic() - begun < 0.9  # it waits for nobody: a wait is at least a second
+
+
+IMPORTS = """
+import sys
+from paceline.rank.hooks import when_imported
+def then(late): print("late", late, hasattr(sys.modules["decimal"], "Decimal"))
+when_imported("decimal", then)
+when_imported("decimal", then)
+when_imported("decimal", lambda late: print("another"))
+import json
+print("json")
+from decimal import Decimal
+import decimal, importlib, inspect
+print(decimal.__spec__.loader is decimal.__loader__, "exec_module" in vars(decimal.__loader__), len(inspect.getsource(decimal)) > 0)
+importlib.reload(decimal)
+when_imported("decimal", lambda late: print("late", late))
+print(any("paceline" in type(finder).__module__ for finder in sys.meta_path))
+"""  # noqa: E501
+
+
+def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=20)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "json", "late False True", "another", "True False True", "late True", "False",
+    ]  # fmt: skip
+
+
+def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
+    script = "from paceline.rank.hooks import when_imported\nwhen_imported('no_such', print)\nimport no_such"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
+
+
+def test_files_have_owners_and_the_same_names_everywhere() -> None:
+    ours = str(Path(status_page.__file__).parents[1] / "train" / "step.py")
+    torch = "/x/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
+    helper = ours.replace("train/step", "collectives/control")
+    assert (owner(torch), owner(threading.__file__), owner(helper)) == (Owner.NOBODY,) * 3
+    assert (owner(ours), owner("/home/u/my/train.py")) == (Owner.OURS, Owner.USER)
+    assert short(ours) == "paceline/train/step.py" and short(torch) == "torch/distributed/c10d_logger.py"
+    assert short(threading.__file__) == f"python3.{sys.version_info.minor}/threading.py"
+    assert short("/home/u/my/train.py") == "train.py"
+
+
+NEIGHBOUR = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65432); os.setuid(65432)
+one = socket.socket()
+one.connect(('127.0.0.1', int(sys.argv[1])))
+print('in', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        yield one
+
+
+def connects(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 0.5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["signatures", "filter"])
+def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket, monkeypatch, way) -> None:
+    if os.geteuid() != 0 and way == "filter":
+        pytest.skip("needs root: newer kernels let nobody else filter")
+    monkeypatch.setattr(guard, *(("_filter", lambda _: False) if way == "signatures" else ("sign", lambda *_: False)))
+    port = listening.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as early:
+        assert guard.shut([listening.fileno(), early.fileno()])
+        inside, _ = listening.accept()
+        with inside:
+            assert not connects(port)
+            early.sendall(b"word")
+            assert inside.recv(10) == b"word"
+            inside.sendall(b"back")
+            assert early.recv(10) == b"back"
+
+
+def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
+    for way in ("sign", "_filter"):
+        monkeypatch.setattr(guard, way, lambda *_: False)
+    assert not guard.shut([listening.fileno()])
+    assert guard.shut([]) and connects(listening.getsockname()[1])
+
+
+def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None:
+    with socket.create_connection(listening.getsockname()) as one:
+        other, _ = listening.accept()
+        with other:
+            assert guard.strangers([listening.fileno(), one.fileno(), other.fileno()]) == []
+
+
+@pytest.mark.root
+def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socket) -> None:
+    words = (sys.executable, "-S", "-c", NEIGHBOUR, str(listening.getsockname()[1]))
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as neighbour:
+        assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
+        stranger, _ = listening.accept()
+        with stranger:
+            assert guard.strangers([listening.fileno(), stranger.fileno()]) == ["65432"]
+        neighbour.communicate("")

@@ -1,0 +1,154 @@
+"""Hooks on a script that nobody changed: each is called in its place, and the script stays the same."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.run_ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.rank import hooks
+from paceline.rank.hooks import Events, Hooks
+from paceline.rank.sites import Owner, owner, short
+
+
+class Heard(Events):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+
+def heard(name: str) -> Any:
+    def event(self: Heard, *told: Any) -> None:
+        self.events.append(f"{name} {told[0]}" if name == "raised" else name)
+
+    return event
+
+
+for name in vars(Events):
+    if not name.startswith("_"):
+        setattr(Heard, name, heard(name))
+
+
+class Broken(Events):
+    def step_begins(self, optimizer: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+
+def trained(model: Any, data: list[Any]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in data:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    return [float(p.detach().sum()) for p in model.parameters()]
+
+
+def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
+    listener, complaints = Heard(), list[BaseException]()
+    if hooked:
+        Hooks(complaints.append).listen(listener).install()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
+    assert isinstance(loader, DataLoader)
+    weights = [trained(model, loader) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3))
+    dist.barrier()
+    return [weights, listener.events, [repr(c) for c in complaints]]
+
+
+STEP = [
+    "batch_given", "forward_begins", "forward_ended", "backward_begins", "backward_ended", "step_begins",
+    "step_ended",
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_workers: int) -> None:
+    (plain, none, _), *_ = run_ranks(loop, 2, tmp_path, num_workers, False)
+    (weights, events, complaints), *_ = run_ranks(loop, 2, tmp_path, num_workers, True)
+    assert (weights, none, complaints) == (plain, [], [])
+    drawn = [e for e in events if e == "indices_drawn"]
+    assert len(drawn) == 4
+    epoch = ["epoch_begins", *(["batch_asked", *STEP] * 2), "batch_asked", "epoch_ended"]
+    assert [e for e in events if e != "indices_drawn"] == [
+        "torch_is_there", "replica_made", *epoch, *epoch, "forward_begins", "raised forward",
+    ]  # fmt: skip
+
+
+def test_a_listener_that_fails_is_complained_of_and_the_script_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(complained, 1, tmp_path) == [[True, ["RuntimeError('a fault of ours')"] * 3]]
+
+
+def complained(rank: int, size: int) -> list[Any]:
+    complaints: list[BaseException] = []
+    Hooks(complaints.append).listen(Broken()).install()
+    first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
+    return [first != last, [repr(c) for c in complaints]]
+
+
+class BrokenAtTheEnd(Events):
+    def step_ended(self, optimizer: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+
+class Counting(Events):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step_ended(self, optimizer: Any) -> None:
+        self.steps += 1
+
+
+def dismissed(rank: int, size: int) -> list[Any]:
+    first, second, broken, complaints = Counting(), Counting(), BrokenAtTheEnd(), list[BaseException]()
+    hooks = Hooks(complaints.append).listen(broken, first).listen(second).install()
+    trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
+    hooks.dismiss(broken, first)
+    trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
+    return [first.steps, second.steps, len(complaints)]
+
+
+def test_one_reader_goes_and_the_other_stays_and_a_fault_of_one_is_none_of_another(tmp_path: Path) -> None:
+    assert run_ranks(dismissed, 1, tmp_path) == [[1, 2, 1]]
+
+
+class Old:
+    """What a user's line calls in torch."""
+
+    def step(self, *, level: int = 2) -> None:
+        """Warns of its caller, or of whose caller that is."""
+        warnings.warn("old", FutureWarning, stacklevel=level)
+
+
+def calls_it(level: int) -> None:
+    Old().step(level=level)
+
+
+@pytest.mark.parametrize(("level", "function"), [(2, calls_it), (3, None)])
+def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, function: object) -> None:
+    assert torch.compiler is sys.modules["torch.compiler"]
+    monkeypatch.setattr(Old, "step", Old.step)  # put back at the end
+    hooks.hang(Old, "step", after=lambda *_, **__: None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        calls_it(level)
+        here = sys._getframe().f_lineno - 1
+    line = here if function is None else calls_it.__code__.co_firstlineno + 1
+    assert [(one.filename, one.lineno) for one in found] == [(__file__, line)]
+
+
+def test_its_lines_are_still_ours() -> None:
+    code = hooks.Hooks.install.__code__.co_filename
+    hooks.hang(Old, "step")
+    file = Old.step.__code__.co_filename
+    assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)

@@ -1,0 +1,348 @@
+"""What the hooks' listeners make of a script's steps: phases, marks and findings in a box."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.protocol.evidence import Phase
+from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
+from paceline.rank.hooks import Hooks
+from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
+from paceline.rank.probes.replicas import Fingerprints
+from paceline.rank.probes.steps import ScriptPhases
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it where an optimizer is made
+    made = StatusPage(make_status_page(0))
+    yield made
+    made.close()
+
+
+def marked(box: StatusPage) -> list[Mark]:
+    return marks_of(read_marks(box.descriptor))
+
+
+def words(box: StatusPage, since: int = 0) -> list[str]:
+    return [one.words for one in read_findings(box.descriptor)][since:]
+
+
+class Loading:
+    """The iterator of a loader."""
+
+
+class Optimizer:
+    """Any optimizer."""
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_most_and_each_event_is_a_phase(box: StatusPage) -> None:
+    other, phases = Optimizer(), ScriptPhases(box)
+    optimizer = Optimizer()
+    seen: list[Phase] = []
+    for event, told in (
+        ("batch_asked", (None,)), ("batch_given", (None, None)), ("forward_begins", (None, (), {})),
+        ("buffers_asked", (None,)), ("buffers_given", (None,)),
+        ("forward_ended", (None, None)), ("backward_begins", (None,)), ("backward_ended", ()),
+        ("step_begins", (optimizer,)), ("step_ended", (optimizer,)),
+    ):  # fmt: skip
+        getattr(phases, event)(*told)
+        seen.append(read_counters(box.descriptor).phase)
+    own = Phase.USER
+    forward = [Phase.FORWARD, Phase.SYNC, Phase.FORWARD]
+    assert seen == [Phase.DATA, own, *forward, own, Phase.BACKWARD, own, Phase.OPTIMIZER, own]
+    for _ in range(3):
+        phases.step_ended(other)
+    counters = read_counters(box.descriptor)
+    assert counters.step == phases.done == 3
+    optimizer = Optimizer()  # of a second stage
+    for _ in range(3):
+        phases.step_ended(optimizer)
+    assert phases.done == 5
+
+
+def test_an_exception_by_which_a_rank_is_freed_is_no_progress(box: StatusPage) -> None:
+    phases = ScriptPhases(box)
+    phases.backward_begins(None)
+    box.put("released", 1)
+    before = read_counters(box.descriptor).moved
+    phases.raised("backward", LOST)
+    assert read_counters(box.descriptor).moved == before
+
+
+def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(box: StatusPage) -> None:
+    prints, model = Fingerprints(box, Names(box)), torch.nn.Linear(2, 2)
+    for _ in range(TABLES + 1):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            prints.step_ended(optimizer)
+        del optimizer
+        gc.collect()
+    assert {one.number for one in marked(box) if not one.table} > {1, 2, 3}
+    assert max(one.number for one in marked(box)) == 3 * (TABLES + 1) - TABLES
+    assert {one.table for one in marked(box)} == {*range(TABLES)}
+
+
+def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(box: StatusPage) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    prints = Fingerprints(box, Names(box))
+    for _ in range(40):
+        prints.step_ended(optimizer)
+    first = marked(box)
+    names = read_names(box.descriptor).tensors[str(first[0].layout)]
+    assert {part for mark in first for part in mark.parts} == {*range(len(names))}
+    assert set(names) == {f"parameter {n}" for n in range(4)}
+    assert all(names[mark.parts[-1]] == "parameter 3" for mark in first), "one part is in each: it shows what moves"
+    usual = dict(itertools.chain.from_iterable(zip(mark.parts, mark.hashes, strict=True) for mark in first))
+    model[1].weight.data.view(torch.int32)[89, 79] ^= 1
+    for _ in range(40):
+        prints.step_ended(optimizer)
+    found = [pair for mark in marked(box) if mark.number > 40 for pair in zip(mark.parts, mark.hashes, strict=True)]
+    assert {names[part] for part, value in found if value != usual[part]} == {"parameter 2"}
+
+
+def test_what_ranks_may_rightly_have_apart_is_not_marked(box: StatusPage) -> None:
+    model = torch.nn.Linear(3, 3)
+    model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
+    Fingerprints(box, Names(box)).step_ended(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert marked(box) == []
+    plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
+    box.put("uneven", 1)
+    Fingerprints(box, Names(box)).step_ended(plain)
+    assert marked(box) == []
+    box.put("uneven", 0)
+    Fingerprints(box, Names(box)).step_ended(plain)
+    assert len(marked(box)) == 1
+
+
+def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(box: StatusPage) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
+    Fingerprints(box, Names(box)).step_ended(optimizer)
+    assert marked(box)[0].settings == (1.0, 0.75, 0.0, 1.5)
+
+
+def trained(
+    box: StatusPage, x: torch.Tensor, *, apply: bool = True, found_inf: Any = None, hides: bool = False
+) -> list[str]:
+    model, steps = torch.nn.Linear(3, 1), ScriptPhases(box)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    finite = NonFiniteGradients(box, steps, Batches())
+    for batch in (torch.ones(2, 3), x):
+        optimizer.zero_grad()
+        loss = model(batch).sum()
+        finite.backward_begins(loss)
+        loss.backward()
+        if hides:
+            model.weight.grad = torch.nan_to_num(model.weight.grad, 0.0)  # pyright: ignore[reportArgumentType]
+        if apply or bool(loss.isfinite()):
+            if found_inf is not None:
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            finite.step_begins(optimizer)
+            vars(optimizer).pop("found_inf", None)
+            optimizer.step()
+            steps.step_ended(optimizer)
+    return [f"{one.step} {one.own} {one.words}" for one in read_findings(box.descriptor)]
+
+
+def test_only_what_is_not_finite_and_applied_is_told_with_its_line(box: StatusPage) -> None:
+    bad = torch.full((2, 3), float("nan"))
+    assert trained(box, torch.ones(2, 3)) == []
+    assert trained(box, bad, apply=False) == [], "who looks and leaves the step out has done right"
+    assert trained(box, bad, found_inf=torch.zeros(1)) == [], "GradScaler has looked"
+    (told,) = trained(box, bad, hides=True)
+    assert told.startswith("2 True a loss of nan at test_probe_parts.py:"), "its forward pass was not finite"
+    *_, told = trained(box, bad)
+    assert told.startswith("2 True its loss was nan at test_probe_parts.py:")
+
+
+def test_an_exception_is_told_if_the_script_steps_on_and_once(box: StatusPage) -> None:
+    steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    swallowed = SwallowedExceptions(box, steps)
+    for _ in range(2):
+        try:
+            raise ValueError("a bad batch")
+        except ValueError as error:
+            swallowed.raised("forward", error)
+        steps.step_ended(optimizer)
+        swallowed.step_ended(optimizer)
+    (told,) = read_findings(box.descriptor)
+    assert told.kind == "swallowed" and told.step == 1
+    assert told.words.startswith("ValueError in its forward, at test_probe_parts.py:")
+    assert told.words.endswith("a bad batch")
+
+
+class DistBackendError(RuntimeError): ...
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5525")
+OTHER_SIZE = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4")
+
+
+@pytest.mark.parametrize("error", [LOST, OTHER_SIZE, DistBackendError("NCCL error: unhandled system error")])
+@pytest.mark.parametrize("where", ["backward", "forward", "collective"])
+def test_a_collective_that_failed_is_told_when_the_script_steps_on_and_when_it_ends(
+    box: StatusPage, where: str, error: Exception
+) -> None:
+    for last in (True, False):
+        steps, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        swallowed = SwallowedExceptions(box, steps)
+        before = len(read_findings(box.descriptor))
+        swallowed.raised(where, error)
+        swallowed.raised(where, error)
+        assert len(read_findings(box.descriptor)) == before, "the script may end of it"
+        if last:
+            swallowed.script_ended()
+        else:
+            steps.step_ended(optimizer)
+            swallowed.step_ended(optimizer)
+        told = read_findings(box.descriptor)[-1]
+        assert len(read_findings(box.descriptor)) == before + 1
+        assert (told.kind, told.step, told.last) == ("collective", 0 if last else 1, last)
+
+
+def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective_that_was_not_begun(
+    box: StatusPage,
+) -> None:
+    swallowed = SwallowedExceptions(box, ScriptPhases(box))
+    swallowed.raised("collective", RuntimeError("ProcessGroupGloo does not support reduce_scatter"))
+    swallowed.script_ended()
+    assert not read_findings(box.descriptor)
+    swallowed.raised("forward", ValueError("a bad batch"))
+    swallowed.script_ended()
+    swallowed.script_ended()
+    (told,) = read_findings(box.descriptor)
+    assert (told.kind, told.last) == ("swallowed", True)
+
+
+def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(box: StatusPage) -> None:
+    def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before, training = len(words(box)), Loading()
+        for number, batches in enumerate(windows):
+            for _ in range(evaluated * (number % 20 == 19)):
+                stale.batch_given(Loading(), None)
+            for _ in range(batches):
+                stale.batch_given(training, None)
+            stale.backward_begins(None)
+            stale.step_begins(optimizer)
+        return words(box, before)
+
+    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
+    assert told([1] * 40, evaluated=7) == [], "another loader's, or another pass"
+    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert skipped.startswith("skipped a batch")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
+    box: StatusPage, persistent: bool
+) -> None:
+    """As the process that deals out batches with Accelerate: the others have none that would do the same."""
+
+    def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before, batches = len(words(box)), Loading()
+        for extra in first:
+            batches = batches if persistent else Loading()
+            stale.epoch_begins(batches)
+            for number in range(20):
+                for _ in range((ahead + extra) * (not number) + 2 * (number < 19)):
+                    stale.batch_given(batches, None)
+                stale.backward_begins(None)
+                stale.step_begins(optimizer)
+        return words(box, before)
+
+    assert told([0] * 4) == told([0] * 4, ahead=0) == []
+    (skipped,) = told([0, 0, 1, 0])
+    assert skipped.startswith("skipped a batch")
+
+
+def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", others.append)
+    complaints: list[BaseException] = []
+    Hooks(complaints.append).listen(SwallowedExceptions(box, ScriptPhases(box))).install()
+
+    def read() -> None:
+        raise OSError("a broken record")
+
+    for _ in range(2):
+        thread = threading.Thread(target=read, name="reader")
+        thread.start()
+        thread.join()
+    (told,) = read_findings(box.descriptor)
+    assert told.kind == "thread" and told.words.startswith(
+        "its thread reader ended with OSError at test_probe_parts.py:"
+    )
+    assert told.words.endswith("in read: a broken record") and len(others) == 2 and not complaints
+
+
+def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
+    box: StatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic_ns()]
+    monkeypatch.setattr("paceline.protocol.status_page.time.monotonic_ns", lambda: now[0])
+    phases, optimizer = ScriptPhases(box), torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    box.enter(Phase.USER)
+    for step in range(20):
+        now[0] += 60_000_000_000 if step == 15 else 20_000_000  # an evaluation of a minute
+        phases.step_begins(optimizer)
+        phases.step_ended(optimizer)
+    assert box.spent_ns[Phase.USER] < 1_000_000_000 < 59_000_000_000 < box.spent_ns[Phase.EVALUATE]
+
+
+def test_a_step_without_backward_is_told_where_each_before_had_one(box: StatusPage) -> None:
+    optimizer, other = Optimizer(), Optimizer()
+    stale = StaleGradients(box, ScriptPhases(box))
+    for number in range(40):
+        if number not in (3, 30, 35):
+            stale.backward_begins(None)
+        stale.step_begins(optimizer)
+        stale.step_begins(other)  # one backward for both
+        told = words(box)
+        assert len(told) == (number >= 30), number
+    assert told[0].startswith("made a step without backward()")
+
+
+def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box: StatusPage) -> None:
+    def told(windows: Sequence[int]) -> list[str]:
+        optimizer, stale = Optimizer(), StaleGradients(box, ScriptPhases(box))
+        before = len(words(box))
+        for backwards in windows:
+            for _ in range(backwards):
+                stale.backward_begins(None)
+            stale.step_begins(optimizer)
+        return words(box, before)
+
+    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
+    (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
+    assert skipped.startswith("left out a step after backward(), as never before")
+
+
+@pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
+def test_a_batch_that_comes_again_and_again_is_told(box: StatusPage, same_from: int | None, zeros: bool) -> None:
+    ddp, phases = torch.nn.Linear(3, 3), ScriptPhases(box)
+    stale, mask = StaleGradients(box, phases), torch.ones(4, 3)
+    for number in range(80):
+        x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
+        if zeros and number >= 20:
+            x = torch.zeros(4, 3)  # its reader fills up
+        stale.forward_begins(ddp, (x,), {"mask": mask})
+        stale.forward_begins(ddp, (torch.zeros(1),), {})  # a second micro-batch
+        phases.step_ended(ddp)
+    assert words(box) == ([] if same_from is None else ["trains on one batch again and again, from about step 25 on"])
