@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.agent.workers import worker_environment
 from paceline.cli import COMMANDS
 from paceline.contract.job import NodePlan
 from paceline.errors import ExitCode
+from paceline.launch.agent.workers import worker_environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
-from paceline.agent.attach import ForeignProcess, exit_code
 from paceline.cli.watchover import WatchoverConfig, agent_plan, main, split_script
 from paceline.contract.attach import agent_address, peer_pid
 from paceline.contract.windows import AUTO
+from paceline.launch.agent.attach import ForeignProcess, exit_code
 
 ENV = {
     "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",

@@ -61,7 +61,7 @@ def test_without_hosts_the_place_of_node_0_is_marked() -> None:
 
 def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     plan = by_hand(job(torchrun=False, hosts=parse_hosts("n1,n2"), secret="ab" * 32, min_nodes=1, max_restarts=2))
-    agent = "/env/bin/python -P -m paceline.agent --plan /runs/a/submit-1/plan.json"
+    agent = "/env/bin/python -P -m paceline.launch.agent --plan /runs/a/submit-1/plan.json"
     lines = typed(plan).splitlines()
     assert lines[1] == f"{agent} --node 0 --head n1" and lines[4] == f"{agent} --node 1 --head n1"
     told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.agent.nodes_harness import several
+from tests.launch.agent.nodes_harness import several
 
-from paceline.agent.workers import worker_environment
 from paceline.contract.job import NodePlan
+from paceline.launch.agent.workers import worker_environment
 
 pytestmark = pytest.mark.sample(2)
 

@@ -12,7 +12,7 @@ from paceline.launch.plan import describe, local, node_plan
 
 GOLDEN = """\
 # agent 0
-/usr/bin/python3 -P -m paceline.agent <<'PLAN'
+/usr/bin/python3 -P -m paceline.launch.agent <<'PLAN'
 {
   "argv": [
     "python",

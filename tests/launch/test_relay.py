@@ -147,7 +147,7 @@ def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:
 
 # ---- refusal.py --------------------------------------------------------------------------------------------------
 
-ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env/python -P -m paceline.agent")
+ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env/python -P -m paceline.launch.agent")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env
         (255, "", "ssh -F mine -p 2222 me@n2 true"),
         (127, "sh: 1: exec: /env/python: not found", "no Python at /env/python"),
         (126, "sh: /env/python: Permission denied", "no Python at /env/python"),
-        (1, "/env/python: Error while finding module specification for 'paceline.agent' (ModuleNotFoundError: "
+        (1, "/env/python: Error while finding module specification for 'paceline.launch.agent' (ModuleNotFoundError: "
             "No module named 'paceline')", "paceline is not installed for /env/python"),
         (1, "This account is currently not available.", "exit code 1"),
         (None, "", "no agent has answered in time"),

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 from tests import warm
 
-from paceline.agent.workers import read_record
 from paceline.contract import box, boxes
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Answer, Op
 from paceline.contract.failure import Failure
+from paceline.launch.agent.workers import read_record
 from paceline.worker import bootstrap
 from paceline.worker.preload import _watch_torch
 

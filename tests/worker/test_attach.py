@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.agent.workers import read_record
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.failure import Failure
+from paceline.launch.agent.workers import read_record
 from paceline.worker.attach import attach, record_failure
 
 Born = Callable[..., WorkerBirth]

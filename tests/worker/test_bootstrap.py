@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent.workers import read_record
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.errors import UsageError
+from paceline.launch.agent.workers import read_record
 from paceline.worker.bootstrap import worker_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -50,7 +50,7 @@ def _agents(job: JobSpec) -> Plan:
     if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError(code="slots-differ")
     plan = node_plan(job, node=-1, nproc=nodes[0][1], head=() if head == NODE0 else (head,))
-    agent = (job.python, "-P", "-m", "paceline.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
+    agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
         Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(nodes)
     )

@@ -45,7 +45,9 @@ def local(job: JobSpec) -> Plan:
     """The plan for all ranks on this machine: one agent. Pure, as every launcher: it looks up and starts nothing."""
     # -P: without it python -m puts the working directory first on sys.path, and a user's random.py or select.py there
     # would take the place of the standard library's in the agent
-    return Plan(agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.agent")),), nodes=(node_plan(job),))
+    return Plan(
+        agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent")),), nodes=(node_plan(job),)
+    )
 
 
 def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, head: tuple[str, ...] = ()) -> NodePlan:

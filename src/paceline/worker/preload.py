@@ -1,6 +1,6 @@
 """Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
-It runs a worker's own command, up to here (see contract/birth.py and agent/preload.py). A fork is safe while
+It runs a worker's own command, up to here (see contract/birth.py and launch/agent/preload.py). A fork is safe while
 this is the only thread, and no file and no CUDA device is open: that is looked at before. What a worker would have got
 from its start (environment, descriptors, session, signals) it gets after the fork.
 """

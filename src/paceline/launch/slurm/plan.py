@@ -215,7 +215,7 @@ fi
 if [ -z "$turn" ]; then
     srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cpus}}}" \\
         --kill-on-bad-exit=1 --export=ALL \\
-        {python} -P -m paceline.agent --plan {plan} "${{heads[@]}}" &
+        {python} -P -m paceline.launch.agent --plan {plan} "${{heads[@]}}" &
     step=$!
     [ "$turn" != over ] || forward USR1  # it came a moment ago
 fi

@@ -51,7 +51,7 @@ def ssh(job: JobSpec) -> Plan:
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
         # -P: see launch.plan.local
-        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),
+        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
         nodes=tuple(node_plan(job, node, nproc=host.slots or 0, head=head) for node, host in enumerate(job.hosts)),
     )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.agent import relay as relay_module
-from paceline.agent.relay import LinePart, Thinned, relay
+from paceline.launch.agent import relay as relay_module
+from paceline.launch.agent.relay import LinePart, Thinned, relay
 
 SCRIPT = """
 import os, time

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from tests.agent.nodes_harness import Nodes, several
+from tests.launch.agent.nodes_harness import Nodes, several
 
 from paceline.contract.job import Host
 from paceline.observe.machine import ClockAhead, read_machine
@@ -188,15 +188,15 @@ def test_a_stop_while_another_node_is_still_starting_ends_all_in_good_order(node
     slow = f"""
 import runpy, sys, time
 from paceline.errors import UsageError
-from paceline.agent.workers import Workers
+from paceline.launch.agent.workers import Workers
 at_once = Workers.start
 def late(*arguments):
     time.sleep(2)
     {then}
     return at_once(*arguments)
 Workers.start = late
-del sys.argv[1:5]  # python -P -m paceline.agent
-runpy.run_module("paceline.agent", run_name="__main__")
+del sys.argv[1:5]  # python -P -m paceline.launch.agent
+runpy.run_module("paceline.launch.agent", run_name="__main__")
 """
     run = nodes("forever()")
     run.start(1, through=(sys.executable, "-c", slow))

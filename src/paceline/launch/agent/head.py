@@ -7,12 +7,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.cluster import Cluster, RemoteNode
-from paceline.agent.generation import Generation
-from paceline.agent.joining import Newcomers, gather_nodes, reachable
-from paceline.agent.monitor import Judgement, LiveStatus, Monitor
-from paceline.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
-from paceline.agent.workers import Inherited
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.job import NodePlan
@@ -21,6 +15,12 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page
+from paceline.launch.agent.cluster import Cluster, RemoteNode
+from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.joining import Newcomers, gather_nodes, reachable
+from paceline.launch.agent.monitor import Judgement, LiveStatus, Monitor
+from paceline.launch.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
+from paceline.launch.agent.workers import Inherited
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 

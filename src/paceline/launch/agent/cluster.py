@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from paceline.agent.channel import (
+from paceline.contract.evidence import Evidence, Sample
+from paceline.contract.job import NodePlan
+from paceline.contract.orders import STOP_SIGNALS, Orders
+from paceline.errors import PacelineError
+from paceline.host.procfs import allow_files
+from paceline.launch.agent.channel import (
     BEAT_SECONDS,
     Alive,
     Ask,
@@ -29,12 +34,7 @@ from paceline.agent.channel import (
     StartReply,
     ToStore,
 )
-from paceline.agent.store import StoreGate
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import STOP_SIGNALS, Orders
-from paceline.errors import PacelineError
-from paceline.host.procfs import allow_files
+from paceline.launch.agent.store import StoreGate
 from paceline.observe.machine import ClockAhead
 from paceline.observe.terminal import say
 

@@ -11,9 +11,6 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
-from paceline.agent.cluster import Cluster, RemoteNode
-from paceline.agent.workers import Inherited, Workers
 from paceline.contract.evidence import Evidence, Sample
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS
@@ -21,6 +18,9 @@ from paceline.disk import writing
 from paceline.errors import UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
 from paceline.guard.deaths import due_seconds
+from paceline.launch.agent.channel import BEAT_SECONDS, PROOF, Ask, Release, StartOrder, Stop
+from paceline.launch.agent.cluster import Cluster, RemoteNode
+from paceline.launch.agent.workers import Inherited, Workers
 
 START_SECONDS = 30.0  # for other nodes to start their processes
 START_LOOK_SECONDS = 1.0

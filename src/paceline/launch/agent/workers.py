@@ -18,10 +18,6 @@ from typing import Protocol, Self
 
 import msgspec
 
-from paceline.agent.janitor import tell_janitor
-from paceline.agent.preload import Forked, Preloader
-from paceline.agent.relay import relay
-from paceline.agent.store import Store, StoreGate
 from paceline.contract.birth import ROOM, WorkerBirth
 from paceline.contract.box import make_box
 from paceline.contract.boxes import ask_to_regroup, ask_to_save, read_counters, release, takes_signal
@@ -36,6 +32,10 @@ from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
+from paceline.launch.agent.janitor import tell_janitor
+from paceline.launch.agent.preload import Forked, Preloader
+from paceline.launch.agent.relay import relay
+from paceline.launch.agent.store import Store, StoreGate
 from paceline.observe.log_times import TimesWriter
 
 OURS = "PACELINE_"

@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from tests.agent.nodes_harness import Nodes, several
+from tests.launch.agent.nodes_harness import Nodes, several
 
-from paceline.agent import joining
-from paceline.agent.channel import Hello, Reached, StartReply
-from paceline.agent.cluster import RemoteNode
-from paceline.agent.joining import Newcomers, refuse_differences
 from paceline.contract.job import Host, NodePlan
 from paceline.errors import UsageError
 from paceline.host.facts import gather
+from paceline.launch.agent import joining
+from paceline.launch.agent.channel import Hello, Reached, StartReply
+from paceline.launch.agent.cluster import RemoteNode
+from paceline.launch.agent.joining import Newcomers, refuse_differences
 from paceline.observe.nodes import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
@@ -48,11 +48,11 @@ while not (folder / "enough").exists():
 OTHER_TORCH = """
 import runpy, sys
 from msgspec.structs import replace
-import paceline.agent.follower as follower
+import paceline.launch.agent.follower as follower
 facts = follower.gather_facts()
 follower.gather_facts = lambda: replace(facts, packages={**facts.packages, "torch": "1.0"})
-del sys.argv[1:5]  # python -P -m paceline.agent
-runpy.run_module("paceline.agent", run_name="__main__")
+del sys.argv[1:5]  # python -P -m paceline.launch.agent
+runpy.run_module("paceline.launch.agent", run_name="__main__")
 """
 
 

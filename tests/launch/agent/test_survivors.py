@@ -40,7 +40,7 @@ def stubborn(launch, **settings):
 
 def janitor_pid(one) -> int:
     """The agent's fork: the other process with the agent's command line."""
-    (pid,) = (p for p, words in carriers(one.mark).items() if "paceline.agent" in words and p != one.agent_pid)
+    (pid,) = (p for p, words in carriers(one.mark).items() if "paceline.launch.agent" in words and p != one.agent_pid)
     return pid
 
 

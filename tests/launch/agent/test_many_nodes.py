@@ -18,12 +18,6 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
-from paceline.agent.channel import MAX_KNOCKS, Beat, Hello, Link, Listener, introduce
-from paceline.agent.cluster import Cluster
-from paceline.agent.generation import Generation
-from paceline.agent.joining import ALL_PAIRS, partners
-from paceline.agent.monitor import Monitor
-from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, Verdict, VerdictKind
 from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.orders import Orders, signal_inbox
@@ -33,6 +27,12 @@ from paceline.guard.report import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
+from paceline.launch.agent.channel import MAX_KNOCKS, Beat, Hello, Link, Listener, introduce
+from paceline.launch.agent.cluster import Cluster
+from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.joining import ALL_PAIRS, partners
+from paceline.launch.agent.monitor import Monitor
+from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
 
@@ -81,7 +81,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
         assert len(cluster.here) == NODES - 1
         cluster.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
-        monkeypatch.setattr("paceline.agent.cluster.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
+        monkeypatch.setattr("paceline.launch.agent.cluster.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
         links[6].send(beat(7, 1))  # that its worker has not ended was not known before
         cluster.wait(20.0)
         for step in (2, 3, 4):
@@ -100,7 +100,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
 def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.agent.monitor.unreachable", lambda *_: [])
+    monkeypatch.setattr("paceline.launch.agent.monitor.unreachable", lambda *_: [])
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=3))
     waiting = [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (cluster, _):

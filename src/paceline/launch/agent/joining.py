@@ -26,8 +26,6 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.channel import Enter, Link, PeerAddress, Reach, introduce
-from paceline.agent.cluster import Cluster, RemoteNode
 from paceline.contract.job import NodePlan, labels
 from paceline.contract.orders import Orders
 from paceline.disk import writing
@@ -36,6 +34,8 @@ from paceline.host.compare import compare_hosts
 from paceline.host.facts import Facts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
+from paceline.launch.agent.channel import Enter, Link, PeerAddress, Reach, introduce
+from paceline.launch.agent.cluster import Cluster, RemoteNode
 from paceline.observe.folder import INVITATION
 from paceline.observe.nodes import NodeNow, NodesNow, State, write_nodes
 from paceline.observe.terminal import MAX_NAMES, say

@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 from benchmarks.faults.reading import said_by_paceline
 
-from paceline.agent import channel
-from paceline.agent.channel import Alive, Handshake, Link, Message, Ordered, RunOver, StartReply, Stop, introduce
+from paceline.launch.agent import channel
+from paceline.launch.agent.channel import Alive, Handshake, Link, Message, Ordered, RunOver, StartReply, Stop, introduce
 
 SECRET = b"s" * 32
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from paceline.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
 from paceline.contract.job import NodePlan
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
 from paceline.host.signed import sign
+from paceline.launch.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16

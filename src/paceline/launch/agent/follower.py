@@ -8,7 +8,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.channel import (
+from paceline.contract.job import NodePlan
+from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
+from paceline.disk import writing
+from paceline.disk.reading import read
+from paceline.errors import ExitCode, UsageError
+from paceline.guard.collect import ADVANCE_SECONDS, Collection
+from paceline.guard.detectors import beat_seconds, sample_seconds
+from paceline.host.facts import gather as gather_facts
+from paceline.launch.agent.channel import (
     BEAT_SECONDS,
     PROOF,
     Alive,
@@ -28,16 +36,8 @@ from paceline.agent.channel import (
     StartReply,
     Stop,
 )
-from paceline.agent.joining import interface_of, join, try_to_reach
-from paceline.agent.workers import Inherited, Workers
-from paceline.contract.job import NodePlan
-from paceline.contract.orders import REMOTE_GRACE_SECONDS, Orders
-from paceline.disk import writing
-from paceline.disk.reading import read
-from paceline.errors import ExitCode, UsageError
-from paceline.guard.collect import ADVANCE_SECONDS, Collection
-from paceline.guard.detectors import beat_seconds, sample_seconds
-from paceline.host.facts import gather as gather_facts
+from paceline.launch.agent.joining import interface_of, join, try_to_reach
+from paceline.launch.agent.workers import Inherited, Workers
 from paceline.observe.terminal import say
 
 HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order must have ended the run by then

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agent.restart import FailedGeneration, NoRestart, Restart, decide
 from paceline.contract.evidence import Op, Verdict, VerdictKind
 from paceline.guard.deaths import RankEnd
+from paceline.launch.agent.restart import FailedGeneration, NoRestart, Restart, decide
 
 KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)

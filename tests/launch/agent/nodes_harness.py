@@ -68,7 +68,7 @@ class Nodes:
                 self.before.append(self.agents[number])
             self.output[number] = self.folder / f"agent-{number}.txt"
             with self.output[number].open("ab") as out:
-                words = ["-P", "-m", "paceline.agent", "--plan", str(plan_file or self.plan_file)]
+                words = ["-P", "-m", "paceline.launch.agent", "--plan", str(plan_file or self.plan_file)]
                 words += instead or ("--node", str(number if said is None else said))
                 more: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
                 self.agents[number] = (

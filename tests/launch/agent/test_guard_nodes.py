@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agent.nodes_harness import Nodes, several
+from tests.launch.agent.nodes_harness import Nodes, several
 
 from paceline.contract.evidence import VerdictKind
 from paceline.errors import ExitCode

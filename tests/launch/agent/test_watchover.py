@@ -77,7 +77,7 @@ def under_torchrun(folder: Path, *options: str) -> Iterator[Watched]:
 def agents() -> list[int]:
     """Those of this test run."""
     of_this_run = carriers(os.environ["PACELINE_TEST_RUN"], "PACELINE_TEST_RUN")
-    return [pid for pid, words in of_this_run.items() if "-m paceline.agent" in words]
+    return [pid for pid, words in of_this_run.items() if "-m paceline.launch.agent" in words]
 
 
 def test_under_torchrun_a_hang_is_named_once_and_nobody_is_ended_not_even_by_the_death_of_the_agent(

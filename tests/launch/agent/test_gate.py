@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.agent.cluster import Cluster
-from paceline.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import UsageError
+from paceline.launch.agent.cluster import Cluster
+from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 
 SECRET = "5e" * 32
 
@@ -110,7 +110,7 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 def test_another_users_process_is_shut_out_at_the_loopback(
     head: tuple[int, StoreGate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.agent.store.tcp_owner", lambda *_: 12345)
+    monkeypatch.setattr("paceline.launch.agent.store.tcp_owner", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 

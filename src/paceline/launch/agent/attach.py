@@ -20,13 +20,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.agent.channel import Link, StartOrder, StartReply
-from paceline.agent.cluster import Cluster
-from paceline.agent.follower import Follower
-from paceline.agent.generation import Generation
-from paceline.agent.head import POLL_FAILING_SECONDS
-from paceline.agent.monitor import Judgement, Monitor
-from paceline.agent.workers import Inherited, Worker, Workers
 from paceline.contract.attach import Goodbye, Hello, Meeting, Message, peer_pid, receive, send
 from paceline.contract.evidence import Sample
 from paceline.contract.failure import GOOD_ENDS, Failure
@@ -37,6 +30,13 @@ from paceline.guard.deaths import due_seconds, first_to_fail
 from paceline.guard.sentences import named, verb
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
+from paceline.launch.agent.channel import Link, StartOrder, StartReply
+from paceline.launch.agent.cluster import Cluster
+from paceline.launch.agent.follower import Follower
+from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.head import POLL_FAILING_SECONDS
+from paceline.launch.agent.monitor import Judgement, Monitor
+from paceline.launch.agent.workers import Inherited, Worker, Workers
 from paceline.observe.terminal import say
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to come

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
-from paceline.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
-from paceline.agent.cluster import Cluster
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.host.facts import gather
+from paceline.launch.agent.channel import Alive, Beat, Hello, Link, Ordered, introduce
+from paceline.launch.agent.cluster import Cluster
 
 SECRET = "5e" * 32
 

@@ -1,4 +1,4 @@
-"""`python -m paceline.agent`: the parent of one node's workers, and the one that sees how they end.
+"""`python -m paceline.launch.agent`: the parent of one node's workers, and the one that sees how they end.
 
 It reads what to do from one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open:
 its end, or a long silence where signs of life were promised, means that the launcher is gone. Node 0's agent is the
@@ -24,9 +24,6 @@ from tempfile import TemporaryDirectory
 import msgspec
 from msgspec.structs import replace
 
-from paceline.agent.janitor import start_janitor
-from paceline.agent.preload import start_preloader
-from paceline.agent.workers import Inherited, make_snapshots, worker_environment
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE, STOP_SIGNALS, Orders, hold_standard_descriptors, signal_inbox
 from paceline.disk import writing
@@ -35,6 +32,9 @@ from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
+from paceline.launch.agent.janitor import start_janitor
+from paceline.launch.agent.preload import start_preloader
+from paceline.launch.agent.workers import Inherited, make_snapshots, worker_environment
 from paceline.observe.folder import create_attempt_dir, lock_run_dir
 from paceline.observe.terminal import say
 
@@ -160,7 +160,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     """Be the agent that `plan` makes of us; the exit code."""
     if plan.attach >= 0:
-        from paceline.agent.attach import watch_over
+        from paceline.launch.agent.attach import watch_over
 
         return watch_over(plan)
     settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
@@ -181,8 +181,8 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
 
 
 def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
-    from paceline.agent.follower import Follower  # while the preloader imports torch
-    from paceline.agent.head import Head
+    from paceline.launch.agent.follower import Follower  # while the preloader imports torch
+    from paceline.launch.agent.head import Head
 
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
@@ -195,7 +195,7 @@ def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 done, 2 wrong use, 75 saved, 128 + n stopped by signal n, else the first failing worker's."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.agent", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paceline.launch.agent", description=__doc__)
     parser.add_argument("--announce", action="store_true")
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--node", type=int)

@@ -12,9 +12,9 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from paceline.agent.attach import AttachedWorkers
 from paceline.contract.job import NodePlan
 from paceline.guard.deaths import RankEnd, end_of, first_to_fail
+from paceline.launch.agent.attach import AttachedWorkers
 
 RANK = """
 import os, socket, sys, time

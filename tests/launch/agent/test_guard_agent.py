@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from tests.launch.launch_harness import Launch, survivors, wait_until
 
-from paceline.agent.cluster import Cluster
-from paceline.agent.generation import Generation
-from paceline.agent.monitor import Monitor
-from paceline.agent.workers import Workers
 from paceline.contract.evidence import Sample, VerdictKind
 from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
+from paceline.launch.agent.cluster import Cluster
+from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.monitor import Monitor
+from paceline.launch.agent.workers import Workers
 
 pytestmark = pytest.mark.sample(3)
 
