@@ -42,8 +42,7 @@ from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import Head
 from paceline.launch.agent.workers import Inherited
 from paceline.launch.plan import Command
-from paceline.launch.ssh.announcements import await_agents
-from paceline.launch.ssh.sessions import open_sessions
+from paceline.launch.ssh.sessions import await_agents, open_sessions
 
 NODES = (2, 10, 30, 100, 300, 1000)
 NPROC = 8

@@ -25,7 +25,7 @@ from paceline.contract.failure import Failure
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
-from paceline.launch.submission import Submission, next_submit_dir, write_submission
+from paceline.launch.plan import Submission, next_submit_dir, write_submission
 from paceline.observe.events import Started, Step
 from paceline.observe.folder import create_attempt_dir
 from paceline.observe.summary import Ended, RunState, Summary, write_ended, write_summary

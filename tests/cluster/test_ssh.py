@@ -20,13 +20,13 @@ from tests.cluster.ssh import SshHosts
 
 from paceline.contract.job import Host, JobSpec
 from paceline.launch.by_hand import by_hand, typed
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 
 LAUNCHER = """
 import json, sys
 from paceline.contract.job import JobSpec
 from paceline.errors import PacelineError
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.supervise import run
 from paceline.launch.ssh.plan import rsync_commands, sync

@@ -10,7 +10,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
             "launch", "check", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py",
-    "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
+    "config.py", "launch/output.py", "launch/plan.py", "host/sweep.py",
     "host/machine_log.py", "view/*.py",
     "guard/report.py", "worker/attach.py", "launch/agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
     "view/rank_logs.py", "view/analysis.py",
@@ -24,8 +24,8 @@ ALLOWED = {
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
     ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
     ("host/sweep.py", "read_bytes"): "/proc",
-    ("launch/agent/janitor.py", "open"): "/dev/null",
-    ("launch/agent/janitor.py", "rmtree"): "the agent's temporary folder",
+    ("host/sweep.py", "open"): "/dev/null",
+    ("host/sweep.py", "rmtree"): "the agent's temporary folder",
     ("launch/agent/__main__.py", "open"): "/dev/null",
     ("launch/agent/attach.py", "read_text"): "/proc",
     ("launch/agent/workers.py", "open"): "the log of a worker of ours",

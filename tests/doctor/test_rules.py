@@ -12,8 +12,7 @@ from tests.rendered import rendered
 from paceline.doctor.messages import Done, Link
 from paceline.doctor.report import bandwidth, run_checks
 from paceline.doctor.rules import RULES, hosts_of
-from paceline.host.compare import compare_hosts
-from paceline.host.facts import Address, Limit
+from paceline.host.facts import Address, Limit, compare_hosts
 
 PAIRS = list(permutations(HOSTS, 2))
 ADDRESS = {host: f"10.77.0.{host[1:]}" for host in HOSTS}

@@ -11,8 +11,8 @@ from tests.rendered import rendered
 
 from paceline.contract.evidence import Evidence, Verdict, VerdictKind
 from paceline.guard.report import page
-from paceline.host import gpu_use as gpu_trouble
-from paceline.host.gpu_use import ask_gpus, gpu_troubles
+from paceline.host import machine_log as gpu_trouble
+from paceline.host.machine_log import ask_gpus, gpu_troubles
 
 
 class Driver:

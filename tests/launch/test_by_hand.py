@@ -11,8 +11,7 @@ from tests.errors import raises
 
 from paceline.contract.job import Host, JobSpec, NodePlan
 from paceline.launch.by_hand import by_hand, typed
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import describe
+from paceline.launch.plan import describe, parse_hosts
 
 GOLDEN = """\
 # node 0: n1

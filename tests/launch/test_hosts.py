@@ -9,7 +9,7 @@ from tests.errors import raises
 
 from paceline.contract.job import Host, labels, plain_name
 from paceline.errors import UsageError
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 
 
 def test_a_list_names_hosts_with_ports() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Generator
 
 import pytest
 
-from paceline.guard.sentences import in_runs
-from paceline.launch import relay as module
-from paceline.launch.relay import Relay, Screen, cleaned
-from paceline.launch.ssh.announcements import why_lost, why_no_agent
+from paceline.launch import output as module
+from paceline.launch.output import HostRelay, Screen, cleaned
+from paceline.launch.ssh.sessions import why_lost, why_no_agent
+from paceline.observe.terminal import in_runs
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 
@@ -22,7 +22,7 @@ class Shown:
         self.screen = Screen()
         put = self.screen.put
         self.screen.put = lambda descriptor, data: put(self.writer, data)  # type: ignore[method-assign]
-        self.relay = Relay(NAMES, self.screen)
+        self.relay = HostRelay(NAMES, self.screen)
 
     def text(self) -> str:
         """All that was shown, once no more comes."""
@@ -95,7 +95,7 @@ def test_a_host_cannot_make_us_remember_without_end(shown: Shown) -> None:
         shown.relay.put(1, 1, b"x" * 1000)
     for number in range(1000):
         shown.relay.put(2, 1, b"%d\n" % number)
-    assert sum(map(len, shown.relay._unfinished.values())) <= module.MAX_LINE_BYTES
+    assert sum(map(len, shown.relay._unfinished.values())) <= module.MAX_HOST_LINE_BYTES
     assert len(shown.relay._waiting) <= module.MAX_WAITING_LINES
     text = shown.text()
     assert all(f"[n3] {number}\n" in text for number in range(1000))

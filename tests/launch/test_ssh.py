@@ -14,8 +14,7 @@ from tests.errors import raises
 
 from paceline.contract.job import Host, JobSpec, head_ports
 from paceline.errors import UsageError
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import describe
+from paceline.launch.plan import describe, parse_hosts
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 
 OPTIONS = (

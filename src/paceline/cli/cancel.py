@@ -14,8 +14,8 @@ from paceline.cli.run_state import standing
 from paceline.contract.job import STOP_GRACE_SECONDS
 from paceline.disk.reading import read
 from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.launch.submission import Submission, last_submission
 from paceline.observe.folder import CHECKPOINTS, LOCK
 from paceline.observe.summary import LIVE
 from paceline.observe.terminal import clean

@@ -16,8 +16,7 @@ from paceline.doctor.report import as_json, print_checks, run_checks
 from paceline.doctor.session import PROGRAM, host_programs
 from paceline.doctor.survey import Wanted, survey
 from paceline.errors import ExitCode, UsageError
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import Command
+from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import sessions
 from paceline.worker.foreign import expand_nodes
 

@@ -19,7 +19,7 @@ from paceline.disk.reading import decode, folders, is_folder, names, real_path
 from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
-from paceline.launch.submission import Submission, submit_number
+from paceline.launch.plan import Submission, submit_number
 from paceline.observe.folder import CONFIG, LOCK, attempt_number, launched_attempt
 from paceline.observe.terminal import say
 

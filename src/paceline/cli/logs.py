@@ -14,11 +14,11 @@ from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_a
 from paceline.cli.run_state import standing
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.sentences import in_runs, named
-from paceline.launch.submission import last_submission
-from paceline.launch.tail import Tail
+from paceline.guard.sentences import named
+from paceline.launch.output import Tail
+from paceline.launch.plan import last_submission
 from paceline.observe.summary import LIVE
-from paceline.observe.terminal import clock
+from paceline.observe.terminal import clock, in_runs
 from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
 
 POLL_SECONDS = 0.5

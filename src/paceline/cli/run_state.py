@@ -13,8 +13,8 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, home, is_locked
 from paceline.contract.failure import GOOD_ENDS
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
+from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.launch.submission import Submission, last_submission
 from paceline.observe.events import Evaluated, Started, Step, last_events, read_events
 from paceline.observe.folder import CHECKPOINTS, CONFIG, failure_records
 from paceline.observe.nodes import read_nodes

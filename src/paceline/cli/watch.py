@@ -17,7 +17,7 @@ from paceline.contract.evidence import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
-from paceline.launch.tail import lines_of, start_of_last
+from paceline.launch.output import lines_of, start_of_last
 from paceline.observe.summary import LIVE, RunState
 from paceline.observe.terminal import clean
 from paceline.view.live import LiveReader, RunNow

@@ -11,8 +11,7 @@ from paceline.doctor.rules import findings, hosts_of, rate
 from paceline.doctor.survey import Survey
 from paceline.errors import plural
 from paceline.guard.sentences import printable
-from paceline.host.compare import Finding
-from paceline.host.facts import Facts
+from paceline.host.facts import Facts, Finding
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 

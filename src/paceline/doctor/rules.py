@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.doctor.messages import Examined
 from paceline.doctor.survey import Survey
-from paceline.host.compare import NODE_RULES, Finding, Node, Rule, differences, itself
-from paceline.host.facts import Address
+from paceline.host.facts import NODE_RULES, Address, Finding, Node, Rule, differences, itself
 from paceline.host.reach import is_loopback
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0

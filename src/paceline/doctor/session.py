@@ -13,7 +13,7 @@ import msgspec
 
 from paceline.doctor.messages import MAX_LINE_BYTES, Request
 from paceline.launch.plan import Command
-from paceline.launch.ssh.announcements import why_no_agent
+from paceline.launch.ssh.sessions import why_no_agent
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.doctor.host")

@@ -29,7 +29,7 @@ from paceline.contract.boxes import (
 from paceline.contract.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
 from paceline.contract.marks import read_calls, read_findings, read_marks, read_orders
 from paceline.contract.windows import JUMP_SECONDS
-from paceline.host.gpu_use import ask_gpus
+from paceline.host.machine_log import ask_gpus
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher looks four times a second

@@ -1,6 +1,5 @@
 """Sentences of a verdict: they name ranks, collectives and places, and state what each party did, the guilty first."""
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -9,8 +8,8 @@ from paceline.contract.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase,
 from paceline.contract.places import by, frames, line_of, shown, shown_site, stands_at
 from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
+from paceline.observe.terminal import in_runs
 
-NUMBERED = re.compile(r"(.*?)([0-9]+)")
 FROM = ("recv", "irecv", "broadcast", "scatter")
 GONE = ("", "Z", "X")  # states of a process that is no more
 BUSY_CPU_SECONDS = 0.2  # of the last second or so
@@ -19,24 +18,6 @@ STATES = {
     "T": "T (stopped by a signal)",
     "t": "t (stopped by a debugger)",
 }
-
-
-def in_runs(names: Iterable[str], separator: str = ", ") -> str:
-    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
-
-
-def _follows(name: str, following: str) -> bool:
-    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
-    if first is None or second is None or first[1] != second[1]:
-        return False
-    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))
 
 
 def named(ranks: Iterable[int]) -> str:

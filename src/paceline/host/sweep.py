@@ -1,7 +1,13 @@
-"""The roster of an agent's workers, and SIGKILL to all that they have started."""
+"""The roster of an agent's workers, SIGKILL to all processes that they have started, and the janitor that sends it.
+
+Workers die with their agent by the kernel's death signal (worker.attach). The programs that a worker has started do
+not. If the agent is killed as well, the janitor ends them: a fork of the agent that sleeps on a pipe which ends with
+the agent.
+"""
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -11,6 +17,7 @@ from typing import Annotated
 
 import msgspec
 
+from paceline.contract.orders import STOP_SIGNALS
 from paceline.contract.variables import AGENT_MARK
 from paceline.disk.reading import decode, names
 from paceline.host.procfs import PROC, Process, processes
@@ -109,3 +116,40 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
             sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))
+
+
+def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
+    """Fork it; return the descriptor that keeps it asleep as long as this process lives.
+
+    Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
+    `not_kept`, what the run holds as long as it lives, at once; at the end it removes the folder `temporary`.
+    """
+    asleep, awake = os.pipe()
+    agent_pid = os.getpid()
+    if os.fork():
+        os.close(asleep)
+        return awake
+    try:
+        os.setsid()
+        os.close(awake)
+        for descriptor in not_kept:
+            os.close(descriptor)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # or a pipe that reads the agent's output would wait for the janitor, too
+            os.dup2(nowhere, standard)
+        told = b""
+        while data := os.read(asleep, 4096):
+            told += data
+        for folder in {*told.split(b"\0")} - {b""}:
+            sweep_recorded(Path(os.fsdecode(folder)), agent_pid)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        os._exit(0)  # never back into the agent's code
+
+
+def tell_janitor(descriptor: int, attempt_dir: str) -> None:
+    """Say where the workers that are about to be started will be recorded."""
+    os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

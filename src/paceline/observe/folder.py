@@ -12,7 +12,7 @@ runs/mnist-cnn-20260131-093000/
     attempt-1/          of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
                         error-<r>.json, ended.json (the exit code and the verdict); of a run whose hosts come
                         and go nodes.json, and join.json while it takes some; launch.txt: see launched_attempt
-    submit-1/           of each start on other machines, see launch/submission.py
+    submit-1/           of each start on other machines, see launch/plan.py
 """
 
 import os

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 # C0 but tab and newline, C1, marks of direction: what a worker wrote must not steer the terminal, or hide words
@@ -16,6 +17,7 @@ STEERS = re.compile(
 BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
 MAX_SEQUENCE_BYTES = 4096
 MAX_NAMES = 24  # in a list
+NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
 def say(text: str) -> None:
@@ -24,6 +26,24 @@ def say(text: str) -> None:
         data = harmless(f"{text}\n".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
+
+
+def in_runs(names: Iterable[str], separator: str = ", ") -> str:
+    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
+
+
+def _follows(name: str, following: str) -> bool:
+    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))
 
 
 def escaped(json: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.disk.reading import names
-from paceline.launch.tail import lines_of, start_of_last
+from paceline.launch.output import lines_of, start_of_last
 from paceline.observe.log_times import LogTimes
 
 FOLD_SECONDS = 0.9  # an agent looks at the logs of all its ranks at once, every second

@@ -30,8 +30,7 @@ from typing import Any
 from paceline.disk.owners import user_name
 from paceline.errors import UsageError
 from paceline.host.procfs import open_files, tcp_connections, written
-from paceline.host.reach import is_loopback
-from paceline.host.signed import sign
+from paceline.host.reach import is_loopback, sign
 from paceline.worker.unseen import unseen
 
 MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call

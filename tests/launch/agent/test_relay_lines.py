@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.agent import relay as relay_module
-from paceline.launch.agent.relay import LinePart, Thinned, relay
+from paceline.launch import output as relay_module
+from paceline.launch.output import LinePart, Thinned, relay_rank
 
 SCRIPT = """
 import os, time
@@ -74,7 +74,7 @@ def test_a_log_keeps_lines_and_what_a_line_shows_in_the_end(data: bytes, kept: b
 def relayed(data: bytes, screen: int, log: Path) -> None:
     reader, writer = os.pipe()
     with log.open("ab") as file:
-        thread = relay(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
+        thread = relay_rank(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
     os.write(writer, data)
     os.close(writer)
     thread.join(10)

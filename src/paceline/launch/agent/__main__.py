@@ -32,7 +32,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather as gather_facts
 from paceline.host.surroundings import environment_after
-from paceline.launch.agent.janitor import start_janitor
+from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import Inherited, make_snapshots, worker_environment
 from paceline.observe.folder import create_attempt_dir, lock_run_dir

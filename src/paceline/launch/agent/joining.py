@@ -30,8 +30,7 @@ from paceline.contract.job import NodePlan, labels
 from paceline.contract.orders import Orders
 from paceline.disk import writing
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few
-from paceline.host.compare import compare_hosts
-from paceline.host.facts import Facts
+from paceline.host.facts import Facts, compare_hosts
 from paceline.host.facts import gather as gather_facts
 from paceline.host.reach import candidates, why_unreachable
 from paceline.launch.agent.channel import Enter, Link, PeerAddress, Reach, introduce

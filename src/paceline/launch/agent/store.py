@@ -24,7 +24,7 @@ from typing import Self
 from paceline.contract.job import NodePlan
 from paceline.errors import UsageError
 from paceline.host.procfs import port_holder, tcp_owner
-from paceline.host.signed import sign
+from paceline.host.reach import sign
 from paceline.launch.agent.channel import MEET_SECONDS, Alive, Link, ToStore, introduce
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"

@@ -31,11 +31,10 @@ from paceline.guard.collect import Collection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
-from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep
-from paceline.launch.agent.janitor import tell_janitor
+from paceline.host.sweep import Member, Roster, mark_of, roster_path, sweep, tell_janitor
 from paceline.launch.agent.preload import Forked, Preloader
-from paceline.launch.agent.relay import relay
 from paceline.launch.agent.store import Store, StoreGate
+from paceline.launch.output import relay_rank
 from paceline.observe.log_times import TimesWriter
 
 OURS = "PACELINE_"
@@ -210,7 +209,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             for writer in writing.values():
                 os.close(writer)
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
-        relays = [relay(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
+        relays = [relay_rank(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
         seen = read_process(process.pid)
         member = Member(rank, process.pid, seen.start if seen else 0)

@@ -1,6 +1,6 @@
 """A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
 
-    1  a session to each host; the agent there announces itself (announcements.py). If one cannot, nothing is started
+    1  a session to each host; the agent there announces itself (sessions.py). If one cannot, nothing is started
     2  each agent is sent its plan, with node 0's addresses; signs of life from now on
     3  output, stop signals, lost sessions (`Returning` tries their hosts again), until node 0's agent has ended
 
@@ -19,10 +19,18 @@ from paceline.contract.failure import GOOD_ENDS
 from paceline.contract.orders import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
 from paceline.errors import ExitCode
 from paceline.host.facts import Facts
+from paceline.launch.output import HostRelay, Screen
 from paceline.launch.plan import Plan
-from paceline.launch.relay import Relay, Screen
-from paceline.launch.ssh.announcements import SSH_FAILED, announced, await_agents, why_lost
-from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
+from paceline.launch.ssh.sessions import (
+    SSH_FAILED,
+    HostSession,
+    Output,
+    Sessions,
+    announced,
+    await_agents,
+    open_sessions,
+    why_lost,
+)
 from paceline.observe.terminal import say
 
 HEAD_SECONDS = 5.0  # beyond the grace: node 0's agent, which knows more, ends a broken run by itself and says why
@@ -64,7 +72,7 @@ class _Watch:
         self._plan, self._every, self._head = plan, every, every.all[0]
         self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]  # of node 0
         self._screen = Screen()
-        self._relay = Relay([session.name for session in every.all], self._screen)
+        self._relay = HostRelay([session.name for session in every.all], self._screen)
         self._stopped_seconds = math.inf  # since when a stop is ordered
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""

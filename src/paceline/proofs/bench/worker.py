@@ -33,7 +33,7 @@ from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
-from paceline.host.gpu_use import ask_gpus
+from paceline.host.machine_log import ask_gpus
 from paceline.ladder import EXACT
 from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
