@@ -51,22 +51,20 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
             return None
         plan = msgspec.json.decode(line, type=NodePlan)
     except OSError as error:
-        raise UsageError(f"the plan {options.plan} cannot be used on this node: {error.strerror}") from None
+        raise UsageError(code="plan-not-readable", path=options.plan, strerror=error.strerror) from None
     except msgspec.MsgspecError as error:
-        raise UsageError(
-            f"the agent reads one JSON line, a NodePlan, from stdin or from --plan FILE: {error}. "
-            "Use `paceline train --nproc N`."
-        ) from None
+        raise UsageError(code="plan-not-valid", reason=error) from None
     number = str(options.node if options.node is not None else os.environ.get("SLURM_NODEID", ""))
     plan = replace(plan, nproc=options.nproc or plan.nproc)
     if (plan.node < 0 and not options.join) or options.node is not None:
         if not number.isdecimal() or int(number) >= plan.nodes:
-            raise UsageError(f"--node must be 0..{plan.nodes - 1}, got {number or 'none, and no SLURM_NODEID'}")
+            number = number or "none, and no SLURM_NODEID"
+            raise UsageError(code="node-out-of-range", value=number, most=plan.nodes - 1)
         plan = replace(plan, node=int(number))
     if options.head:
         plan = replace(plan, head=tuple(options.head))
     if plan.nodes > 1 and plan.node != 0 and not plan.head:
-        raise UsageError("Missing address of node 0: pass --head HOST")
+        raise UsageError(code="no-address-of-node-0")
     return plan
 
 
@@ -130,10 +128,8 @@ def enter(plan: NodePlan) -> NodePlan:
         try:
             os.chdir(plan.cwd)
         except OSError as error:
-            raise UsageError(
-                f"the working folder {plan.cwd} cannot be entered on {os.uname().nodename}: {error.strerror}. It must "
-                "be there on every node, at the same path (--sync copies it)"
-            ) from None
+            host, strerror = os.uname().nodename, error.strerror
+            raise UsageError(code="folder-not-entered", folder=plan.cwd, host=host, strerror=strerror) from None
     if plan.modules or plan.activate or plan.env:
         changed = environment_after(plan.modules, plan.activate, plan.env, dict(os.environ))
         for name in os.environ.keys() - changed.keys():
@@ -148,10 +144,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
         return plan, ()
     run_dir = Path(plan.run_dir).resolve()
     if not run_dir.is_dir():
-        raise UsageError(
-            f"the run folder {run_dir} is not there on node 0 ({os.uname().nodename}). It must be one that all nodes "
-            "and the machine that starts them see at the same path: --run-dir"
-        )
+        raise UsageError(code="no-run-dir-on-node-0", run_dir=run_dir, host=os.uname().nodename)
     lock = lock_run_dir(run_dir)
     os.set_inheritable(lock, True)
     return replace(plan, attempt_dir=str(create_attempt_dir(run_dir)[1])), (lock,)
@@ -212,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plan is not None:
             code = run_agent(plan, lifeline=options.plan is None)
     except PacelineError as error:
-        say(str(error))
+        say(error.shown)
         code = error.exit_code
     except OSError as error:
         say(f"the workers cannot be started: {error}")

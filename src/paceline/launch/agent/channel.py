@@ -441,6 +441,4 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     holders = {port: port_holder(port) for port in ports}
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
-    raise UsageError(
-        f"Cannot listen on {socket.gethostname()}: {taken} in use. Pass another --port, or omit it to use a free one."
-    )
+    raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)

@@ -156,10 +156,7 @@ class Follower:
         deadline = time.monotonic() + 5.0  # what a network file system may take to show a new file
         while not _holds(attempt_dir, proof):
             if time.monotonic() > deadline:
-                raise UsageError(
-                    f"the run folder {attempt_dir.parent} is not shared: what node 0 has written there is not seen "
-                    "here. Checkpoints need one that all nodes see at the same path: --run-dir"
-                )
+                raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
 
     def _answer(self, link: Link, workers: Workers, message: Ask | Release | None = None) -> None:

@@ -70,13 +70,13 @@ class Generation:
         deadline = time.monotonic() + START_SECONDS
         while waiting := [member for member in self.cluster.here if member.started is None]:
             if time.monotonic() > deadline:
-                raise UsageError(f"{waiting[0].name} has not started its workers within {START_SECONDS:g} s")
+                raise UsageError(code="node-starts-slowly", node=waiting[0].name, seconds=START_SECONDS)
             self.cluster.wait(START_LOOK_SECONDS)
             if self.cluster.ordered:
                 return False
         refused = [m.started.refusal for m in self.cluster.here if m.started is not None and m.started.refusal]
         if refused:
-            raise UsageError("\n".join(refused))
+            raise UsageError(code="node-not-started", reasons="\n".join(refused))
         return True
 
     def __enter__(self) -> Self:

@@ -69,11 +69,7 @@ def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
     refuse_differences(plan, facts, members)
     apart = unreachable(cluster, REACH_SECONDS, lambda: cluster.ordered)
     if apart:
-        raise UsageError(
-            "not every node can reach every other one, on a port chosen freely as gloo and NCCL do:\n  "
-            + first_few(apart, MAX_NAMES, "\n  ")
-            + "\nOpen all ports between these nodes. `paceline doctor` checks it again."
-        )
+        raise UsageError(code="nodes-not-connected", reasons=first_few(apart, MAX_NAMES, "\n  "))
     say(f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}")
     return plan
 
@@ -92,9 +88,9 @@ def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
     while len(cluster.members) < count - 1 and not cluster.ordered:
         cluster.wait(max(0.05, min(next_word, end) - time.monotonic()))
         if cluster.wrong:
-            raise UsageError("; ".join(cluster.wrong))
+            raise UsageError(code="node-not-accepted", reasons="; ".join(cluster.wrong))
         if lost := [m for m in cluster.members.values() if m.lost]:
-            raise PacelineError(f"{lost[0].name} connected, then disconnected before the run started: {lost[0].lost}")
+            raise PacelineError(code="node-disconnected", node=lost[0].name, reason=lost[0].lost)
         now = time.monotonic()
         if now < min(next_word, end) or len(cluster.members) >= count - 1:
             continue
@@ -103,10 +99,7 @@ def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
         names = [f"node {n} ({named[n]})" if n < len(named) else f"node {n}" for n in absent]
         words = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
         if now >= end:
-            raise PacelineError(
-                f"{words}. Given up after {now - begun:.0f} s (--join-timeout). Each missing node says on its own "
-                "output why it cannot come, if it was started at all"
-            )
+            raise PacelineError(code="nodes-missing", found=words, seconds=now - begun)
         next_word += NEXT_WORD_SECONDS
         say(f"{words} (after {now - begun:.0f} s)")
 
@@ -162,7 +155,7 @@ def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]
     told = [f"{finding.host}: {finding.what}. {finding.remedy}" for finding in findings]
     errors = [words for words, finding in zip(told, findings, strict=True) if finding.severity == "error"]
     if errors:
-        raise UsageError("These nodes are incompatible:\n  " + "\n  ".join(errors))
+        raise UsageError(code="nodes-incompatible", reasons="\n  ".join(errors))
     for member in members:
         if abs(member.clock_ahead_seconds) > CLOCK_SECONDS:
             told.append(
@@ -191,7 +184,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
             who = f"node {plan.node} ({os.uname().nodename})" if plan.node > 0 else os.uname().nodename
             words = f"{who} waits for node 0: {_why(plan, strangers)}"
             if waited >= plan.join_seconds:
-                raise PacelineError(f"{words}. Given up after {waited:.0f} s (--join-timeout)")
+                raise PacelineError(code="node-0-not-found", found=words, seconds=waited)
             next_word += NEXT_WORD_SECONDS
             say(f"{words} (after {waited:.0f} s)")
         orders.wait(PAUSE_SECONDS)
@@ -288,27 +281,21 @@ class Newcomers:
         """
         plan, cluster, hello = self._plan, self._crew, one.hello
         if not plan.elastic:
-            raise UsageError(
-                f"this run does not accept hosts: it was started with --nodes {plan.nodes}, not with MIN:MAX"
-            )
+            raise UsageError(code="run-accepts-no-hosts", nodes=plan.nodes)
         if hello.nodes != plan.nodes or not (0 < hello.node < plan.nodes or hello.node == -1):
-            raise UsageError(f"the host joined as node {hello.node} of {hello.nodes}, but this run has {plan.nodes}")
+            raise UsageError(code="joined-other-run", node=hello.node, of=hello.nodes, nodes=plan.nodes)
         there = {there.hello.node: there for there in (*cluster.here, *cluster.waiting) if not there.leaves}
         if (rival := there.get(hello.node)) is not None:
             facts, silent = rival.hello.facts, time.monotonic() - rival.link.heard_seconds
-            words = f"by {facts.host}, pid {facts.pid}, last heard from {silent:.0f} s ago"
-            raise TrainingError(
-                f"Node {hello.node} is already taken ({words}). Use `paceline join` to get a free slot."
-            )
+            raise TrainingError(code="node-taken", node=hello.node, host=facts.host, pid=facts.pid, seconds=silent)
         free = [node for node in range(1, plan.nodes) if node not in there and hello.node in (-1, node)]
         if not free:
             names = ", ".join([self._facts.host, *(there[node].hello.facts.host for node in sorted(there))])
-            raise UsageError(f"this run takes no more hosts: --nodes {plan.min_nodes}:{plan.nodes}, and it has {names}")
+            raise UsageError(code="no-free-node", least=plan.min_nodes, nodes=plan.nodes, names=names)
         places = {node: self._workers.get(node, plan.nproc) for node in free}
         node = next((node for node in free if hello.nproc <= places[node]), -1)
         if node < 0:
-            most = max(places.values())
-            raise UsageError(f"it came with {hello.nproc} workers, and its place is for {most}: --nproc {most}")
+            raise UsageError(code="joined-with-more-workers", value=hello.nproc, most=max(places.values()))
         one.hello = replace(hello, node=node)
         refuse_differences(plan, self._facts, [one])
 

@@ -176,14 +176,14 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
                 raise port_taken(f"port {port}", port, error) from error
             continue
         return store, StoreGate(listener, partial(_to_rank_0, found, key if signed else b""))
-    raise UsageError("no port is free on the loopback of this machine")
+    raise UsageError(code="no-free-port")
 
 
 def port_taken(what: str, port: int, error: OSError) -> UsageError:
     """Who has a port that was asked for."""
     holder = port_holder(port)
     by = f" by {holder}" if holder else ""
-    return UsageError(f"{what} is taken{by}: {error.strerror}. Ask for another, or for none.")
+    return UsageError(code="port-taken", port=what, by=by, strerror=error.strerror)
 
 
 def _to_rank_0(port: int, key: bytes) -> socket.socket:
