@@ -31,8 +31,8 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
+import paceline.launch.agent.cluster as generation_module
 import paceline.launch.agent.follower as follower_module
-import paceline.launch.agent.generation as generation_module
 import paceline.launch.agent.joining as joining_module
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.contract.job import NodePlan

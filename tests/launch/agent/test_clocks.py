@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.launch.agent.cluster import AGAIN_SECONDS, ClockBounds
+from paceline.launch.agent.channel import AGAIN_SECONDS, ClockBounds
 
 BEAT_SECONDS = 2.0
 

@@ -17,8 +17,7 @@ from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.orders import Orders, signal_inbox
 from paceline.errors import ExitCode
 from paceline.guard.report import VerdictRecord, read_verdict
-from paceline.launch.agent.cluster import Cluster
-from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 

@@ -28,8 +28,7 @@ from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
 from paceline.launch.agent.channel import MAX_KNOCKS, Beat, Hello, Link, Listener, introduce
-from paceline.launch.agent.cluster import Cluster
-from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.joining import ALL_PAIRS, partners
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers

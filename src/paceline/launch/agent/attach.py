@@ -31,9 +31,8 @@ from paceline.guard.sentences import named, verb
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
-from paceline.launch.agent.cluster import Cluster
+from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.follower import Follower
-from paceline.launch.agent.generation import Generation
 from paceline.launch.agent.head import POLL_FAILING_SECONDS
 from paceline.launch.agent.monitor import Judgement, Monitor
 from paceline.launch.agent.workers import Inherited, Worker, Workers

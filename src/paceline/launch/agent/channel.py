@@ -14,13 +14,14 @@ readings, from which the head learns by how much the clocks differ: see `ClockBo
 """
 
 import hmac
+import math
 import os
 import select
 import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -31,6 +32,7 @@ from paceline.contract.orders import Readable
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import port_holder
+from paceline.observe.machine import ClockAhead
 
 BEAT_SECONDS = 2.0  # between two signs of life, in both directions
 SILENCE_SECONDS = 15.0  # then the other side is lost: a few lost packets are not, TCP sends them again well within it
@@ -159,22 +161,9 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Hello
-    | ToStore
-    | Enter
-    | Reach
-    | Reached
-    | StartOrder
-    | StartReply
-    | Beat
-    | Ask
-    | Shown
-    | Release
-    | Ordered
-    | Stop
-    | Alive
-    | RunOver
-)
+    Hello | ToStore | Enter | Reach | Reached | StartOrder | StartReply | Beat | Ask | Shown | Release | Ordered
+    | Stop | Alive | RunOver
+)  # fmt: skip
 
 
 MAGIC = b"paceline agent 1"
@@ -377,6 +366,40 @@ def plain(address: str) -> str:
     return address.removeprefix("::ffff:") if "." in address else address
 
 
+class Poller:
+    """Which of many links have something to say: the kernel keeps the list, so a look costs the same for a thousand.
+
+    It can be waited for itself: it is readable when one of them is.
+    """
+
+    def __init__(self) -> None:
+        self._kernel = select.epoll()
+        self._links: dict[int, Link] = {}  # by descriptor
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._kernel.fileno()
+
+    def attend(self, links: Iterable[Link]) -> None:
+        """Listen to these, and to no others."""
+        now = {link.fileno(): link for link in links if not link.ended}
+        for number in self._links.keys() - now.keys():
+            if self._links.pop(number).fileno() >= 0:  # a closed one has left the list by itself
+                self._kernel.unregister(number)
+        for number, link in now.items():
+            if self._links.get(number) is not link:  # also one that has got a closed one's number
+                self._kernel.register(number, select.EPOLLIN)
+                self._links[number] = link
+
+    def heard(self) -> list[Link]:
+        """Those that can be read now; never waits."""
+        return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
+
+    def close(self) -> None:
+        """Listen to nobody any more."""
+        self._kernel.close()
+
+
 MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the secret proves it at once
 
 
@@ -442,3 +465,52 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
     raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)
+
+
+# ---- the clocks of two nodes ----
+
+DRIFT = 1e-4  # seconds a second by which two clocks may part: quartz is good for 5e-5
+AGAIN_SECONDS = 60.0  # between two records that say nothing better
+
+
+class ClockBounds:
+    """By how much a node's clock is ahead of node 0's, from the times that the agents put on their signs of life.
+
+    A message that is sent at s by one clock and comes at r by the other has taken r - s, plus or minus the clocks'
+    difference. No message comes before it was sent. So each one to the head says that the node is ahead by at least
+    s - r, and each one to the node that it is ahead by at most r - s: the quickest of both directions leave the
+    narrowest bounds, and the middle of them is wrong by half their width at most, however unlike the two ways are.
+    """
+
+    def __init__(self) -> None:
+        self.least_seconds, self.most_seconds = -math.inf, math.inf  # the node is ahead by this
+        self._at_seconds = 0.0  # monotonic, when that held
+        self._written_seconds, self._written_error_seconds = -math.inf, math.inf
+
+    @property
+    def error_seconds(self) -> float:
+        """How wrong `ahead_seconds` may be; infinite as long as nothing has come of one direction."""
+        return (self.most_seconds - self.least_seconds) / 2
+
+    @property
+    def ahead_seconds(self) -> float:
+        """The most likely difference."""
+        return self.least_seconds + self.error_seconds
+
+    def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
+        """Take in what a message shows that has come at `now_seconds` (monotonic)."""
+        drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # what was known has become less certain
+        least, most = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
+        if least > most:  # a clock has been set: nothing that was known holds any more
+            least, most = least_seconds, most_seconds
+            self._written_error_seconds = math.inf
+        self.least_seconds, self.most_seconds, self._at_seconds = least, most, now_seconds
+
+    def due(self, node: int, now_seconds: float) -> ClockAhead | None:
+        """The record to write now: the first, one that is twice as good as the last, and else one a minute."""
+        error = self.error_seconds
+        late = now_seconds >= self._written_seconds + AGAIN_SECONDS
+        if math.isinf(error) or not (error <= self._written_error_seconds / 2 or late):
+            return None
+        self._written_seconds, self._written_error_seconds = now_seconds, error
+        return ClockAhead(round(time.time(), 3), node, round(self.ahead_seconds, 6), round(error, 6))

@@ -1,31 +1,158 @@
-"""The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run."""
+"""The agent of node 0: it starts each generation, names the first failure, decides on restarts, and ends the run.
+
+A restart may help after a cause from outside: a killed process, memory that ran out, a network that broke. An error of
+the program would only happen again, so the run ends with it.
+"""
 
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from msgspec.structs import replace
 
-from paceline.contract.evidence import Evidence, Sample
-from paceline.contract.failure import GOOD_ENDS
+from paceline.contract.evidence import Evidence, Sample, Verdict, VerdictKind
+from paceline.contract.failure import GOOD_ENDS, LOADER_KILLED
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
-from paceline.errors import ExitCode, UsageError
+from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
-from paceline.guard.report import failure_page
-from paceline.launch.agent.cluster import Cluster, RemoteNode
-from paceline.launch.agent.generation import Generation
+from paceline.guard.report import failure_page, same_verdict
+from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import Newcomers, gather_nodes, reachable
 from paceline.launch.agent.monitor import Judgement, LiveStatus, Monitor
-from paceline.launch.agent.restart import Change, FailedGeneration, NoRestart, Restart, decide, without_lost_nodes
 from paceline.launch.agent.workers import Inherited
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
 
 TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks
+
+
+# ---- whether another start may help ----
+
+
+@dataclass(frozen=True)
+class FailedGeneration:
+    """How one generation failed: its first failure, and how far it had come."""
+
+    end: RankEnd | None  # of the rank that failed first; None: ranks stood still, or were at odds
+    rank: int
+    exit_code: int
+    exception: str  # the type's name; empty without a record
+    step: int  # steps done by the rank that had come furthest
+    nproc: int
+    loader_killed: bool = False  # the exception only says that a DataLoader worker was killed: memory ran out, say
+    verdict: Verdict | None = None  # the hang guard's, where that has ended it
+    ended_well: frozenset[int] = frozenset()  # exit codes of ranks that had ended in good order before
+
+    @classmethod
+    def of(cls, verdict: Verdict, ranks: Sequence[Sample], exit_code: int, *, step: int, nproc: int) -> Self:
+        """A generation that ended with this verdict on its ranks."""
+        first = next((one for one in ranks if one.rank == verdict.failed), None)
+        if first is None:
+            rank = verdict.guilty[0] if verdict.guilty else -1
+            return cls(None, rank, exit_code, "", step, nproc, verdict=verdict)
+        failure = first.failure
+        return cls(
+            end=end_of(first),
+            rank=first.rank,
+            exit_code=exit_code,
+            exception=failure.type if failure else "",
+            step=step,
+            nproc=nproc,
+            loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
+            ended_well=frozenset(one.code for one in ranks if one.code is not None and not one.ended_badly),
+        )
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far it had come; a script, which counts no steps, by the number of the collective that it stood in."""
+        op = None if self.verdict is None else self.verdict.op
+        return self.step, 0 if self.step or op is None else op.seq
+
+    def is_like(self, other: Self) -> bool:
+        """Whether the other one was the same failure."""
+        if self.verdict is not None and other.verdict is not None:
+            return same_verdict(self.verdict, other.verdict)
+        return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again, with so many ranks."""
+
+    nproc: int
+
+
+def _restart_words(ranks: int, nodes: int, number: str, *, came: int, gone: int, fewer: bool) -> str:
+    """`number` is that of a restart after a failure; `came` and `gone` are nodes; `fewer`: there is a rank less."""
+    counted = plural(ranks, "rank")
+    if not came and not gone:
+        why = " (one fewer, for the same failure came twice at the same step)" if fewer else ""
+        return f"restart {number}: {counted}{why}" if number else f"going on: {counted}"
+    changes = [f"with {came} more"] if came else []
+    changes += ["without it" if gone == 1 else f"without {gone} of them"] if gone else []
+    return f"going on {' and '.join(changes)}: {counted} on {plural(nodes, 'node')}"
+
+
+def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int) -> Restart | str:
+    """The restart after the last failure of `history`, or why there is none: empty if `max_restarts` is 0.
+
+    `history` holds one failure per generation, the oldest first.
+
+    `nproc` are the ranks of the first generation; `min_nproc`, 0 for as many, must be left.
+
+    Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40, restart; again at step 40, restart with 3 ranks, which
+    are a new start to the count; rank 1 of them is killed at step 40, restart; again at step 40, the end.
+    """
+    last = history[-1]
+    if max_restarts == 0:
+        return ""
+    if reason := _not_worth_it(last):
+        return f"not restarted: {reason}"
+    fewer = _is_repeated(history)
+    if fewer and last.nproc - 1 < max(1, min_nproc or nproc):
+        who = f"rank {last.rank}, " if last.rank >= 0 else ""
+        after = f", after step {last.step}" if last.step else ""
+        return f"not restarted: the same failure at the same step twice: {who}exit code {last.exit_code}{after}"
+    if len(history) > max_restarts:
+        return f"not restarted: {max_restarts} of {max_restarts} restarts are used up"
+    return Restart(last.nproc - 1 if fewer else last.nproc)
+
+
+def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
+    if len(history) < 2:
+        return False
+    before, last = history[-2:]
+    # a restart goes back to a checkpoint: failing before the old step is reached again is no progress either
+    return before.nproc == last.nproc and last.is_like(before) and last.progress <= before.progress
+
+
+def _not_worth_it(last: FailedGeneration) -> str:
+    """Why a restart would only meet the same again; empty where it may help."""
+    if ExitCode.SAVED in last.ended_well:
+        return "a rank had saved its state and stopped, so the run was to end"
+    if last.exit_code == ExitCode.USAGE:
+        return "this is wrong use, which a restart does not change"
+    if last.verdict is not None and last.verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DEADLOCK):
+        return "that ranks call different collectives is an error of the program, which a restart would only meet again"
+    if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
+        return "wrong results are an error of the program, or of a machine, which a restart would only meet again"
+    left = last.verdict is not None and last.verdict.kind is VerdictKind.LEFT
+    if left or (last.end is RankEnd.VICTIM and last.ended_well):
+        return "a rank ended while others ran, which is an error of the program"
+    if last.end is RankEnd.EXCEPTION and not last.loader_killed:
+        return f"{last.exception} is an error of the program, which a restart would only meet again"
+    if last.end is RankEnd.EXIT:
+        return f"the program itself ended with exit code {last.exit_code}, and would do so again"
+    return ""
+
+
+# ---- the run ----
 
 
 class Head:
@@ -191,15 +318,21 @@ class Head:
             )
         return self._go_on(generation, decision, failed.exit_code)
 
-    def _with_those_left(self) -> Restart | NoRestart:
+    def _with_those_left(self) -> Restart | str:
+        """Decide on a start with the nodes that are here. It does not count as a restart after a failure."""
         plan, here = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._newcomers.count
-        return without_lost_nodes(here, nodes=plan.nodes, min_nodes=plan.min_nodes, nproc=plan.nproc)
+        if plan.elastic and here >= plan.min_nodes:
+            return Restart(plan.nproc)
+        asked = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
+        advice = "" if plan.elastic else " (over ssh, --nodes MIN:MAX goes on with fewer)"
+        are = "is" if here == 1 else "are"
+        return f"not restarted: {here} of {plan.nodes} nodes {are} left, {asked} asks for more{advice}"
 
-    def _go_on(self, generation: Generation, decision: Restart | NoRestart, code: int) -> Restart | int:
+    def _go_on(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         """Say what was decided; the restart that is possible then, or the exit code: without one `code`."""
-        if isinstance(decision, NoRestart):
-            if decision.sentence:
-                say(decision.sentence)
+        if isinstance(decision, str):
+            if decision:
+                say(decision)
             return code
         self.cluster.wait(0.0)
         if self.cluster.ordered:
@@ -209,14 +342,18 @@ class Head:
             pids = ", ".join(f"pid {pid}" for pid in left)
             say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        before = len(generation.members)
         self._entered = self._newcomers.admit()
-        members, fewer = self.cluster.here, generation.plan.nproc > decision.nproc
-        total = decision.nproc + sum(member.hello.nproc for member in members)
-        change = Change(len(self._entered), before + len(self._entered) - len(members), 1 + len(members))
-        number = f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else ""
+        members, came = self.cluster.here, len(self._entered)
+        words = _restart_words(
+            decision.nproc + sum(member.hello.nproc for member in members),
+            1 + len(members),
+            f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else "",
+            came=came,
+            gone=len(generation.members) + came - len(members),
+            fewer=generation.plan.nproc > decision.nproc,
+        )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        say(f"{change.words(total, number, fewer=fewer)} as generation {self._number + 1}{origin}")
+        say(f"{words} as generation {self._number + 1}{origin}")
         return decision
 
 

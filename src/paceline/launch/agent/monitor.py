@@ -48,7 +48,7 @@ from paceline.guard.judge import judge, judge_samples, never_meet
 from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
 from paceline.guard.sentences import named, verb
 from paceline.guard.silent import SilentFaultDetector, calls_of
-from paceline.launch.agent.generation import Generation
+from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import unreachable
 from paceline.observe.notices import Noted, note
 from paceline.observe.terminal import say
