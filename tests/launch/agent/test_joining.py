@@ -22,7 +22,7 @@ from paceline.host.facts import gather
 from paceline.launch.agent import joining
 from paceline.launch.agent.channel import Hello, Reached, StartReply
 from paceline.launch.agent.cluster import RemoteNode
-from paceline.launch.agent.joining import Newcomers, refuse_differences
+from paceline.launch.agent.joining import JoinQueue, refuse_differences
 from paceline.observe.nodes import read_nodes
 
 # rank 0 hears it, as of a training; that the others end with it is in a training what the vote in the totals does
@@ -168,7 +168,7 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         cluster = SimpleNamespace(
             here=here, members={1: old, 2: off}, waiting=[new], part_with=lambda *_: told.append("off")
         )
-        newcomers = Newcomers(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
+        newcomers = JoinQueue(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
         newcomers.look(str(tmp_path), "proof")
         new.started, new.reached, old.reached = StartReply(-1), Reached(("new cannot reach off",)), Reached(())
         newcomers.look(str(tmp_path), "proof")

@@ -56,26 +56,33 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
     /proc has it until the parent waits for the process. Since Linux 6.15 the descriptor has it afterwards.
     """
-    status = None
     with suppress(OSError, ValueError):
-        text = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        status = int(text[-1]) if text[0] in "ZX" else None
-    if status is None:
-        info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
-        with suppress(OSError):
-            fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
-            if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
-                (status,) = struct.unpack_from("=i", info, PIDFD_INFO_BYTES - 4)
-    return None if status is None else os.waitstatus_to_exitcode(status)
+        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
+    with suppress(OSError):
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+        if struct.unpack_from("=Q", info)[0] & PIDFD_INFO_EXIT:
+            return os.waitstatus_to_exitcode(*struct.unpack_from("=i", info, PIDFD_INFO_BYTES - 4))
+    return None
 
 
 class ForeignProcess:
     """A process that is not a child of the agent."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError when there is none."""
+        """Raises OSError if there is none."""
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
-        self.code: int | None = None  # that it has ended with, or has said that it ends with
+        process = read_process(pid)
+        self.start, self.parent = (process.start, process.parent) if process else (0, 0)
+        self.code: int | None = None  # with which it has ended, or has announced to end
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether it runs and its parent, the launcher, has ended."""
+        process = read_process(self.pid) if self.code is None else None
+        return process is not None and process.runs and process.parent != self.parent
 
     def fileno(self) -> int:
         """For select: readable when it has ended."""
@@ -115,9 +122,8 @@ class AttachedWorkers(Workers):
         self._connections: dict[socket.socket, int] = {}  # -> the pid at its other end
         self._first: socket.socket | None = None  # the connection to rank 0
         self._goodbyes: dict[socket.socket, float] = {}  # to ranks that leave, and when at the latest to let them go
-        self._processes: dict[int, ForeignProcess] = {}  # by rank
-        self._parents: dict[int, int] = {}  # rank -> its launcher's process on this node
-        self._started: dict[int, int] = {}  # pid -> start of what the ranks had started when they were to end
+        self._processes: list[ForeignProcess] = []
+        self._started: dict[int, int] = {}  # pid -> start of the processes of the ranks when these were to end
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -132,12 +138,7 @@ class AttachedWorkers(Workers):
     @property
     def running(self) -> list[ForeignProcess]:
         """The processes that run."""
-        return [one for one in self._processes.values() if one.code is None]
-
-    def orphans(self) -> list[int]:
-        """The pids of running ranks whose launcher has ended."""
-        now = {rank: read_process(one.pid) for rank, one in self._processes.items() if one.code is None}
-        return [one.pid for rank, one in now.items() if one and one.runs and one.parent != self._parents[rank]]
+        return [process for process in self._processes if process.code is None]
 
     # ---- they come, speak and end ----
 
@@ -188,17 +189,15 @@ class AttachedWorkers(Workers):
 
     def _add(self, rank: int, pid: int, descriptors: Sequence[int]) -> bool:
         """Take in a rank with its box and its record; False if it cannot be one of this node's."""
-        if len(descriptors) != 2 or rank in self._processes or self.all_here:
+        if len(descriptors) != 2 or rank in self.ranks or self.all_here:
             return False
         try:
-            self._processes[rank] = ForeignProcess(pid)
+            process = ForeignProcess(pid)
         except OSError:  # it is gone already
             return False
         box, record = descriptors
-        process = read_process(pid)
-        self._parents[rank] = process.parent if process else 0
-        member = Member(rank, pid, process.start if process else 0)
-        self._workers.append(Worker(member, self._processes[rank], Path(os.devnull), 0, (), record, box))
+        self._processes.append(process)
+        self._workers.append(Worker(Member(rank, pid, process.start), process, Path(os.devnull), 0, (), record, box))
         self._workers.sort(key=lambda worker: worker.rank)
         return True
 
@@ -243,13 +242,13 @@ class AttachedWorkers(Workers):
         Their sessions may be the launcher's: `Workers.sweep` would end all that is in them.
         """
         if self.stopping:
-            for one in self.running:
-                one.send_signal(signal.SIGKILL)
+            for process in self.running:
+                process.send_signal(signal.SIGKILL)
             deadline = time.monotonic() + KILL_SECONDS
-            while (running := self.running) and (left := deadline - time.monotonic()) > 0:
-                running[0].wait(left)
+            for process in self.running:
+                process.wait(max(0.0, deadline - time.monotonic()))
             for pid, start in self._started.items():
-                if (process := read_process(pid)) is not None and process.runs and process.start == start:
+                if (child := read_process(pid)) is not None and child.runs and child.start == start:
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
         self.left = [one.pid for one in self.running if one.poll() is None]
@@ -258,8 +257,8 @@ class AttachedWorkers(Workers):
     def close(self) -> None:
         """The last call of all."""
         super().close()
-        for one in self._processes.values():
-            os.close(one.pidfd)
+        for process in self._processes:
+            os.close(process.pidfd)
         for connection in (*self._connections, *self._goodbyes, self._listener):
             connection.close()
 
@@ -288,7 +287,7 @@ class AttachOrders(Orders):
         if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_SECONDS:
             return woken
         self._looked_seconds = time.monotonic()
-        if pids := self._workers.orphans():
+        if pids := [process.pid for process in self._workers.running if process.is_orphan]:
             self._reported, self.launcher_gone = True, self._workers.plan.may_end
             remedy = "they are ended" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
             say(f"the launcher of the ranks on {os.uname().nodename} is gone, and they run on; {remedy}")

@@ -158,7 +158,7 @@ class Cluster:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreGate | None = None  # to the store of the generation that runs
         self.waiting: list[RemoteNode] = []  # have come while the run is on its way, and are not members yet
-        self.place_for: Callable[[RemoteNode], object] | None = None  # gives such a one its number; see `Newcomers`
+        self.place_for: Callable[[RemoteNode], object] | None = None  # gives such a one its number; see `JoinQueue`
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)

@@ -22,7 +22,7 @@ from paceline.guard.deaths import RankEnd, due_seconds, end_of, first_to_fail
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page, same_verdict
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
-from paceline.launch.agent.joining import Newcomers, gather_nodes, reachable
+from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
 from paceline.launch.agent.monitor import Judgement, LiveStatus, Monitor
 from paceline.launch.agent.workers import Inherited
 from paceline.observe.summary import Ended, write_ended
@@ -165,7 +165,7 @@ class Head:
         self._number = 0  # of the generation
         self._words = ""  # what the last one failed of, in a line
         self._failures: list[FailedGeneration] = []
-        self._newcomers, self._began_seconds = Newcomers(plan, self.cluster), 0.0
+        self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._entered: Sequence[RemoteNode] = ()  # with the generation that runs
 
     def run(self) -> int:
@@ -180,14 +180,14 @@ class Head:
             say(f"the workers cannot be started again: {error}")
         finally:  # also after our own bugs
             self.cluster.end(code)
-            self._newcomers.withdraw(self.plan.attempt_dir)
+            self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
                 write_ended(Path(self.plan.attempt_dir), Ended(int(code), self._words if code not in GOOD_ENDS else ""))
         return code
 
     def _run(self) -> int:
         self.plan = reachable(gather_nodes(self.plan, self.cluster), self.cluster)
-        self._newcomers.invite(self.plan)
+        self._queue.invite(self.plan)
         nproc = self.plan.nproc
         while not self.cluster.ordered:
             self.plan = reachable(self.plan, self.cluster)
@@ -210,7 +210,7 @@ class Head:
             if not refused:
                 raise
             for member in refused:
-                self._newcomers.dismiss(member, str(error))
+                self._queue.dismiss(member, str(error))
             generation.stop(0.0)
             return self._go_on(generation, self._with_those_left(), ExitCode.FAILED)
         self._settled()
@@ -239,8 +239,8 @@ class Head:
             if due is None and not saved and (stalled := monitor.look()) is not None:
                 return stalled
             if due is None:
-                self._newcomers.look(self.plan.attempt_dir, generation.proof)
-                if self._newcomers.wanted:
+                self._queue.look(self.plan.attempt_dir, generation.proof)
+                if self._queue.wanted:
                     generation.regroup()
             self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
             if self.cluster.ordered:
@@ -308,7 +308,7 @@ class Head:
         first = failed.step == 0 and time.monotonic() < self._began_seconds + TRIAL_SECONDS
         new = [one for one in self._entered if first and not lost]
         for member in new:  # no step was taken with them; without them all went well
-            self._newcomers.dismiss(member, self._words)
+            self._queue.dismiss(member, self._words)
         if lost or new:
             decision = self._with_those_left()
         else:
@@ -320,7 +320,7 @@ class Head:
 
     def _with_those_left(self) -> Restart | str:
         """Decide on a start with the nodes that are here. It does not count as a restart after a failure."""
-        plan, here = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._newcomers.count
+        plan, here = self.plan, 1 + sum(not member.leaves for member in self.cluster.here) + self._queue.count
         if plan.elastic and here >= plan.min_nodes:
             return Restart(plan.nproc)
         asked = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
@@ -342,7 +342,7 @@ class Head:
             pids = ", ".join(f"pid {pid}" for pid in left)
             say(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        self._entered = self._newcomers.admit()
+        self._entered = self._queue.admit()
         members, came = self.cluster.here, len(self._entered)
         words = _restart_words(
             decision.nproc + sum(member.hello.nproc for member in members),

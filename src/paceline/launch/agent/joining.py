@@ -243,11 +243,11 @@ AGAIN_SECONDS = 2.0  # between two tries
 FIND_SECONDS = 20.0  # that a host looks for a head that is said to run
 
 
-class Newcomers:
+class JoinQueue:
     """The head's side; `plan` is the head's."""
 
     def __init__(self, plan: NodePlan, cluster: Cluster) -> None:
-        self._plan, self._crew = plan, cluster
+        self._plan, self._cluster = plan, cluster
         self._workers: dict[int, int] = {}  # that a place is for
         self._tried: RemoteNode | None = None  # the one whose connections are being tried
         self._apart: list[str] | None = None  # who cannot reach whom; None: it is not known yet
@@ -263,7 +263,7 @@ class Newcomers:
     @property
     def wanted(self) -> bool:
         """Whether some are ready to come in, or want to go: between two steps they may."""
-        return bool(self._ready) or any(member.leaves for member in self._crew.here)
+        return bool(self._ready) or any(member.leaves for member in self._cluster.here)
 
     @property
     def count(self) -> int:
@@ -279,7 +279,7 @@ class Newcomers:
             UsageError: it may not come in.
             TrainingError: not now.
         """
-        plan, cluster, hello = self._plan, self._crew, one.hello
+        plan, cluster, hello = self._plan, self._cluster, one.hello
         if not plan.elastic:
             raise UsageError(code="run-accepts-no-hosts", nodes=plan.nodes)
         if hello.nodes != plan.nodes or not (0 < hello.node < plan.nodes or hello.node == -1):
@@ -301,7 +301,7 @@ class Newcomers:
 
     def look(self, attempt_dir: str, proof: str) -> None:
         """Go on with looking at whoever waits; `proof` is what it must find in the attempt's folder."""
-        cluster = self._crew
+        cluster = self._cluster
         for one in [one for one in cluster.waiting if one.lost or one.leaves]:
             say(f"{one.name} waited to come in, and is gone again: {one.lost or one.leaves}")
             self._turn_away(one, "", "left" if one.leaves else "lost")
@@ -319,7 +319,7 @@ class Newcomers:
         self._write(Path(attempt_dir))
 
     def _try_next(self, attempt_dir: str, proof: str) -> None:
-        cluster = self._crew
+        cluster = self._cluster
         one = next((one for one in cluster.waiting if one not in self._ready), None)
         if one is None:
             return
@@ -328,7 +328,7 @@ class Newcomers:
         self._try_connections(one)
 
     def _try_connections(self, one: RemoteNode) -> None:
-        cluster, self._apart, self._sent_seconds = self._crew, None, time.monotonic()
+        cluster, self._apart, self._sent_seconds = self._cluster, None, time.monotonic()
         others = tuple(member.address for member in cluster.here)
         for member, peers in ((one, others), *((member, (one.address,)) for member in cluster.here)):
             member.reached = None
@@ -338,8 +338,8 @@ class Newcomers:
         """Why it may not come in, by what is known until now."""
         if one.started is not None and one.started.refusal:
             return one.started.refusal
-        tried = [member for member in (one, *self._crew.here) if member.reached is not None]
-        if self._apart is None and one.started is not None and len(tried) == 1 + len(self._crew.here):
+        tried = [member for member in (one, *self._cluster.here) if member.reached is not None]
+        if self._apart is None and one.started is not None and len(tried) == 1 + len(self._cluster.here):
             told = [words for member in tried if member.reached is not None for words in member.reached.unreachable]
             self._apart = told + try_to_reach(self._facts.host, [one.address])
         late = time.monotonic() > self._deadline_seconds
@@ -349,8 +349,8 @@ class Newcomers:
 
     def _turn_away(self, one: RemoteNode, why: str, state: State) -> None:
         words = f"{one.name} is not let in: {why}" if why else ""
-        self._crew.part_with(one, ExitCode.USAGE if why else ExitCode.DONE, words)
-        self._crew.waiting = [other for other in self._crew.waiting if other is not one]
+        self._cluster.part_with(one, ExitCode.USAGE if why else ExitCode.DONE, words)
+        self._cluster.waiting = [other for other in self._cluster.waiting if other is not one]
         self._ready = [other for other in self._ready if other is not one]
         self._tried = None if self._tried is one else self._tried
         self._note(one, state, why or one.lost or one.leaves)
@@ -359,7 +359,7 @@ class Newcomers:
 
     def admit(self) -> list[RemoteNode]:
         """Let those go that want to, and those in that are ready: these. Nothing of the last generation runs now."""
-        cluster = self._crew
+        cluster = self._cluster
         for member in [member for member in cluster.here if member.leaves]:
             cluster.part_with(member, ExitCode.DONE)
             member.lost = f"it has left: {member.leaves}"
@@ -376,7 +376,7 @@ class Newcomers:
         """End the part of one that came in, and with which no step was taken."""
         words = f"{member.name} is not kept: the first step with it failed: {why}"
         say(words)
-        self._crew.part_with(member, ExitCode.USAGE, words)
+        self._cluster.part_with(member, ExitCode.USAGE, words)
         member.lost = f"not kept: {why}"
         self._note(member, "refused", why)
 
@@ -387,7 +387,7 @@ class Newcomers:
         self._gone[found.node, found.host] = found
 
     def _write(self, attempt_dir: Path) -> None:
-        cluster, plan = self._crew, self._plan
+        cluster, plan = self._cluster, self._plan
         if not plan.elastic:
             return
         for node, member in cluster.members.items():
@@ -407,7 +407,7 @@ class Newcomers:
         Of a run that takes hosts write down what `paceline join` needs, the secret included: private, and only while
         it does.
         """
-        cluster = self._crew
+        cluster = self._cluster
         self._workers = {node: member.hello.nproc for node, member in cluster.members.items()}
         cluster.place_for = self._place_for
         if not plan.elastic or cluster.ordered:
@@ -415,7 +415,7 @@ class Newcomers:
         addresses = [*(one.address for one in self._facts.addresses), self._facts.host]
         own = replace(
             plan, node=-1, attempt_dir="", keep_open=(), detached=False, silence_seconds=0.0,
-            head=tuple(dict.fromkeys((*plan.head, *addresses))), head_ports=(self._crew.port,),
+            head=tuple(dict.fromkeys((*plan.head, *addresses))), head_ports=(self._cluster.port,),
             join_seconds=min(plan.join_seconds, FIND_SECONDS),
         )  # fmt: skip
         with suppress(OSError):  # a full disk does not keep the run from going on

@@ -2,7 +2,7 @@
 
     1  a session to each host; the agent there announces itself (sessions.py). If one cannot, nothing is started
     2  each agent is sent its plan, with node 0's addresses; signs of life from now on
-    3  output, stop signals, lost sessions (`Returning` tries their hosts again), until node 0's agent has ended
+    3  output, stop signals, lost sessions (`Reconnector` tries their hosts again), until node 0's agent has ended
 
 When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
 """
@@ -76,7 +76,7 @@ class _Watch:
         self._stopped_seconds = math.inf  # since when a stop is ordered
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""
-        self._returning = Returning(every, self._greet, self._relay.say)
+        self._reconnector = Reconnector(every, self._greet, self._relay.say)
         self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and then has said why
         self._detached: set[int] = set()
         self._interrupted = False  # by a second signal: wait for nothing more
@@ -98,7 +98,7 @@ class _Watch:
                     self._relay.say(self._reason)
                 return self._code
             self._pump(self._deadline)
-        self._returning.stop()
+        self._reconnector.stop()
         code = self._head.code
         if code < 0 or code == SSH_FAILED:
             why = why_lost(code, self._head.words)
@@ -131,18 +131,18 @@ class _Watch:
 
     def _pump(self, until: float) -> None:
         """Wait for what comes next, not beyond `until`, and deal with it."""
-        seconds = min(until - time.monotonic(), self._relay.flush(), self._returning.try_again())
+        seconds = min(until - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
         full = self._screen.full
         pieces, signals = self._every.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
         ended, last_words = self._every.reap()
         for piece in (*pieces, *last_words):
-            if not self._returning.heard(piece):
+            if not self._reconnector.heard(piece):
                 self._show(piece)
         for number in signals:
             self._obey(number)
         for session in ended:
             self._relay.end(session.node)
-            if session is not self._head and not self._returning.failed(session):
+            if session is not self._head and not self._reconnector.failed(session):
                 self._follower_ended(session)
 
     def _show(self, piece: Output) -> None:
@@ -160,7 +160,7 @@ class _Watch:
             grace = max(node.stop_grace_seconds + node.term_grace_seconds for node in self._plan.nodes)
             self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended by itself in time"
-            self._returning.stop()
+            self._reconnector.stop()
             for session in self._every.all:
                 self._every.tell(session, f"stop {number.name}".encode())
         elif now > self._stopped_seconds + SAME_REQUEST_SECONDS:
@@ -183,9 +183,9 @@ class _Watch:
         first = self._plan.nodes[0]
         here = sum(session.told and not session.ended for session in self._every.all)
         if first.elastic:
-            self._returning.lost(session, for_good=code == ExitCode.USAGE)
+            self._reconnector.lost(session, for_good=code == ExitCode.USAGE)
         if here >= min(first.min_nodes, first.nodes) and (
-            code != ExitCode.USAGE or self._returning.has_returned(session)
+            code != ExitCode.USAGE or self._reconnector.has_returned(session)
         ):
             self._explain()
             return
@@ -231,7 +231,7 @@ class _Lost:
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
 
-class Returning:
+class Reconnector:
     """Tries the lost hosts of a run again, with growing pauses. One that answers gets a new agent, which asks to join.
 
     `greet` sends an agent its plan, `say` is for people.
