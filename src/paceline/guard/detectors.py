@@ -182,7 +182,7 @@ def waits(one: Evidence) -> bool:
     return waiting and not imports_torch(main)
 
 
-def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
+def ranks_to_unblock(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
     """The ranks that shall get an exception out of their collective: those that have only waited."""
     kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
     return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)

@@ -1,8 +1,8 @@
 """Output of ranks and hosts on its way to logs and screens: whole lines, without control characters.
 
-`relay_rank` passes the output of a rank to its log and to the agent's output. A progress bar (tqdm's, for example) returns
-to the beginning of its line and draws over it, ten times a second. A log gets its state every ten seconds, and its last
-one; a terminal sees it redrawn in one line, which many ranks share.
+`relay_rank` passes the output of a rank to its log and to the agent's output. A progress bar (of tqdm, for example)
+returns to the beginning of its line and draws over it, ten times a second. A log gets the state of the bar every ten
+seconds, and the last one. A terminal shows it redrawn in one line, for all ranks.
 
 `HostRelay` shows the output of several hosts: node 0's unchanged, the others' line by line. Their lines begin with the
 host, and the same line of several hosts is shown once: `[n2-n4] out of memory`.

@@ -286,5 +286,5 @@ def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path:
         (tmp_path / "ask-1-y").touch()
         time.sleep(1.1)
         assert guarding.look() is None and capfd.readouterr().err == ""
-        judgement = guarding.judge_failure([Sample(0, "here", 1, code=3)])
-        assert (judgement.verdict.failed, judgement.exit_code) == (0, 3), "judged all the same, by what is known"
+        diagnosis = guarding.judge_failure([Sample(0, "here", 1, code=3)])
+        assert (diagnosis.verdict.failed, diagnosis.exit_code) == (0, 3), "judged all the same, by what is known"

@@ -34,7 +34,7 @@ from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.head import POLL_FAILING_SECONDS
-from paceline.launch.agent.monitor import Judgement, Monitor
+from paceline.launch.agent.monitor import Diagnosis, Monitor
 from paceline.launch.agent.workers import Inherited, Worker, Workers
 from paceline.observe.terminal import say
 
@@ -422,18 +422,18 @@ class AttachedHead:
                 return
             self._stall_seconds = None
             say(f"{named(moved)} {verb(moved, 'is', 'are')} making progress again; the stall is over")
-        if (judgement := monitor.look()) is not None:
+        if (diagnosis := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
-            self._report_stall(judgement, len(samples))
+            self._report_stall(diagnosis, len(samples))
 
-    def _report_stall(self, judgement: Judgement, seen: int) -> None:
-        if not self._whole and not 0 < len(judgement.verdict.guilty) < seen:  # those that are waited for are elsewhere
-            where = "".join(f"\n  {sentence}" for sentence in judgement.verdict.sentences)
+    def _report_stall(self, diagnosis: Diagnosis, seen: int) -> None:
+        if not self._whole and not 0 < len(diagnosis.verdict.guilty) < seen:  # those that are waited for are elsewhere
+            where = "".join(f"\n  {sentence}" for sentence in diagnosis.verdict.sentences)
             return say(f"nothing moves on {os.uname().nodename}, and other nodes are not seen from here:{where}")
-        say(judgement.page())
+        say(diagnosis.page())
         if not self.plan.may_end:
             return say("watchover does not stop jobs. Stop it yourself, or rerun with --end")
-        self._generation.free(judgement.freed, judgement.word)
+        self._generation.unblock(diagnosis.unblocked, diagnosis.word)
         return self._end_all(self.plan.grace_seconds)
 
     def _report_failure(self, monitor: Monitor, samples: Sequence[Sample]) -> None:

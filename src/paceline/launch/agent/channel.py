@@ -128,7 +128,7 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: have these ranks leave the collective in which they wait, with this word (see `Judgement.word`)."""
+    """Head to node: have these ranks leave the collective in which they wait, with this word (see `Diagnosis.word`)."""
 
     ranks: tuple[int, ...]
     word: str

@@ -446,7 +446,7 @@ class Generation:
             self.regroups = True
             self.own.ask_to_regroup()
 
-    def free(self, ranks: Sequence[int], word: str) -> None:
+    def unblock(self, ranks: Sequence[int], word: str) -> None:
         """Give each of these ranks, which only wait, an exception out of its collective, and time to save what it has.
 
         Returns when they have ended, have shown that they never will, or have had the whole grace.

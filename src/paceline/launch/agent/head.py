@@ -23,7 +23,7 @@ from paceline.guard.judge import judge_samples
 from paceline.guard.report import failure_page, same_verdict
 from paceline.launch.agent.cluster import Cluster, Generation, RemoteNode
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, reachable
-from paceline.launch.agent.monitor import Judgement, LiveStatus, Monitor
+from paceline.launch.agent.monitor import Diagnosis, LiveStatus, Monitor
 from paceline.launch.agent.workers import Inherited
 from paceline.observe.summary import Ended, write_ended
 from paceline.observe.terminal import say
@@ -221,7 +221,7 @@ class Head:
             return self._go_on(generation, self._with_those_left(), ExitCode.SAVED)
         return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
-    def _watch(self, generation: Generation) -> int | Judgement:
+    def _watch(self, generation: Generation) -> int | Diagnosis:
         """Wait for the generation's end; the exit code, or what it failed of."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
@@ -283,19 +283,19 @@ class Head:
         )
         return ExitCode.FAILED
 
-    def _end(self, generation: Generation, judgement: Judgement) -> FailedGeneration:
+    def _end(self, generation: Generation, diagnosis: Diagnosis) -> FailedGeneration:
         """End the generation and report the verdict. Where ranks only wait, they learn it and are freed first."""
-        stalled, self._words = judgement.waited_seconds > 0, judgement.line
+        stalled, self._words = diagnosis.waited_seconds > 0, diagnosis.line
         if stalled:
-            say(judgement.page())
-            generation.free(judgement.freed, judgement.word)
+            say(diagnosis.page())
+            generation.unblock(diagnosis.unblocked, diagnosis.word)
         generation.stop(self.plan.grace_seconds)
         if not stalled:  # after the ranks' own last words: the verdict shall be the last thing on the screen
-            say(judgement.page(generation.oom_kills()))
+            say(diagnosis.page(generation.oom_kills()))
         return FailedGeneration.of(
-            judgement.verdict,
-            judgement.evidence,
-            judgement.exit_code,
+            diagnosis.verdict,
+            diagnosis.evidence,
+            diagnosis.exit_code,
             step=max(one.step for one in generation.samples()),  # of the dead, too
             nproc=generation.plan.nproc,
         )

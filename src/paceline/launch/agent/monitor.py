@@ -39,9 +39,9 @@ from paceline.guard.detectors import (
     UnmetDetector,
     beat_seconds,
     perhaps_waiting,
+    ranks_to_unblock,
     sample_seconds,
     stands_still,
-    to_free,
     waits,
 )
 from paceline.guard.judge import judge, judge_samples, never_meet
@@ -65,7 +65,7 @@ EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Diagnosis:
     """A run that is to be ended, why, and how that is told."""
 
     verdict: Verdict
@@ -75,9 +75,9 @@ class Judgement:
     told: str = ""  # what the screen says, where the failure of a rank is not all there is
 
     @property
-    def freed(self) -> tuple[int, ...]:
+    def unblocked(self) -> tuple[int, ...]:
         """The ranks that only wait for others."""
-        return to_free(self.verdict, self.evidence)
+        return ranks_to_unblock(self.verdict, self.evidence)
 
     @property
     def exit_code(self) -> int:
@@ -117,7 +117,7 @@ class Monitor:
         self._sleep, self._unmet = SleepDetector(self._windows), UnmetDetector(self._windows)
         self._off = self._windows.off
 
-    def look(self) -> Judgement | None:
+    def look(self) -> Diagnosis | None:
         """Do what is to be done now; a stall, if there is one."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
@@ -127,14 +127,14 @@ class Monitor:
         except Exception as error:
             return self._give_up(error)
 
-    def look_last(self) -> Judgement | None:
+    def look_last(self) -> Diagnosis | None:
         """When all have ended in good order: what is wrong with it all the same."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
-    def judge_failure(self, samples: Sequence[Sample]) -> Judgement:
+    def judge_failure(self, samples: Sequence[Sample]) -> Diagnosis:
         """Judge a generation of which, as `samples` show, some ranks have failed."""
         if not self._off:
             try:
@@ -142,14 +142,14 @@ class Monitor:
                 return self._judged(judge(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
-        return Judgement(judge_samples(samples), [Evidence.of(one) for one in samples], self._plan.attempt_dir)
+        return Diagnosis(judge_samples(samples), [Evidence.of(one) for one in samples], self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
         words = f"{type(error).__name__}: {error}"
         say(f"warning: the hang guard crashed and is disabled; training continues without hang detection: {words}")
 
-    def _look(self) -> Judgement | None:
+    def _look(self) -> Diagnosis | None:
         running = self._generation.running()
         self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
         alarm = self._stalls.see(time.monotonic(), perhaps_waiting(running, self._plan.ranks.world_size))
@@ -180,8 +180,8 @@ class Monitor:
         say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
-    def _look_for_silent_faults(self, *, last: bool = False) -> Judgement | None:
-        """Report what goes wrong silently in a script; the judgement by which the run is to be ended."""
+    def _look_for_silent_faults(self, *, last: bool = False) -> Diagnosis | None:
+        """Report what goes wrong silently in a script; the diagnosis by which the run is to be ended."""
         samples = self._generation.samples()
         if not any(one.script for one in samples):
             return None
@@ -211,8 +211,8 @@ class Monitor:
             words += "".join(f". {one.gpu}" for one in evidence if one.rank == self._stragglers.rank and one.gpu)
         return words
 
-    def _never_meeting(self, running: Sequence[Sample]) -> Judgement | None:
-        """A judgement of ranks that wait in collectives which can never complete, without waiting for the window."""
+    def _never_meeting(self, running: Sequence[Sample]) -> Diagnosis | None:
+        """A diagnosis of ranks that wait in collectives which can never complete, without waiting for the window."""
         if not self._unmet.due(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
@@ -242,7 +242,7 @@ class Monitor:
         self._early_seconds = now + still_seconds  # less and less often, where it is nothing
         return Alarm("stall", still_seconds, 0.0)
 
-    def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Judgement | None:
+    def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Diagnosis | None:
         verdict = judge(evidence)
         proof = self._sleep.proves(verdict, evidence)
         if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
@@ -254,10 +254,10 @@ class Monitor:
                 return None  # of a cable that carries again connections come back by themselves, but not at once
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
 
-    def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Judgement:
+    def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Diagnosis:
         """Write the verdict down, if it is on more than a failure."""
         if verdict.failed is not None:
-            return Judgement(verdict, evidence, self._plan.attempt_dir)
+            return Diagnosis(verdict, evidence, self._plan.attempt_dir)
         shown = run = ""
         if self._plan.attempt_dir:  # else it is watched without a folder: the page is all there is
             folders = (Path(self._plan.attempt_dir) / f"verdict-{n}" for n in range(1, 1000))
@@ -268,7 +268,7 @@ class Monitor:
             except OSError:  # a full disk does not keep anybody from being named
                 shutil.rmtree(folder, ignore_errors=True)
         told = page(verdict, evidence, waited_seconds=waited_seconds, folder=shown, run=run)
-        return Judgement(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
+        return Diagnosis(verdict, evidence, self._plan.attempt_dir, waited_seconds, told)
 
     def _answer_asks(self) -> None:
         """Answer `paceline hang`, which puts a file into the attempt's folder and waits for a verdict."""
