@@ -78,6 +78,7 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
     driver: Any = Driver(HOT)
     entered, never = threading.Event(), threading.Event()
     driver.nvmlInit = lambda: never.wait(0.2)  # it takes its time
+    driver.nvmlShutdown = lambda: None
     monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert ask_gpus([11], wait_seconds=50).keys() == {11}

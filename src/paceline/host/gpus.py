@@ -34,12 +34,12 @@ class Gpu(msgspec.Struct, frozen=True):
 
 def gpus_here() -> tuple[Gpu, ...]:
     """All NVIDIA GPUs of this machine; none without a driver."""
-    return _driver_says(_gpus, ())
+    return ask_driver(_gpus, ())
 
 
 def count_gpus() -> int | None:
     """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: nobody says how many."""
-    if count := sum(len(parts) if parts is not None else 1 for parts in _driver_says(_mig, [])):
+    if count := sum(len(parts) if parts is not None else 1 for parts in ask_driver(_mig, [])):
         return _visible(count, *VISIBLE[:1])
     amd = _amd_gpus()
     return amd and _visible(amd, *VISIBLE)
@@ -53,7 +53,7 @@ def show_own_mig(local_rank: int, local_size: int) -> None:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not (DEV / "nvidiactl").exists() or (given is not None and "MIG-" not in given):
         return
-    found = _driver_says(_mig, [])
+    found = ask_driver(_mig, [])
     parts = given.split(",") if given else [part for gpu in found for part in gpu or ()]
     if len(parts) >= max(2, local_size) and all(gpu is not None for gpu in found):
         os.environ["CUDA_VISIBLE_DEVICES"] = parts[local_rank].strip()
@@ -66,7 +66,7 @@ def cores_near(uuid: str) -> set[int]:
         found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
         return (found if isinstance(found, str) else found.decode()).lower()[-12:]  # the kernel's has 4 digits less
 
-    if not uuid or not (where := _driver_says(address, "")):
+    if not uuid or not (where := ask_driver(address, "")):
         return set()
     cores: set[int] = set()
     with suppress(OSError, ValueError):
@@ -110,8 +110,8 @@ def _visible(count: int, *variables: str) -> int:
     return count
 
 
-def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
-    """The answer; `otherwise` without a driver."""
+def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
+    """The answer to a question that is given pynvml, initialised; `otherwise` without a driver."""
     import pynvml  # takes longer than all other facts together where there is no driver
 
     with suppress(pynvml.NVMLError):
@@ -121,6 +121,13 @@ def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
         finally:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
+    return otherwise
+
+
+def query(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+    """The answer to a question; `otherwise` if the driver does not answer this one."""
+    with suppress(nvml.NVMLError):
+        return question()
     return otherwise
 
 
@@ -142,22 +149,16 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-
-    def told(question: Callable[[], T], otherwise: T) -> T:
-        with suppress(nvml.NVMLError):
-            return question()
-        return otherwise
-
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
-        name=told(lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,
-        processes=told(lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
-        ecc_errors=told(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        processes=query(nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
+        ecc_errors=query(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 

@@ -8,15 +8,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
 from paceline.contract.orders import STOP_SIGNALS
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
+from paceline.host.gpus import ask_driver, query
 from paceline.host.procfs import PROC, read_process
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.observe.terminal import say
@@ -36,8 +38,6 @@ SLOWED = {  # NVML's bits: why the clocks are lower than they might be
     0x80: "slowed down by the power supply",
     0x04: "at its power limit",
 }
-
-T = TypeVar("T")
 
 
 class _Counted(NamedTuple):
@@ -220,52 +220,43 @@ def gpu_answer(nvml: Any) -> GpuAnswer:
 
 
 def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
-    def told(question: Callable[[], T]) -> T | None:
-        with suppress(nvml.NVMLError):
-            return question()
-        return None
-
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return GpuUse(
         index=index,
-        name=told(lambda: str(nvml.nvmlDeviceGetName(handle))) or "",
-        busy=told(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100),
+        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
+        busy=query(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
         memory_bytes=int(memory.used) if memory is not None else None,
         memory_total_bytes=int(memory.total) if memory is not None else None,
-        watts=told(lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1)),
-        degrees=told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR))),
-        mhz=told(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM))),
-        most_mhz=told(lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM))),
-        held_back=" and ".join(told(lambda: slowed_by(nvml, handle)) or ()),
+        watts=query(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
+        degrees=query(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
+        mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
+        most_mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
+        held_back=" and ".join(query(nvml, lambda: slowed_by(nvml, handle), [])),
     )
 
 
 def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
-    """By pid, in words: filled in by a thread of its own, since a driver may never answer; it is awaited so long."""
+    """The troubles of the GPUs that these processes use, by pid; a thread adds them later if the driver is slow."""
     found: dict[int, str] = {}
+
+    def ask() -> None:
+        found.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
+
     if pids and DRIVER.exists():
-        asking = threading.Thread(target=_ask, args=(pids, found), name="paceline-gpus", daemon=True)
+        asking = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
         asking.start()
         asking.join(wait_seconds)
     return found
 
 
-def _ask(pids: Collection[int], found: dict[int, str]) -> None:
-    import pynvml
-
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        found.update(gpu_troubles(pids, pynvml))
-
-
 def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
-    """By pid of those that compute on a GPU that something holds back; `nvml` is pynvml, initialised."""
+    """Why the GPU of a process is slow, by pid; `nvml` is pynvml, initialised."""
     found: dict[int, str] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
         with suppress(nvml.NVMLError):  # a GPU that is lost must not hide the others
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             here = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            words = [*_slowed(nvml, gpu), *_damaged(nvml, gpu)]
+            words = [line for why in (_slowed, _damaged) for line in query(nvml, partial(why, nvml, gpu), [])]
             for pid in here & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(here - {pid})))}"] if here - {pid} else []
                 if words or shared:
@@ -284,18 +275,14 @@ def slowed_by(nvml: Any, gpu: Any) -> list[str]:
 
 
 def _slowed(nvml: Any, gpu: Any) -> list[str]:
-    with suppress(nvml.NVMLError):
-        words = slowed_by(nvml, gpu)
-        if words:
-            now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
-            degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
-            return [f"{' and '.join(words)} ({now:,} of {most:,} MHz, {degrees} °C)"]
-    return []
+    if not (words := slowed_by(nvml, gpu)):
+        return []
+    now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
+    degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
+    return [f"{' and '.join(words)} ({now:,} of {most:,} MHz, {degrees} °C)"]
 
 
 def _damaged(nvml: Any, gpu: Any) -> list[str]:
-    with suppress(nvml.NVMLError):
-        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        if errors := int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds)):
-            return [f"{errors:,} memory errors that could not be corrected"]
-    return []
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds))
+    return [f"{errors:,} memory errors that could not be corrected"] if errors else []

@@ -11,6 +11,7 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -184,13 +185,9 @@ def _host(words: list[str]) -> Host:
 
 
 def _is_ipv6(name: str) -> bool:
-    if not (name.startswith("[") and name.endswith("]")):
-        return False
-    try:
-        ipaddress.IPv6Address(name[1:-1])
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return name.startswith("[") and name.endswith("]") and bool(ipaddress.IPv6Address(name[1:-1]))
+    return False
 
 
 def _number(name: str, text: str, largest: int) -> int:

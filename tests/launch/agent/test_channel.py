@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
@@ -133,55 +133,48 @@ def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: 
     assert "not signed" in node.ended
 
 
-def test_a_repeated_message_is_not_believed(pair: tuple[Link, Link]) -> None:
-    head, node = pair
-    frame = recorded(head, Ordered(15))
-    head._socket.send(frame + frame)
-    assert heard(node, 2) == [Ordered(15)]
-    assert "not signed" in node.ended
-
-
-def test_messages_in_another_order_are_not_believed(pair: tuple[Link, Link]) -> None:
-    head, node = pair
+def swapped(head: Link) -> bytes:
     first, second = recorded(head, Alive()), recorded(head, RunOver(0))
-    head._socket.send(second + first)
-    assert heard(node) == []
-    assert node.ended
+    return second + first
+
+
+def of_another_connection(_: Link) -> bytes:
+    head, node = met()
+    assert isinstance(head, Link) and isinstance(node, Link)
+    data = recorded(head, RunOver(0))
+    head.end("test")
+    node.end("test")
+    return data
+
+
+def of_another_version(head: Link) -> bytes:
+    payload = b'{"type": "Unheard"}'
+    return channel.LENGTH.pack(len(payload)) + head._mac(b"head", 0, payload) + payload
+
+
+TOO_LONG = channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES)
+# name -> (the bytes that the head sends, what the node believes of them, a part of the reason for which it ends)
+ATTACKS: dict[str, tuple[Callable[[Link], bytes], list[Message], str]] = {
+    "repeated": (lambda head: 2 * recorded(head, Ordered(15)), [Ordered(15)], "not signed"),
+    "in another order": (swapped, [], "not signed"),
+    "of another connection": (of_another_connection, [], "not signed"),
+    "too long": (lambda _: TOO_LONG, [], "too long"),
+    "of another version": (of_another_version, [], "another version"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_the_head_did_not_say_once_and_in_this_order_is_not_believed(pair: tuple[Link, Link], name: str) -> None:
+    head, node = pair
+    data, believed, reason = ATTACKS[name]
+    head._socket.send(data(head))
+    assert heard(node, 2) == believed and reason in node.ended
 
 
 def test_a_message_thrown_back_at_its_sender_is_not_believed(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    frame = recorded(head, RunOver(0))
-    node._socket.send(frame)
-    assert heard(head) == []
-    assert "not signed" in head.ended
-
-
-def test_a_message_of_another_connection_is_not_believed(pair: tuple[Link, Link]) -> None:
-    other_head, other_node = met()
-    assert isinstance(other_head, Link) and isinstance(other_node, Link)
-    head, node = pair
-    head._socket.send(recorded(other_head, RunOver(0)))
-    assert heard(node) == []
-    assert node.ended
-    other_head.end("test")
-    other_node.end("test")
-
-
-def test_a_length_beyond_the_bound_is_refused_before_it_is_read(pair: tuple[Link, Link]) -> None:
-    head, node = pair
-    head._socket.send(channel.LENGTH.pack(channel.MAX_MESSAGE_BYTES + 1) + bytes(channel.MAC_BYTES))
-    assert heard(node) == []
-    assert "too long" in node.ended
-
-
-def test_what_a_holder_of_the_secret_cannot_mean_is_refused_in_words(pair: tuple[Link, Link]) -> None:
-    head, node = pair
-    payload = b'{"type": "Unheard"}'
-    mac = head._mac(b"head", 0, payload)
-    head._socket.send(channel.LENGTH.pack(len(payload)) + mac + payload)
-    assert heard(node) == []
-    assert "another version" in node.ended
+    node._socket.send(recorded(head, RunOver(0)))
+    assert heard(head) == [] and "not signed" in head.ended
 
 
 def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:

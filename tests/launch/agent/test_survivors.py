@@ -46,8 +46,7 @@ def janitor_pid(one) -> int:
 
 def test_without_a_janitor_the_launcher_sweeps(launch) -> None:
     one = stubborn(launch)
-    pids = [janitor_pid(one), one.agent_pid]
-    for pid in pids:
+    for pid in (janitor_pid(one), one.agent_pid):
         os.kill(pid, signal.SIGKILL)
     assert not survivors(one.mark)
     assert one.finish() == 137
@@ -99,24 +98,14 @@ def test_failure_among_the_stubborn(launch) -> None:
     assert one.verdict[0].startswith("rank 3 (")
 
 
-def restarted_stubborn(launch):
+@pytest.mark.parametrize("killed", ["launcher", "launcher and agent"])
+def test_kill_minus_9_after_a_restart(launch, killed: str) -> None:
+    """Without the agent the janitor sweeps, by the new roster."""
     first = "if generation == 0:\n    os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)\n"
     one = launch(first + STUBBORN, nproc=4, max_restarts=1)
     one.wait_ready(4)  # of generation 1: the first one never is
-    return one
-
-
-def test_kill_minus_9_of_the_launcher_after_a_restart(launch) -> None:
-    one = restarted_stubborn(launch)
-    one.process.kill()
-    assert not survivors(one.mark)
-    one.finish()
-
-
-def test_kill_minus_9_of_the_agent_after_a_restart(launch) -> None:
-    one = restarted_stubborn(launch)
-    pids = [one.process.pid, one.agent_pid]
-    for pid in pids:  # and the janitor sweeps by the new roster
+    pids = [one.process.pid] if killed == "launcher" else [one.process.pid, one.agent_pid]
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert not survivors(one.mark)
     one.finish()
