@@ -183,6 +183,6 @@ def test_hostile_words_of_a_host_are_cleaned_and_bounded() -> None:
 
 
 def test_why_a_session_was_lost() -> None:
-    assert why_lost(255, b"step 7\nTimeout, server n2 not responding.\r\n") == "ssh: Timeout, server n2 not responding."
-    assert why_lost(255, b"step 7\n").startswith("ssh has said nothing")
-    assert why_lost(-9, b"") == "the ssh client here was killed by signal 9"
+    cause = "Timeout, server n2 not responding."
+    assert why_lost(255, f"step 7\n{cause}\r\n".encode()) == f"ssh: {cause}"
+    assert "step 7" not in why_lost(255, b"step 7\n") and "signal 9" in why_lost(-9, b"")

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.errors import raises
 
 from paceline.contract.job import NodePlan
 from paceline.contract.orders import Orders, signal_inbox
-from paceline.errors import UsageError
 from paceline.launch.agent.cluster import Cluster
 from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreGate, far_store, own_store
 
@@ -136,7 +136,7 @@ def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, St
 
 def test_a_port_that_is_taken_is_named() -> None:
     store, gate = own_store(0)
-    with pytest.raises(UsageError, match=f"port {gate.port} is taken"):
+    with raises("port-taken", port=f"port {gate.port}"):
         own_store(gate.port)
     gate.close()
     store.close()

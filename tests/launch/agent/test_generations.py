@@ -31,8 +31,8 @@ def test_a_killed_worker_is_started_again_with_all_others(launch) -> None:
     )
     assert one.finish() == 0, one.stderr
     assert one.verdict[0].startswith("rank 1 (") and "killed by SIGKILL" in one.verdict[0]
-    assert restarts(one) == ["restart 1 of 3: 2 ranks as generation 1, from the newest snapshot or checkpoint"]
-    assert one.stderr.index(restarts(one)[0]) > one.stderr.index("output of the ranks")
+    (line,) = restarts(one)
+    assert line.startswith("restart 1 of 3: 2 ranks ") and one.stderr.index(line) > one.stderr.index(one.verdict[0])
     for rank in (0, 1):
         assert (one.folder / f"rank-{rank}.log").read_text() == "starts\n---- generation 1 ----\nstarts\n"
     seen = {path.name: path.read_text().split() for path in one.folder.glob("env-*")}
@@ -70,7 +70,7 @@ def test_a_rank_that_fails_twice_alike_is_left_out(launch) -> None:
     )
     assert one.finish() == 0, one.stderr
     assert one.stdout == "2 1 2 3\n"
-    assert restarts(one)[1].startswith("restart 2 of 2: 2 ranks (one fewer, for the same failure came twice")
+    assert restarts(one)[1].startswith("restart 2 of 2: 2 ranks (one fewer")
 
 
 def test_the_same_failure_at_the_same_step_twice_ends_the_run(launch) -> None:
@@ -99,7 +99,7 @@ def test_failures_at_later_steps_are_forgiven_until_the_restarts_are_used_up(lau
         max_restarts=2,
     )
     assert one.finish() == 137
-    assert one.stderr.splitlines()[-1] == "not restarted: 2 of 2 restarts are used up"
+    assert one.stderr.splitlines()[-1].startswith("not restarted: 2 of 2 ")
     assert len(restarts(one)) == 2
 
 
@@ -201,7 +201,7 @@ def test_a_port_that_is_lost_between_two_starts_is_no_wrong_use(launch) -> None:
         port=port,
     )
     assert one.finish() == 1
-    assert f"port {port} on 127.0.0.1 is taken by pid " in one.stderr.splitlines()[-1]
+    assert one.stderr.splitlines()[-1].startswith("the workers cannot be started again: ") and f" {port} " in one.stderr
 
 
 def test_a_stop_signal_while_the_old_workers_end_forbids_the_restart(launch) -> None:

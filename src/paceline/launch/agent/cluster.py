@@ -265,8 +265,8 @@ class Cluster:
         try:
             place_for(one)
         except PacelineError as error:
-            say(f"{facts.host} (pid {facts.pid}) is not let in: {error}")
-            return self.part_with(one, error.exit_code, f"{facts.host} is not let in: {error}")
+            say(f"{facts.host} (pid {facts.pid}) is not let in: {error.shown}")
+            return self.part_with(one, error.exit_code, f"{facts.host} is not let in: {error.shown}")
         self.waiting.append(one)
         one.link.send(Alive(time.time()))
         self._hear(one, messages)
