@@ -6,6 +6,7 @@ import signal
 import socket
 
 import pytest
+from tests.errors import codes
 from tests.launch.launch_harness import wait_until
 
 pytestmark = pytest.mark.sample(2)
@@ -201,7 +202,7 @@ def test_a_port_that_is_lost_between_two_starts_is_no_wrong_use(launch) -> None:
         port=port,
     )
     assert one.finish() == 1
-    assert one.stderr.splitlines()[-1].startswith("the workers cannot be started again: ") and f" {port} " in one.stderr
+    assert codes(one.stderr) == ["port-taken"] and f" {port} " in one.stderr.splitlines()[-1]
 
 
 def test_a_stop_signal_while_the_old_workers_end_forbids_the_restart(launch) -> None:

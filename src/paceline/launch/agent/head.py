@@ -177,7 +177,8 @@ class Head:
             if self._number == 0:  # before anything has run: it is wrong use
                 code = ExitCode.USAGE
                 raise
-            say(f"the workers cannot be started again: {error}")
+            reason = error.shown if isinstance(error, UsageError) else error
+            say(f"the workers cannot be started again: {reason}")
         finally:  # also after our own bugs
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
