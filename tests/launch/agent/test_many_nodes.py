@@ -80,7 +80,7 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
         assert len(cluster.here) == NODES - 1
         cluster.wait(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
-        monkeypatch.setattr("paceline.launch.agent.cluster.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
+        monkeypatch.setattr("paceline.launch.agent.channel.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
         links[6].send(beat(7, 1))  # that its worker has not ended was not known before
         cluster.wait(20.0)
         for step in (2, 3, 4):

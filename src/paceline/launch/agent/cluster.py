@@ -24,29 +24,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, NATIVE_SECONDS
 from paceline.guard.deaths import due_seconds
 from paceline.host.procfs import allow_files
-from paceline.launch.agent.channel import (
-    BEAT_SECONDS,
-    PROOF,
-    Alive,
-    Ask,
-    Beat,
-    ClockBounds,
-    Hello,
-    Link,
-    Listener,
-    Message,
-    Ordered,
-    PeerAddress,
-    Poller,
-    Reached,
-    Release,
-    RunOver,
-    Shown,
-    StartOrder,
-    StartReply,
-    Stop,
-    ToStore,
-)
+from paceline.launch.agent import channel
 from paceline.launch.agent.store import StoreGate
 from paceline.launch.agent.workers import Inherited, Workers
 from paceline.observe.terminal import say
@@ -55,20 +33,20 @@ from paceline.observe.terminal import say
 class RemoteNode:
     """One other node."""
 
-    def __init__(self, hello: Hello, link: Link) -> None:
+    def __init__(self, hello: channel.Hello, link: channel.Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # less the milliseconds of the way here
-        self.clock = ClockBounds()  # the same, better known with every beat
+        self.clock = channel.ClockBounds()  # the same, better known with every beat
         self.ranks: Sequence[int] = hello.ranks  # in this generation
-        self.beat = Beat(-1)
+        self.beat = channel.Beat(-1)
         self._ends: tuple[object, ...] = ()  # what the last beat said of ends, of workers and of their generation
         self.asked = 0  # the number of the last question
         self.shown: list[Evidence] | None = None  # its answer, once it is whole
         self._arrived: list[Evidence] = []
         self._samples: dict[int, Sample] = {}  # by rank
         self._listed: tuple[object, str, Sequence[Sample]] | None = None  # the list, and what it was made from
-        self.reached: Reached | None = None
-        self.started: StartReply | None = None
+        self.reached: channel.Reached | None = None
+        self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
         self.leaves = ""  # why it wants to go; between two steps it may
         self.joined = False  # it has come by `paceline join`: what it is ordered to do is meant for it alone
@@ -79,14 +57,14 @@ class RemoteNode:
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
     @property
-    def address(self) -> PeerAddress:
+    def address(self) -> channel.PeerAddress:
         """Where others can try to reach it."""
-        return PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
+        return channel.PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
 
-    def start(self, start: StartOrder) -> None:
+    def start(self, start: channel.StartOrder) -> None:
         """Have it start its part of a generation."""
         self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
-        self.beat, self._samples, self.started = Beat(start.generation), {}, None
+        self.beat, self._samples, self.started = channel.Beat(start.generation), {}, None
         self.link.send(start)
 
     def samples(self) -> Sequence[Sample]:
@@ -102,28 +80,28 @@ class RemoteNode:
         lost = f"{self.name} is lost: {self.lost}"
         return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
 
-    def ask(self, question: Ask) -> None:
+    def ask(self, question: channel.Ask) -> None:
         """Have it find out what exactly its workers do."""
         self.asked, self.shown, self._arrived = question.question, None, []
         self.link.send(question)
 
-    def hear(self, message: Message) -> bool:
+    def hear(self, message: channel.Message) -> bool:
         """Take in what it says; whether that is news, and not what it says again and again."""
         match message:
-            case Beat():
+            case channel.Beat():
                 return self._hear_beat(message)
-            case Shown():
+            case channel.Shown():
                 self._hear_answer(message)
                 return False  # whoever has asked looks ten times a second
-            case StartReply():
+            case channel.StartReply():
                 self.started = message
-            case Reached():
+            case channel.Reached():
                 self.reached = message
             case _:
                 self.link.end("it sent what only a head sends")
         return True
 
-    def _hear_beat(self, beat: Beat) -> bool:
+    def _hear_beat(self, beat: channel.Beat) -> bool:
         now, before = time.monotonic(), self._ends
         if beat.unix_time is not None:
             self.clock.see(now, least_seconds=beat.unix_time - time.time())
@@ -137,7 +115,7 @@ class RemoteNode:
                 self._samples = {one.rank: one.turned(now) for one in beat.workers}
         return self._ends != before
 
-    def _hear_answer(self, answer: Shown) -> None:
+    def _hear_answer(self, answer: channel.Shown) -> None:
         if answer.question == self.asked and answer.evidence is None:
             self.shown = self._arrived
         elif answer.question == self.asked and answer.evidence and len(self._arrived) < self.hello.nproc:
@@ -148,7 +126,7 @@ FAREWELL_SECONDS = 3.0
 FILES = 1024  # for all but the links
 BATCH_SECONDS = 1e-4  # for each node: how long signs of life may wait to be taken in; a tenth of a second of a thousand
 MAX_PARTED = 16
-SILENT_SECONDS = 3 * BEAT_SECONDS
+SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 
 
 class Cluster:
@@ -162,12 +140,12 @@ class Cluster:
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
-        self._door = Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._door = channel.Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # when connections have recovered from what has been silent and is heard again
-        self._ears = Poller()
-        self._parted: list[Link] = []  # to nodes that have been told to end
+        self._ears = channel.Poller()
+        self._parted: list[channel.Link] = []  # to nodes that have been told to end
 
     @property
     def port(self) -> int:
@@ -200,7 +178,7 @@ class Cluster:
         if self._door is None:
             self._orders.wait(seconds)
             return
-        until = time.monotonic() + min(seconds, BEAT_SECONDS)
+        until = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
         while True:
             self._ears.attend(one.link for one in (*self.here, *self.waiting))
             waited_for = [*self._door.sockets(), self._ears]
@@ -216,29 +194,29 @@ class Cluster:
     def _listen(self) -> bool:
         """Take in what members have sent, and send signs of life where they are due; whether there is news."""
         heard, news = {*self._ears.heard()}, False
-        breath = time.monotonic() > self._beat_seconds + BEAT_SECONDS
+        breath = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
         for member in (*self.here, *self.waiting) if heard or breath else ():
             if breath or member.link in heard:  # with each breath all are looked at: who is silent says nothing
                 news = self._hear(member, member.link.receive()) or news
                 member.lost = member.link.ended
                 news = news or bool(member.lost)
             if breath:
-                member.link.send(Alive(time.time()))  # a time for each: a send may wait
+                member.link.send(channel.Alive(time.time()))  # a time for each: a send may wait
         if breath:
             self._beat_seconds = now = time.monotonic()
             silent = max((now - member.link.heard_seconds for member in self.here), default=0.0)
             if silent > SILENT_SECONDS:  # TCP tries again after pauses that double: up to as long as it was cut off
-                self.settled_seconds = now + silent + BEAT_SECONDS
+                self.settled_seconds = now + silent + channel.BEAT_SECONDS
         return news
 
-    def _welcome(self, link: Link, messages: Sequence[Message]) -> None:
+    def _welcome(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         hello = messages[0]
-        if isinstance(hello, ToStore):
+        if isinstance(hello, channel.ToStore):
             if self.gate is None:
                 return link.end("there is no store")
-            link.send(Alive())
+            link.send(channel.Alive())
             return self.gate.adopt(link.detach())
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, channel.Hello):
             return link.end("it did not say who it is")
         if self.place_for is not None:
             return self._welcome_late(self.place_for, RemoteNode(hello, link), messages[1:])
@@ -250,14 +228,14 @@ class Cluster:
             self.wrong.append(f"{who} came, but that number has {there.host}, pid {there.pid}, already")
         else:
             member = self.members[hello.node] = RemoteNode(hello, link)
-            link.send(Alive(time.time()))  # also of a run that is over at once the clocks shall be known
+            link.send(channel.Alive(time.time()))  # also of a run that is over at once the clocks shall be known
             self._hear(member, messages[1:])
             return None
-        link.send(RunOver(2))
+        link.send(channel.RunOver(2))
         return link.end("not taken")
 
     def _welcome_late(
-        self, place_for: Callable[[RemoteNode], object], one: RemoteNode, messages: Sequence[Message]
+        self, place_for: Callable[[RemoteNode], object], one: RemoteNode, messages: Sequence[channel.Message]
     ) -> None:
         """Have one that comes while the run is on its way wait, or turn it away: the run goes on as it was."""
         facts = one.hello.facts
@@ -268,21 +246,21 @@ class Cluster:
             say(f"{facts.host} (pid {facts.pid}) is not let in: {error.shown}")
             return self.part_with(one, error.exit_code, f"{facts.host} is not let in: {error.shown}")
         self.waiting.append(one)
-        one.link.send(Alive(time.time()))
+        one.link.send(channel.Alive(time.time()))
         self._hear(one, messages)
         return None
 
     def part_with(self, one: RemoteNode, code: int, words: str = "") -> None:
         """Have a node end with this code, and these words; the run goes on."""
-        one.link.send(RunOver(code, words))
+        one.link.send(channel.RunOver(code, words))
         self._parted.append(one.link)  # closed at once, the order might be lost before it is read
         while len(self._parted) > MAX_PARTED:
             self._parted.pop(0).end("it has had its time")
 
-    def _hear(self, member: RemoteNode, messages: Sequence[Message]) -> bool:
+    def _hear(self, member: RemoteNode, messages: Sequence[channel.Message]) -> bool:
         news = False
         for message in messages:
-            if not isinstance(message, Ordered):
+            if not isinstance(message, channel.Ordered):
                 news = member.hear(message) or news
                 continue
             news = True
@@ -293,7 +271,7 @@ class Cluster:
                 self._told.setdefault(member.hello.node, []).append(message.signal)
         return news
 
-    def send(self, message: Message) -> None:
+    def send(self, message: channel.Message) -> None:
         """Tell all that take part."""
         for member in self.here:
             member.link.send(message)
@@ -305,7 +283,7 @@ class Cluster:
     def end(self, code: int) -> None:
         """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
         for member in (*self.here, *self.waiting):
-            member.link.send(RunOver(code))
+            member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [one.link for one in self.here if not one.link.ended]) and time.monotonic() < deadline:
             self._ears.attend(links)
@@ -360,7 +338,7 @@ class Generation:
         first = plan.nproc
         for group_rank, member in enumerate(members, 1):
             theirs = replace(ranks, first=first, group_rank=group_rank, master_port=own.port)
-            member.start(StartOrder(number, theirs, plan.attempt_dir, proof))
+            member.start(channel.StartOrder(number, theirs, plan.attempt_dir, proof))
             first += member.hello.nproc
         return cls(plan, own, cluster, proof)
 
@@ -420,7 +398,7 @@ class Generation:
         self._question += 1
         collection = self.own.collect(self._question, patience_seconds)
         for member in self.cluster.here:
-            member.ask(Ask(self._question, patience_seconds))
+            member.ask(channel.Ask(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_SECONDS + TRAVEL_SECONDS
         while not collection.advance() or any(m.shown is None for m in self.cluster.here):
             self.cluster.wait(ADVANCE_SECONDS / 2)
@@ -452,7 +430,7 @@ class Generation:
         Returns when they have ended, have shown that they never will, or have had the whole grace.
         """
         self.own.release(ranks, word.encode())
-        self.cluster.send(Release(tuple(ranks), word))
+        self.cluster.send(channel.Release(tuple(ranks), word))
         began = time.monotonic()
         while (waited_seconds := time.monotonic() - began) < self.plan.stop_grace_seconds and not self.cluster.ordered:
             running = [one for one in self.running() if one.rank in ranks]
@@ -472,7 +450,7 @@ class Generation:
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
-        self.cluster.send(Stop(0.0))
+        self.cluster.send(channel.Stop(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
@@ -495,10 +473,10 @@ class Generation:
             if self.cluster.launcher_gone and not gone:
                 gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
                 self._ask_to_stop(deadline - now, signal.SIGTERM)
-            self.cluster.wait(min(deadline - now, self.own.seconds_left or BEAT_SECONDS))
+            self.cluster.wait(min(deadline - now, self.own.seconds_left or channel.BEAT_SECONDS))
 
     def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.cluster.send(Stop(grace_seconds, number))
+        self.cluster.send(channel.Stop(grace_seconds, number))
         self.own.stop(grace_seconds, number)
 
 
@@ -507,7 +485,7 @@ def _proof(plan: NodePlan) -> str:
     if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
         return ""
     proof = secrets.token_hex(8)
-    writing.replace(Path(plan.attempt_dir) / PROOF, proof.encode(), sync=True)
+    writing.replace(Path(plan.attempt_dir) / channel.PROOF, proof.encode(), sync=True)
     return proof
 
 

@@ -16,26 +16,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.guard.collect import ADVANCE_SECONDS, Collection
 from paceline.guard.detectors import beat_seconds, sample_seconds
 from paceline.host.facts import gather as gather_facts
-from paceline.launch.agent.channel import (
-    BEAT_SECONDS,
-    PROOF,
-    Alive,
-    Ask,
-    Beat,
-    Enter,
-    Hello,
-    Link,
-    Message,
-    Ordered,
-    Reach,
-    Reached,
-    Release,
-    RunOver,
-    Shown,
-    StartOrder,
-    StartReply,
-    Stop,
-)
+from paceline.launch.agent import channel
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
 from paceline.launch.agent.workers import Inherited, Workers
 from paceline.observe.terminal import say
@@ -79,12 +60,12 @@ class Follower:
                 self._workers.sweep()
             link.end("the run is over")
 
-    def _follow(self, link: Link) -> int:
+    def _follow(self, link: channel.Link) -> int:
         plan, facts = self.plan, gather_facts()
         interface = interface_of(facts, link.own_address)
         self.plan = replace(plan, master_addr=link.peer_address, head_ports=(link.peer_port,), interface=interface)
         with socket.create_server(("", 0)) as probe:  # open until the run ends: others may try it late
-            link.send(Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
+            link.send(channel.Hello(plan.node, plan.nodes, plan.nproc, probe.getsockname()[1], facts, self._ranks))
             while self._code is None:
                 self.orders.wait(ADVANCE_SECONDS if self._collection is not None else self._sample_seconds, [link])
                 for message in link.receive():
@@ -99,40 +80,40 @@ class Follower:
                     return self._alone(why)
         return self._code
 
-    def _do(self, message: Message, link: Link) -> None:
+    def _do(self, message: channel.Message, link: channel.Link) -> None:
         match message:
-            case Reach(peers):
-                link.send(Reached(tuple(try_to_reach(os.uname().nodename, peers))))
-            case Enter():
+            case channel.Reach(peers):
+                link.send(channel.Reached(tuple(try_to_reach(os.uname().nodename, peers))))
+            case channel.Enter():
                 link.send(self._enter(message))
-            case StartOrder():
+            case channel.StartOrder():
                 link.send(self._start(message))
-            case Ask() | Release():
+            case channel.Ask() | channel.Release():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case Stop(grace_seconds, number):
+            case channel.Stop(grace_seconds, number):
                 if self._workers is not None:
                     self._workers.stop(grace_seconds, number)
-            case RunOver(code, words):
+            case channel.RunOver(code, words):
                 self._code = code
                 if words:
                     say(words)
-            case Alive(unix_time):
+            case channel.Alive(unix_time):
                 self._alive_took_seconds = None if unix_time is None else time.time() - unix_time
             case _:
                 link.end("it sent what only a node sends")
 
-    def _enter(self, order: Enter) -> StartReply:
+    def _enter(self, order: channel.Enter) -> channel.StartReply:
         """Be the node that the head says, of a run that is on its way."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
         except (UsageError, OSError) as error:
-            return StartReply(-1, str(error))
+            return channel.StartReply(-1, str(error))
         say(f"node {order.node} ({os.uname().nodename}) has found the run, and waits until it has taken its next step")
-        return StartReply(-1)
+        return channel.StartReply(-1)
 
-    def _start(self, start: StartOrder) -> StartReply:
+    def _start(self, start: channel.StartOrder) -> channel.StartReply:
         plan = replace(self.plan, ranks=start.ranks, attempt_dir=str(Path(start.attempt_dir).resolve()))
         self._number = start.generation
         if self._workers is not None:
@@ -144,10 +125,10 @@ class Follower:
             self._workers = Workers.start(plan, start.generation, self._inherited)
             self._settled()
         except UsageError as error:
-            return StartReply(start.generation, f"{who}: {error}")
+            return channel.StartReply(start.generation, f"{who}: {error}")
         except OSError as error:
-            return StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
-        return StartReply(start.generation)
+            return channel.StartReply(start.generation, f"{who}: the workers cannot be started: {error}")
+        return channel.StartReply(start.generation)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # any script's: its logs may lie on each host for themselves
@@ -159,52 +140,54 @@ class Follower:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
 
-    def _answer(self, link: Link, workers: Workers, message: Ask | Release | None = None) -> None:
+    def _answer(
+        self, link: channel.Link, workers: Workers, message: channel.Ask | channel.Release | None = None
+    ) -> None:
         """This node's part in the guard: do what the head asks, or say what there is to say now. Never waits."""
         try:
             match message:
-                case Ask(question, patience_seconds):
+                case channel.Ask(question, patience_seconds):
                     self._collection = workers.collect(question, patience_seconds)
-                case Release(ranks, word):
+                case channel.Release(ranks, word):
                     workers.release(ranks, word.encode())
                 case None:
                     if (collection := self._collection) is not None and collection.advance():
                         self._collection, now = None, time.monotonic()
                         for evidence in collection.evidence(workers.samples()):
-                            link.send(Shown(collection.question, evidence.turned(now)))
-                        link.send(Shown(collection.question, None))
+                            link.send(channel.Shown(collection.question, evidence.turned(now)))
+                        link.send(channel.Shown(collection.question, None))
         except Exception as error:  # the guard is never the cause of anything
             self._collection = None
             say(f"warning: the guard of this node has failed, and is off: {type(error).__name__}: {error}")
 
-    def _pass_on(self, link: Link) -> None:
+    def _pass_on(self, link: channel.Link) -> None:
         """Orders from outside are the head's to carry out; should it not, this node ends by itself."""
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
-            link.send(Ordered(int(number)))
+            link.send(channel.Ordered(int(number)))
         if self.orders.launcher_gone and not self._said_gone:
             self._said_gone = True
-            link.send(Ordered(0))
+            link.send(channel.Ordered(0))
         if self.orders.given and self._patience_seconds == float("inf"):
             grace = REMOTE_GRACE_SECONDS if self.orders.launcher_gone else self.plan.stop_grace_seconds
             self._patience_seconds = time.monotonic() + grace + HEAD_STOP_SECONDS
 
-    def _report(self, link: Link) -> None:
+    def _report(self, link: channel.Link) -> None:
         now = time.monotonic()
-        beat = Beat(self._number, stopped=True)
+        beat = channel.Beat(self._number, stopped=True)
         if own := self._workers:
             workers = tuple(one.turned(now) for one in own.samples())
-            beat = Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
+            beat = channel.Beat(own.number, workers, own.oom_kills(), own.swept, tuple(own.left))
         news = [(beat.generation, beat.stopped), *((one.code, one.failure is None) for one in beat.workers)]
         often = self._workers is not None and not self.plan.stall_after.off  # for the guard
         every = beat_seconds(self.plan.stall_after, self.plan.nodes, beat.workers) - self._sample_seconds / 2
-        late = now >= self._sent_seconds + (every if often else BEAT_SECONDS)
+        late = now >= self._sent_seconds + (every if often else channel.BEAT_SECONDS)
         if late or news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
-    def _head_lost(self, link: Link) -> str:
+    def _head_lost(self, link: channel.Link) -> str:
         """Why this node is on its own now; empty while it is not."""
         late = time.monotonic() > self._patience_seconds
         return link.ended or ("it did not end the run as it was told to" if late else "")
@@ -225,6 +208,6 @@ class Follower:
 
 def _holds(attempt_dir: Path, proof: str) -> bool:
     try:
-        return read(attempt_dir / PROOF, limit_bytes=100, ours=True) == proof.encode()
+        return read(attempt_dir / channel.PROOF, limit_bytes=100, ours=True) == proof.encode()
     except OSError:  # not there yet
         return False
