@@ -31,7 +31,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-import paceline.launch.agent.cluster as generation_module
+import paceline.launch.agent.cluster as cluster_module
 import paceline.launch.agent.follower as follower_module
 import paceline.launch.agent.joining as joining_module
 from paceline.contract.evidence import Evidence, Frame, Op, Phase, Sample, Stack
@@ -145,7 +145,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     modules: Any = (follower_module, joining_module)
     for module in modules:
         module.gather_facts = stand_in(facts, plan.node)
-    for module in (follower_module, generation_module):
+    for module in (follower_module, cluster_module):
         setattr(module, "Workers", StandIns)  # noqa: B010
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=False)

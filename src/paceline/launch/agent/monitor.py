@@ -30,20 +30,8 @@ from paceline.contract.evidence import (
 )
 from paceline.disk import writing
 from paceline.errors import ExitCode
+from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.detectors import (
-    Alarm,
-    SleepDetector,
-    StallDetector,
-    StragglerDetector,
-    UnmetDetector,
-    beat_seconds,
-    perhaps_waiting,
-    ranks_to_unblock,
-    sample_seconds,
-    stands_still,
-    waits,
-)
 from paceline.guard.judge import judge, judge_samples, never_meet
 from paceline.guard.report import EXIT_CODES, failure_page, in_a_line, page, warning, write_verdict
 from paceline.guard.sentences import named, verb
@@ -77,7 +65,7 @@ class Diagnosis:
     @property
     def unblocked(self) -> tuple[int, ...]:
         """The ranks that only wait for others."""
-        return ranks_to_unblock(self.verdict, self.evidence)
+        return detectors.ranks_to_unblock(self.verdict, self.evidence)
 
     @property
     def exit_code(self) -> int:
@@ -107,14 +95,14 @@ class Monitor:
     def __init__(self, generation: Generation) -> None:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.stall_after
-        self._stalls = StallDetector(self._windows)
-        self._stragglers = StragglerDetector({one.rank: one.host for one in generation.samples()})
-        self.look_seconds = sample_seconds(self._windows)  # how often to look
+        self._stalls = detectors.StallDetector(self._windows)
+        self._stragglers = detectors.StragglerDetector({one.rank: one.host for one in generation.samples()})
+        self.look_seconds = detectors.sample_seconds(self._windows)  # how often to look
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
             self._plan.ranks.world_size, generation.own.names, lambda: calls_of(generation.ask(PATIENCE_SECONDS))
         )
-        self._sleep, self._unmet = SleepDetector(self._windows), UnmetDetector(self._windows)
+        self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.UnmetDetector(self._windows)
         self._off = self._windows.off
 
     def look(self) -> Diagnosis | None:
@@ -151,8 +139,8 @@ class Monitor:
 
     def _look(self) -> Diagnosis | None:
         running = self._generation.running()
-        self.look_seconds = beat_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.see(time.monotonic(), perhaps_waiting(running, self._plan.ranks.world_size))
+        self.look_seconds = detectors.beat_seconds(self._windows, self._plan.nodes, running)
+        alarm = self._stalls.see(time.monotonic(), detectors.perhaps_waiting(running, self._plan.ranks.world_size))
         for kind, words in (("", self._stalls.notice), ("slow", self._slow(running))):
             if words:
                 self._notify(words, kind=kind)
@@ -172,11 +160,11 @@ class Monitor:
             who = f"{named(blind)} {verb(blind, 'has', 'have')}"
             say(f"warning: the hang guard is off: {who} become another program (exec)")
             return None
-        if self._generation.interrupted or not stands_still(evidence, alarm, self._windows):
+        if self._generation.interrupted or not detectors.stands_still(evidence, alarm, self._windows):
             return None
         if not warned_only:
             return self._stall(evidence, alarm)
-        ranks = [replace(one, waiting=waits(one)) for one in evidence if one.runs]
+        ranks = [replace(one, waiting=detectors.waits(one)) for one in evidence if one.runs]
         say(warning(ranks, still_seconds=alarm.still_seconds, window_seconds=alarm.window_seconds))
         return None
 
@@ -223,7 +211,7 @@ class Monitor:
             return None
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence if one.runs))
 
-    def _early_alarm(self, running: Sequence[Sample]) -> Alarm | None:
+    def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
         """An alarm before the window is over, where looking closer shows all that waiting could.
 
         A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
@@ -236,13 +224,13 @@ class Monitor:
         apart = several and not met and asked_seconds is not None and still_seconds >= asked_seconds
         left = still_seconds >= LEFT_SECONDS and all(one.waiting for one in running)
         if self._sleep.due(running):
-            return Alarm("stall", still_seconds, 0.0)
+            return detectors.Alarm("stall", still_seconds, 0.0)
         if not apart and not (left and any(one.code == ExitCode.DONE for one in self._generation.samples())):
             return None
         self._early_seconds = now + still_seconds  # less and less often, where it is nothing
-        return Alarm("stall", still_seconds, 0.0)
+        return detectors.Alarm("stall", still_seconds, 0.0)
 
-    def _stall(self, evidence: Sequence[Evidence], alarm: Alarm) -> Diagnosis | None:
+    def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> Diagnosis | None:
         verdict = judge(evidence)
         proof = self._sleep.proves(verdict, evidence)
         if not alarm.window_seconds and not (verdict.kind in EARLY if proof is None else proof):
