@@ -23,8 +23,6 @@ from paceline.observe.machine import ClockAhead, read_machine
 
 pytestmark = pytest.mark.sample(3)
 
-SAVES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()"
-
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
@@ -85,24 +83,14 @@ def test_who_only_lost_its_peers_is_not_named_even_if_the_head_sees_it_first(nod
     assert "rank 2 (" in run.said(0) and "KeyError" in run.said(0)
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_an_order_to_one_agent_stops_all_in_good_order(nodes, told: int) -> None:
-    run = nodes(SAVES)
-    run.start(0, 1)
-    for rank in range(4):
-        run.wait_for(f"ready-{rank}")
-    run.agents[told].send_signal(signal.SIGUSR1)
-    assert run.codes() == [75, 75]
-
-
-def test_one_order_that_reaches_all_agents_is_one_order(nodes) -> None:
-    """As srun forwards its signals: to every task of the step."""
+@pytest.mark.parametrize("ordered", [(0,), (1,), (0, 1)], ids=["node 0", "node 1", "both, as srun does"])
+def test_an_order_to_any_agents_is_one_and_stops_all_in_good_order(nodes, ordered: tuple[int, ...]) -> None:
     run = nodes("def later(*_): time.sleep(1.0); sys.exit(75)\nsignal.signal(signal.SIGTERM, later)\nforever()")
     run.start(0, 1)
     for rank in range(4):
         run.wait_for(f"ready-{rank}")
-    for agent in run.agents.values():
-        agent.send_signal(signal.SIGUSR1)
+    for number in ordered:
+        run.agents[number].send_signal(signal.SIGUSR1)
     assert run.codes() == [75, 75]
 
 
@@ -119,26 +107,19 @@ def test_a_second_order_ends_all_at_once(nodes) -> None:
     assert not survivors(run)
 
 
-def test_a_killed_agent_takes_its_node_with_it_and_is_named(nodes) -> None:
+@pytest.mark.parametrize("ordered", [False, True], ids=["alone", "and srun tells the others to end"])
+def test_a_killed_agent_takes_its_node_with_it_and_is_named(nodes, *, ordered: bool) -> None:
     run = nodes("forever()")
     run.start(0, 1)
     run.wait_for("ready-3")
     run.agents[1].kill()
-    assert run.codes() == [1, -signal.SIGKILL]
-    assert "node 1 (" in run.said(0) and "is lost" in run.said(0) and "rank 2, 3" in run.said(0)
-    assert "--nodes 2" in run.said(0).splitlines()[-1]
-    assert not survivors(run)
-
-
-def test_an_order_that_only_follows_from_a_loss_does_not_hide_it(nodes) -> None:
-    """As srun does: one task is gone, all others are told to end."""
-    run = nodes("forever()")
-    run.start(0, 1)
-    run.wait_for("ready-3")
-    run.agents[1].kill()
-    run.agents[0].send_signal(signal.SIGTERM)
+    if ordered:
+        run.agents[0].send_signal(signal.SIGTERM)
     assert run.codes() == [1, -signal.SIGKILL]
     assert "node 1 (" in run.said(0) and "is lost" in run.said(0)
+    if not ordered:
+        assert "rank 2, 3" in run.said(0) and "--nodes 2" in run.said(0).splitlines()[-1]
+    assert not survivors(run)
 
 
 def test_without_node_0_the_others_end_and_say_how_to_go_on(nodes) -> None:
