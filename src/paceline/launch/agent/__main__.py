@@ -1,15 +1,15 @@
-"""`python -m paceline.launch.agent`: the parent of one node's workers, and the one that sees how they end.
+"""`python -m paceline.launch.agent`: the parent of one node's workers, which observes how they end.
 
-It reads what to do from one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open:
-its end, or a long silence where signs of life were promised, means that the launcher is gone. Node 0's agent is the
-head of all. Whatever happens, an agent leaves no process behind.
+It reads one JSON line (a NodePlan), on stdin or in a file. On stdin, the launcher keeps the line open: its end, or a
+long silence if signs of life were promised, means that the launcher is gone. Node 0's agent is the head of all agents.
+An agent leaves no process behind, even after an error.
 
     --announce     first write one JSON line with this machine's facts (host/facts.py) to stdout
     --plan FILE    the plan is in a file, and nobody holds a line open: under Slurm, or typed by hand
     --node K       this node's number, where the plan leaves it open (default: SLURM_NODEID)
     --head NAME    a name or address of node 0; may be repeated, the best first
-    --join         be whichever node is free, of a run that is on its way
-    --nproc N      as many workers, in the place of the plan's
+    --join         become any free node of a run that is running
+    --nproc N      the number of workers, instead of the plan's
 """
 
 import argparse
@@ -80,10 +80,10 @@ def _first_line() -> bytes:
 
 
 def detach(log: Path) -> Callable[[], None]:
-    """Go on in a child of our own session; return what it has to call once its workers are started.
+    """Continue in a child with a separate session; return a function for it to call once its workers are started.
 
-    Until then its output still reaches the launcher, and its end is ours. From then on they go to `log`, and this
-    process says so and ends. Call it before there are threads or children.
+    Before that call its output reaches the launcher, and its end is ours. After it the output goes to `log`, and this
+    process reports that to the launcher and ends. Call `detach` before there are threads or children.
     """
     ready, begun = os.pipe()
     child = os.fork()
@@ -119,7 +119,7 @@ def detach(log: Path) -> Callable[[], None]:
 
 
 def enter(plan: NodePlan) -> NodePlan:
-    """Go where the workers are to run, and make the environment that they get ours.
+    """Enter the working folder of the workers, and take on their environment.
 
     Raises:
         UsageError: the folder is not there, a module cannot be loaded.
@@ -139,7 +139,11 @@ def enter(plan: NodePlan) -> NodePlan:
 
 
 def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
-    """On node 0 of a run that no launcher has prepared: lock its folder and make the attempt's; what holds the lock."""
+    """On node 0 of a run that no launcher has prepared, lock its folder and make the attempt's folder.
+
+    Returns:
+        The complete plan, and the descriptors that hold the lock.
+    """
     if plan.node != 0 or plan.attempt_dir or not plan.run_dir:
         return plan, ()
     run_dir = Path(plan.run_dir).resolve()
@@ -151,7 +155,7 @@ def take_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
-    """Be the agent that `plan` makes of us; the exit code."""
+    """Run the agent of `plan` to its end; the exit code."""
     if plan.attach >= 0:
         from paceline.launch.agent.attach import watch_over
 

@@ -108,7 +108,7 @@ class ForeignProcess:
 
 
 class AttachedWorkers(Workers):
-    """The attached ranks of one node. Only `plan.may_end` allows to end them.
+    """The attached ranks of one node. They are ended only if `plan.may_end`.
 
     Raises:
         OSError: `plan.attach` is no socket.
@@ -202,13 +202,13 @@ class AttachedWorkers(Workers):
         return True
 
     def let_go(self, *, all_of_them: bool = False) -> None:
-        """Let ranks end that have said goodbye, once their failure has been passed on, or all of them."""
+        """Let ranks end that have sent Goodbye, once their failure was passed on, or all of them."""
         for connection in [at for at, due in self._goodbyes.items() if all_of_them or time.monotonic() >= due]:
             del self._goodbyes[connection]
             connection.close()
 
     def tell_first(self, meeting: Meeting) -> None:
-        """Have rank 0 show it to the other nodes."""
+        """Have rank 0 pass it to the other nodes."""
         if self._first is not None:
             with suppress(OSError):
                 send(self._first, meeting)
@@ -237,9 +237,9 @@ class AttachedWorkers(Workers):
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
-        """Kill the ranks that were asked to end and have not, and what they had started, which mpirun does not do.
+        """Kill the ranks that still run after `stop`, and the processes that they have started; mpirun leaves these.
 
-        Their sessions may be the launcher's: `Workers.sweep` would end all that is in them.
+        The ranks may be in the session of the launcher, so `Workers.sweep` would kill the launcher as well.
         """
         if self.stopping:
             for process in self.running:
@@ -264,7 +264,7 @@ class AttachedWorkers(Workers):
 
 
 def _descendants(pids: Collection[int]) -> dict[int, int]:
-    """The processes that these have started, and those that these have, and so on: pid -> start."""
+    """All descendants of these processes: pid -> start."""
     every, found = [*processes()], dict[int, int]()
     while more := {p.pid: p.start for p in every if p.pid not in found and (p.parent in pids or p.parent in found)}:
         found |= more
@@ -274,7 +274,7 @@ def _descendants(pids: Collection[int]) -> dict[int, int]:
 class AttachOrders(Orders):
     """The one order to an agent of attached ranks is the end of their launcher, if it may end them.
 
-    Signals are none: they reach all processes of a job, and the ranks decide what they mean.
+    Signals are no orders: they reach all processes of a job, and the ranks react to them.
     """
 
     def __init__(self, workers: AttachedWorkers) -> None:
@@ -381,7 +381,7 @@ class AttachedHead:
 
     @property
     def _whole(self) -> bool:
-        """Whether all ranks of the job are seen from here."""
+        """Whether this agent knows all ranks of the job."""
         return len(self._generation.samples()) == self.plan.ranks.world_size
 
     def _take_in_nodes(self) -> bool:
@@ -455,7 +455,7 @@ class AttachedHead:
 
 
 def watch_over(plan: NodePlan) -> int:
-    """Be the agent of the ranks that attach at `plan.attach`; the exit code means nothing."""
+    """Run the agent of the ranks that attach at `plan.attach`; the exit code has no meaning."""
     for number in STOP_SIGNALS:  # they reach all of a job's processes, and it is the ranks that decide what they mean
         signal.signal(number, signal.SIG_IGN)
     workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), head_ports=(0,)))

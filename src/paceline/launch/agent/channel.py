@@ -1,16 +1,17 @@
-"""The protocol between the agents of one job: short JSON messages over TCP, sent and believed only by holders of its
-secret. For when they are sent see head.py and follower.py.
+"""The protocol between the agents of one job: short JSON messages over TCP, authenticated with the job's secret.
+
+head.py and follower.py send them.
 
     meeting    head -> node   MAGIC, nonce
                node -> head   nonce, HMAC(secret, "node" + both nonces)
                head -> node   HMAC(secret, "head" + both nonces)
     message    length (4 bytes), HMAC(session key, direction + number of the message + JSON), JSON
 
-Neither side believes a stranger, and no message can be repeated, reordered or taken from another connection. Messages
-are not encrypted, and hold no secret. No pickle; sizes are bounded before anything is read.
+Each side authenticates the other. No message can be repeated, reordered or taken from a different connection. Messages
+are not encrypted, and hold no secret. There is no pickle, and sizes are bounded before a message is read.
 
-Times are ages in seconds, never clock readings: no two hosts' clocks can be compared. Only the signs of life carry
-readings, from which the head learns by how much the clocks differ: see `ClockBounds`.
+Times are ages in seconds and not clock readings, since clocks of two hosts cannot be compared. Only the signs of life
+carry readings, from which the head learns the difference of the clocks: see `ClockBounds`.
 """
 
 import hmac
@@ -40,7 +41,7 @@ PROOF = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, first: who comes, with how many workers, and where others can try to reach it."""
+    """Node to head, first: its number, its workers, and an address at which other nodes can try to reach it."""
 
     node: int  # -1: whichever is free, of a run that is on its way
     nodes: int
@@ -51,11 +52,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToStore(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, first, on a link of its own: after an `Alive` the rest is a worker's, and for the store."""
+    """Node to head, first, on a separate link: after an `Alive` the link carries a worker's traffic to the store."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
-    """Where a node can be tried to be reached: a socket that listens and says nothing."""
+    """The address of a socket of a node that only listens: other nodes try to connect to it."""
 
     host: str
     address: str
@@ -69,7 +70,7 @@ class Reach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: whom it cannot reach, and why, in words."""
+    """Node to head: the nodes that it cannot reach, each with the reason."""
 
     unreachable: tuple[str, ...]
 
@@ -84,9 +85,9 @@ class StartOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=True):
-    """Head to a node that has come while the run is on its way: be this one, from the next generation on.
+    """Head to a node that joins a running run: be the node of this number, from the next generation on.
 
-    It looks for the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of generation -1.
+    The node looks for the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of generation -1.
     """
 
     node: int
@@ -95,14 +96,14 @@ class Enter(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartReply(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: they run; or why they cannot."""
+    """Node to head: the workers run, or the reason why they cannot."""
 
     generation: int
     refusal: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Node to head, as often as the guard looks and whenever a worker has ended: how they are. A sign of life, too."""
+    """Node to head, a sign of life: the state of the workers, at each look of the guard and if a worker has ended."""
 
     generation: int
     workers: tuple[Sample, ...] = ()  # with ages in the place of times
@@ -114,14 +115,14 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: what exactly does each of your workers do? Wait for their answers no longer than this."""
+    """Head to node: report in detail what each worker does. Wait for their answers no longer than this."""
 
     question: int
     patience_seconds: float
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: one worker, exactly, or the end of the answer. One by one, for each can be large."""
+    """Node to head: the details of one worker, or the end of the answer. One by one, since each can be large."""
 
     question: int
     evidence: Evidence | None
@@ -135,13 +136,13 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ordered(msgspec.Struct, frozen=True, tag=True):
-    """Node to head: it was ordered from outside to stop: by this signal, or 0: its launcher is gone."""
+    """Node to head: an order to stop has come from outside, by this signal; 0: the launcher is gone."""
 
     signal: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: end the generation; the workers are asked, and given so much time. A later one can shorten it."""
+    """Head to node: end the generation. The workers get a signal and have this time; a later order can shorten it."""
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # by which they are asked; each reaches a worker once
@@ -154,7 +155,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
-    """Head to node: the run is over, for this node at least; exit with this code, and say why where there are words."""
+    """Head to node: the run is over, at least for this node. Print the words, if any, and exit with this code."""
 
     code: int
     words: str = ""
@@ -198,7 +199,7 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send, or note in `ended` why that is no longer possible."""
+        """Send a message, or store in `ended` why that is no longer possible."""
         payload = msgspec.json.encode(message)
         mac = self._mac(self._mine, self._sent, payload)
         self._sent += 1
@@ -266,7 +267,7 @@ class Link:
         return hmac.digest(self._key, direction + NUMBER.pack(number) + payload, "sha256")
 
     def detach(self) -> socket.socket:
-        """Its connection, to be used for something else; nothing more may have come than what was received."""
+        """Give up the connection for a different use. All messages that have come must have been received."""
         self.ended = "it has become something else"
         return socket.socket(fileno=self._socket.detach())
 
@@ -277,7 +278,7 @@ class Link:
 
 
 class Handshake:
-    """The head's side of a meeting that may still turn out to be a stranger's; never waits."""
+    """The head's side of a handshake with a peer that is not authenticated yet. It never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self._socket, self._secret = connection, secret
@@ -292,7 +293,7 @@ class Handshake:
         return self._socket.fileno()
 
     def answer(self) -> Link | None:
-        """The link, once the other side has proved itself; a stranger finds the door closed (`closed`)."""
+        """The link, once the peer has proved that it knows the secret. If it cannot, the connection is `closed`."""
         wanted = NONCE_BYTES + MAC_BYTES - len(self._buffer)
         try:
             data = self._socket.recv(wanted)
@@ -314,12 +315,12 @@ class Handshake:
         return Link(self._socket, _proof(self._secret, b"key", nonces), mine=b"head", theirs=b"node")
 
     def refuse(self) -> None:
-        """Close the door."""
+        """Close the connection."""
         self._socket.close()
 
     @property
     def closed(self) -> bool:
-        """Whether it was a stranger, or is gone."""
+        """Whether the peer was refused, or is gone."""
         return self._socket.fileno() < 0
 
     def _send(self, data: bytes) -> None:
@@ -330,7 +331,7 @@ class Handshake:
 
 
 def introduce(connection: socket.socket, secret: bytes) -> Link | str:
-    """A node's side of the meeting, on a connection that has just been made; why it is not this job's head, else."""
+    """A node's side of the handshake on a new connection: the link, or why the peer is not the head of this job."""
     connection.settimeout(MEET_SECONDS)
     try:
         greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
@@ -367,9 +368,9 @@ def plain(address: str) -> str:
 
 
 class Poller:
-    """Which of many links have something to say: the kernel keeps the list, so a look costs the same for a thousand.
+    """Finds which of many links can be read. The kernel keeps the list, so a look costs the same for a thousand.
 
-    It can be waited for itself: it is readable when one of them is.
+    The poller can be polled itself: it is readable if a link is.
     """
 
     def __init__(self) -> None:
@@ -381,7 +382,7 @@ class Poller:
         return self._kernel.fileno()
 
     def attend(self, links: Iterable[Link]) -> None:
-        """Listen to these, and to no others."""
+        """Poll these links, and no others."""
         now = {link.fileno(): link for link in links if not link.ended}
         for number in self._links.keys() - now.keys():
             if self._links.pop(number).fileno() >= 0:  # a closed one has left the list by itself
@@ -392,11 +393,11 @@ class Poller:
                 self._links[number] = link
 
     def heard(self) -> list[Link]:
-        """Those that can be read now; never waits."""
+        """The links that can be read now; never waits."""
         return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
 
     def close(self) -> None:
-        """Listen to nobody any more."""
+        """Poll no link any more."""
         self._kernel.close()
 
 
@@ -404,7 +405,7 @@ MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the se
 
 
 class Listener:
-    """Where the other agents come in. It never waits.
+    """Accepts the connections of the other agents. It never waits.
 
     Raises:
         UsageError: when all `ports` are taken.
@@ -417,11 +418,11 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def sockets(self) -> list[Readable]:
-        """What to wait for."""
+        """The sockets to wait for."""
         return [self._socket, *self._knocks, *self._strangers]
 
     def arrived(self) -> list[tuple[Link, list[Message]]]:
-        """Who has come in since the last call, and what they have said: one message at least."""
+        """The links that were authenticated since the last call, each with at least one message."""
         with suppress(BlockingIOError):
             for _ in range(MAX_KNOCKS):
                 self._knocks.append(Handshake(self._socket.accept()[0], self._secret))
@@ -444,7 +445,7 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Let nobody in any more, and turn away whoever has not said yet who it is."""
+        """Accept no connection any more, and close those that have not sent a message yet."""
         for link in self._strangers:
             link.end("the run is over")
         for knock in self._knocks:
@@ -453,7 +454,7 @@ class Listener:
 
 
 def _listen(ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of these ports that is free, at every address: nobody knows yet by which one others come."""
+    """Listen on the first of these ports that is free, at every address: it is not known which one others will use."""
     for port in ports:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):
@@ -474,7 +475,7 @@ AGAIN_SECONDS = 60.0  # between two records that say nothing better
 
 
 class ClockBounds:
-    """By how much a node's clock is ahead of node 0's, from the times that the agents put on their signs of life.
+    """Bounds of how far a node's clock is ahead of node 0's, from the times in the agents' signs of life.
 
     A message that is sent at s by one clock and comes at r by the other has taken r - s, plus or minus the clocks'
     difference. No message comes before it was sent. So each one to the head says that the node is ahead by at least
@@ -489,7 +490,7 @@ class ClockBounds:
 
     @property
     def error_seconds(self) -> float:
-        """How wrong `ahead_seconds` may be; infinite as long as nothing has come of one direction."""
+        """The largest error of `ahead_seconds`; infinite until messages of both directions have come."""
         return (self.most_seconds - self.least_seconds) / 2
 
     @property
@@ -498,7 +499,7 @@ class ClockBounds:
         return self.least_seconds + self.error_seconds
 
     def see(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:
-        """Take in what a message shows that has come at `now_seconds` (monotonic)."""
+        """Narrow the bounds by a message that has come at `now_seconds` (monotonic)."""
         drift = DRIFT * max(0.0, now_seconds - self._at_seconds)  # what was known has become less certain
         least, most = max(self.least_seconds - drift, least_seconds), min(self.most_seconds + drift, most_seconds)
         if least > most:  # a clock has been set: nothing that was known holds any more
@@ -507,7 +508,7 @@ class ClockBounds:
         self.least_seconds, self.most_seconds, self._at_seconds = least, most, now_seconds
 
     def due(self, node: int, now_seconds: float) -> ClockAhead | None:
-        """The record to write now: the first, one that is twice as good as the last, and else one a minute."""
+        """The record to write now, if any: the first, one with half the error of the last, or one a minute."""
         error = self.error_seconds
         late = now_seconds >= self._written_seconds + AGAIN_SECONDS
         if math.isinf(error) or not (error <= self._written_error_seconds / 2 or late):

@@ -58,17 +58,17 @@ class RemoteNode:
 
     @property
     def address(self) -> channel.PeerAddress:
-        """Where others can try to reach it."""
+        """The address at which other nodes can try to reach it."""
         return channel.PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
 
     def start(self, start: channel.StartOrder) -> None:
-        """Have it start its part of a generation."""
+        """Order it to start its part of a generation."""
         self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
         self.beat, self._samples, self.started = channel.Beat(start.generation), {}, None
         self.link.send(start)
 
     def samples(self) -> Sequence[Sample]:
-        """What is known of its workers in this generation, also if it is lost."""
+        """The last state of its workers in this generation, also if the node is lost."""
         if self._listed is None or self._listed[0] is not self._samples or self._listed[1] != self.lost:
             self._listed = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._listed[2]
@@ -81,12 +81,12 @@ class RemoteNode:
         return replace(known, lost=lost, ended_seconds=self.link.heard_seconds, failure=None, words="")
 
     def ask(self, question: channel.Ask) -> None:
-        """Have it find out what exactly its workers do."""
+        """Ask for details of what its workers do."""
         self.asked, self.shown, self._arrived = question.question, None, []
         self.link.send(question)
 
     def hear(self, message: channel.Message) -> bool:
-        """Take in what it says; whether that is news, and not what it says again and again."""
+        """Process a message; return whether it is news, and not a repeated sign of life."""
         match message:
             case channel.Beat():
                 return self._hear_beat(message)
@@ -130,7 +130,7 @@ SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 
 
 class Cluster:
-    """All nodes but the head's own, and all orders, whichever agent was given them."""
+    """All nodes except the head's, and all orders, to any of the agents."""
 
     def __init__(self, plan: NodePlan, orders: Orders) -> None:
         self.members: dict[int, RemoteNode] = {}
@@ -149,12 +149,12 @@ class Cluster:
 
     @property
     def port(self) -> int:
-        """Where the other agents come; 0 for one node."""
+        """The port to which the other agents connect; 0 for one node."""
         return self._door.port if self._door else 0
 
     @property
     def here(self) -> list[RemoteNode]:
-        """Those that take part, by number."""
+        """The nodes that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
     @property
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def signals(self) -> Sequence[int]:
-        """The stop signals so far. An order to one agent is one to all; the same order reaches many, and is one."""
+        """The stop signals so far. An order to one agent is one to all, and the same order to several counts once."""
         others = ([n for n in told if n in STOP_SIGNALS] for told in self._told.values())
         return max([self._orders.signals, *others], key=len)
 
@@ -174,7 +174,7 @@ class Cluster:
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or earlier when something happens; what other nodes have sent is taken in by then."""
+        """Return after `seconds`, or earlier if there is news; by then all messages of other nodes are processed."""
         if self._door is None:
             self._orders.wait(seconds)
             return
@@ -192,7 +192,7 @@ class Cluster:
             time.sleep(BATCH_SECONDS * len(self.members))
 
     def _listen(self) -> bool:
-        """Take in what members have sent, and send signs of life where they are due; whether there is news."""
+        """Process messages of members, and send signs of life if they are due; return whether there is news."""
         heard, news = {*self._ears.heard()}, False
         breath = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
         for member in (*self.here, *self.waiting) if heard or breath else ():
@@ -237,7 +237,7 @@ class Cluster:
     def _welcome_late(
         self, place_for: Callable[[RemoteNode], object], one: RemoteNode, messages: Sequence[channel.Message]
     ) -> None:
-        """Have one that comes while the run is on its way wait, or turn it away: the run goes on as it was."""
+        """Let a host that joins a running run wait, or refuse it; the run continues."""
         facts = one.hello.facts
         one.joined = one.hello.node < 0
         try:
@@ -251,7 +251,7 @@ class Cluster:
         return None
 
     def part_with(self, one: RemoteNode, code: int, words: str = "") -> None:
-        """Have a node end with this code, and these words; the run goes on."""
+        """Order a node to print `words` and to end with this code; the run continues."""
         one.link.send(channel.RunOver(code, words))
         self._parted.append(one.link)  # closed at once, the order might be lost before it is read
         while len(self._parted) > MAX_PARTED:
@@ -272,16 +272,16 @@ class Cluster:
         return news
 
     def send(self, message: channel.Message) -> None:
-        """Tell all that take part."""
+        """Send a message to all nodes that take part."""
         for member in self.here:
             member.link.send(message)
 
     def stopped(self) -> bool:
-        """Whether nothing runs any more on any node that is not lost."""
+        """Whether no worker runs any more on the nodes that are not lost."""
         return all(member.beat.stopped for member in self.here)
 
     def end(self, code: int) -> None:
-        """Tell all that the run is over, and wait a little until they are gone: they must be gone before us."""
+        """Order all nodes to end, and wait for it for some seconds: they must end before the head."""
         for member in (*self.here, *self.waiting):
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
@@ -309,10 +309,10 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Generation:
-    """All workers of one start. Use it in a `with`: after it nothing of the generation runs any more.
+    """All workers of one start. Use it in a `with`: after it no process of the generation runs any more.
 
-    `plan` is the head's, with the ranks of this generation; `own` the workers of its node, started; the other nodes of
-    `cluster` that are here have been asked to start theirs.
+    `plan` is the head's, with the ranks of this generation. `own` are the started workers of the head's node. The other
+    nodes of `cluster` have been ordered to start theirs.
     """
 
     def __init__(self, plan: NodePlan, own: Workers, cluster: Cluster, proof: str = "") -> None:
@@ -323,7 +323,7 @@ class Generation:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: Cluster, inherited: Inherited) -> Self:
-        """Start it on all nodes that are here. `plan` is the head's, with the ranks on its own node.
+        """Start it on all nodes that are here. `plan` is the head's, with the ranks on its node.
 
         Raises:
             UsageError, OSError: when this node's workers cannot be started; then none are.
@@ -367,7 +367,7 @@ class Generation:
     # ---- what is known ----
 
     def samples(self) -> list[Sample]:
-        """How all workers get on now, those of a lost node included."""
+        """The state of all workers now, including those of a lost node."""
         found = self.own.samples()
         for member in self.members:
             found += member.samples()
@@ -375,15 +375,15 @@ class Generation:
 
     @property
     def interrupted(self) -> bool:
-        """Whether there is something more urgent than a question: an order to stop, a failure."""
+        """Whether an order to stop or a failure is more urgent than a question."""
         return self.cluster.ordered or due_seconds(self.samples()) is not None
 
     def running(self) -> list[Sample]:
-        """How those get on that have not ended."""
+        """The state of the workers that have not ended."""
         return [one for one in self.samples() if one.runs]
 
     def oom_kills(self) -> int:
-        """How many processes the kernels have killed for memory."""
+        """The number of processes that the kernels have killed for memory."""
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.here)
 
     def left(self) -> list[int]:
@@ -391,9 +391,9 @@ class Generation:
         return [*self.own.left, *(pid for member in self.cluster.here for pid in member.beat.left)]
 
     def ask(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
-        """What exactly each rank does, by rank; a worker may take `patience_seconds` to answer.
+        """Details of what each rank does, by rank; a worker may take `patience_seconds` to answer.
 
-        Anything urgent ends the question, unless it is asked `to_its_end`.
+        An order or a failure ends the question, unless `to_its_end`.
         """
         self._question += 1
         collection = self.own.collect(self._question, patience_seconds)
@@ -409,7 +409,7 @@ class Generation:
         return [_whole(one, found.get(one.rank)) for one in sorted(self.samples(), key=lambda one: one.rank)]
 
     def write_clocks(self) -> None:
-        """Write down by how much other nodes' clocks are ahead of this one's, where that has become better known."""
+        """Record how far the clocks of other nodes are ahead of this node's, if the bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
         for member in self.cluster.here:
@@ -419,13 +419,13 @@ class Generation:
     # ---- its end ----
 
     def regroup(self) -> None:
-        """Have all ranks save and end after their next step, for the next generation to have other hosts."""
+        """Have all ranks save and end after their next step, so that the next generation can have other hosts."""
         if not self.regroups:
             self.regroups = True
             self.own.ask_to_regroup()
 
     def unblock(self, ranks: Sequence[int], word: str) -> None:
-        """Give each of these ranks, which only wait, an exception out of its collective, and time to save what it has.
+        """Raise an exception in the collective in which each of these ranks waits, and give the ranks time to save.
 
         Returns when they have ended, have shown that they never will, or have had the whole grace.
         """
@@ -442,9 +442,9 @@ class Generation:
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and all they have started, on all nodes.
 
-        They are asked by signal `number`, and given `grace_seconds`; less once one of them has ended badly, for then
-        there is nothing left to save together (in a script there may be), or the launcher is gone. A stop signal beyond
-        the first `signals_heard` ends the grace. A script that was sent another signal hears SIGTERM after it.
+        They are sent signal `number`, and have `grace_seconds` to end. They have less once one of them has ended badly,
+        since the ranks can no longer save together (in a script they may), or once the launcher is gone. A stop signal
+        beyond the first `signals_heard` ends the grace. After a different signal, a script is sent SIGTERM as well.
         """
         last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
@@ -481,7 +481,7 @@ class Generation:
 
 
 def _proof(plan: NodePlan) -> str:
-    """What all nodes must find in the attempt's folder, if they are to work in one and the same."""
+    """The content of a file in the attempt's folder, by which the other nodes see that they share the folder."""
     if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
         return ""
     proof = secrets.token_hex(8)
@@ -490,7 +490,7 @@ def _proof(plan: NodePlan) -> str:
 
 
 def _whole(sample: Sample, found: Evidence | None) -> Evidence:
-    """What was found of a rank, with what its sample says at greater length; or the sample alone."""
+    """The evidence on a rank, completed from its sample; or the sample alone."""
     if found is None:
         return Evidence.of(sample)
     return replace(found, failure=sample.failure or found.failure, words=sample.words or found.words)

@@ -1,4 +1,4 @@
-"""The agent of every node but the first: it does what the head says; without the head it ends what it has started."""
+"""The agent of every node except node 0: it follows the head, and ends its workers if the head is lost."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order mu
 
 
 class Follower:
-    """One node of a run whose head is elsewhere."""
+    """One node of a run whose head is on a different node."""
 
     def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
@@ -45,10 +45,10 @@ class Follower:
         self._alive_took_seconds: float | None = None  # for the head to compare clocks
 
     def run(self) -> int:
-        """Take part to the end; the exit code, which is the head's.
+        """Follow the head to the end of the run; the exit code, which is the head's.
 
         Raises:
-            PacelineError: when the head cannot be found.
+            PacelineError: if no connection to the head can be made.
         """
         link = join(self.plan, self.orders)
         if link is None:
@@ -104,7 +104,7 @@ class Follower:
                 link.end("it sent what only a node sends")
 
     def _enter(self, order: channel.Enter) -> channel.StartReply:
-        """Be the node that the head says, of a run that is on its way."""
+        """Become a node of a running run, with the number that the head has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
@@ -143,7 +143,7 @@ class Follower:
     def _answer(
         self, link: channel.Link, workers: Workers, message: channel.Ask | channel.Release | None = None
     ) -> None:
-        """This node's part in the guard: do what the head asks, or say what there is to say now. Never waits."""
+        """Process a request of the guard, or send the answer to the last one if it is complete. Never waits."""
         try:
             match message:
                 case channel.Ask(question, patience_seconds):
@@ -161,7 +161,7 @@ class Follower:
             say(f"warning: the guard of this node has failed, and is off: {type(error).__name__}: {error}")
 
     def _pass_on(self, link: channel.Link) -> None:
-        """Orders from outside are the head's to carry out; should it not, this node ends by itself."""
+        """Forward orders from outside to the head. If the head does not end the run, this node ends alone."""
         fresh = self.orders.signals[self._told :]
         self._told += len(fresh)
         for number in fresh:
@@ -188,7 +188,7 @@ class Follower:
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
     def _head_lost(self, link: channel.Link) -> str:
-        """Why this node is on its own now; empty while it is not."""
+        """Why this node is without the head now; empty while it is not."""
         late = time.monotonic() > self._patience_seconds
         return link.ended or ("it did not end the run as it was told to" if late else "")
 

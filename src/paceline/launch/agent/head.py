@@ -70,12 +70,12 @@ class FailedGeneration:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far it had come; a script, which counts no steps, by the number of the collective that it stood in."""
+        """The progress of the run: steps, or for a script, which counts no steps, the number of its collective."""
         op = None if self.verdict is None else self.verdict.op
         return self.step, 0 if self.step or op is None else op.seq
 
     def is_like(self, other: Self) -> bool:
-        """Whether the other one was the same failure."""
+        """Whether the two failures are the same."""
         if self.verdict is not None and other.verdict is not None:
             return same_verdict(self.verdict, other.verdict)
         return (self.end, self.rank, self.exit_code) == (other.end, other.rank, other.exit_code)
@@ -83,7 +83,7 @@ class FailedGeneration:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again, with so many ranks."""
+    """A restart with this number of ranks."""
 
     nproc: int
 
@@ -104,7 +104,7 @@ def decide(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, m
 
     `history` holds one failure per generation, the oldest first.
 
-    `nproc` are the ranks of the first generation; `min_nproc`, 0 for as many, must be left.
+    `nproc` is the number of ranks of the first generation. At least `min_nproc` ranks must be left; 0: all of them.
 
     Example: 4 ranks, min_nproc 3. Rank 1 is killed at step 40, restart; again at step 40, restart with 3 ranks, which
     are a new start to the count; rank 1 of them is killed at step 40, restart; again at step 40, the end.
@@ -133,7 +133,7 @@ def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
 
 
 def _not_worth_it(last: FailedGeneration) -> str:
-    """Why a restart would only meet the same again; empty where it may help."""
+    """Why a restart would only fail again; empty if it may help."""
     if ExitCode.SAVED in last.ended_well:
         return "a rank had saved its state and stopped, so the run was to end"
     if last.exit_code == ExitCode.USAGE:
@@ -169,7 +169,7 @@ class Head:
         self._entered: Sequence[RemoteNode] = ()  # with the generation that runs
 
     def run(self) -> int:
-        """Start the workers, again after a failure where that may help, and wait for their end; the exit code."""
+        """Start the workers, restart them after a failure if that may help, and wait for their end; the exit code."""
         code = int(ExitCode.FAILED)
         try:
             code = self._run()
@@ -223,7 +223,7 @@ class Head:
         return end if isinstance(end, int) else self._again(generation, self._end(generation, end))
 
     def _watch(self, generation: Generation) -> int | Diagnosis:
-        """Wait for the generation's end; the exit code, or what it failed of."""
+        """Wait for the generation's end; the exit code, or the diagnosis of its failure."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
@@ -285,7 +285,7 @@ class Head:
         return ExitCode.FAILED
 
     def _end(self, generation: Generation, diagnosis: Diagnosis) -> FailedGeneration:
-        """End the generation and report the verdict. Where ranks only wait, they learn it and are freed first."""
+        """End the generation and report the verdict. Ranks that only wait are unblocked with it first."""
         stalled, self._words = diagnosis.waited_seconds > 0, diagnosis.line
         if stalled:
             say(diagnosis.page())
@@ -302,7 +302,7 @@ class Head:
         )
 
     def _again(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """The restart to make, or the exit code; what is done and why is reported."""
+        """Decide on a restart after a failure, and report the decision: the restart, or the exit code."""
         plan = self.plan
         # also lost while the others were being stopped, say
         lost = failed.end is RankEnd.LOST or len(self.cluster.here) < len(generation.members)
@@ -330,7 +330,7 @@ class Head:
         return f"not restarted: {here} of {plan.nodes} nodes {are} left, {asked} asks for more{advice}"
 
     def _go_on(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
-        """Say what was decided; the restart that is possible then, or the exit code: without one `code`."""
+        """Report the decision; the restart, or the exit code: `code` if no restart is possible."""
         if isinstance(decision, str):
             if decision:
                 say(decision)
@@ -364,5 +364,5 @@ def _launcher_gone() -> ExitCode:
 
 
 def good_code(ranks: Sequence[Sample]) -> ExitCode:
-    """The exit code where all workers ended in good order: saved and to be gone on with, or done."""
+    """The exit code if all workers ended in good order: saved (resumable), or done."""
     return ExitCode.SAVED if any(one.code == ExitCode.SAVED for one in ranks) else ExitCode.DONE

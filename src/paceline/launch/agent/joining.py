@@ -1,15 +1,15 @@
-"""How the nodes of a run come together: at the start, and while the run is on its way.
+"""How the nodes of a run connect to each other: at the start, and while the run is running.
 
-At the start each node finds the head, which waits for all and starts when each can reach each.
+At the start each node connects to the head, which waits for all nodes and starts when each can reach each.
 
-Hosts that come later, lost ones and new ones, are looked at first, and let in between two steps:
+Hosts that join later, lost ones and new ones, are checked first, and join between two steps:
 
     node -> head   Hello: as the node that was lost; or as any (-1), by `paceline join`
-    head -> node   RunOver, with the reason, if it may not come in; else Enter, and to all Reach
+    head -> node   RunOver, with the reason, if it may not join; else Enter, and to all nodes Reach
     node -> head   StartReply: it sees the run's folder, or why not; Reached, as from all
     then           the head has the ranks save and end after their next step, and starts the next generation with it
 
-Whatever is wrong with such a host is reported, to it and here; the run continues as it was.
+The reason of a refusal is printed on that host and on the head; the run continues without the host.
 """
 
 import errno
@@ -55,8 +55,8 @@ def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
     """Wait until all nodes are here and can reach each other, or an order comes; node 0's plan, now complete.
 
     Raises:
-        PacelineError: when some have not come in time; says which.
-        UsageError: when a node may not take part, or cannot: it is another paceline, or a firewall keeps it apart.
+        PacelineError: if nodes are missing after --join-timeout; the error lists them.
+        UsageError: if a node may not or cannot take part: a different paceline, or a firewall.
     """
     count = len(plan.hosts) or plan.nodes  # those that are named begin; up to `nodes` may come later
     if count == 1:
@@ -75,7 +75,7 @@ def gather_nodes(plan: NodePlan, cluster: Cluster) -> NodePlan:
 
 
 def reachable(plan: NodePlan, cluster: Cluster) -> NodePlan:
-    """Node 0's plan with the address and the interface by which its members reach it; as it is where there is none."""
+    """Node 0's plan with the address and the interface by which its members reach it; unchanged without members."""
     own = cluster.here[0].link.own_address if cluster.here else plan.master_addr
     if own == plan.master_addr:
         return plan
@@ -105,10 +105,10 @@ def _wait_for_all(plan: NodePlan, cluster: Cluster, count: int) -> None:
 
 
 def partners(place: int, count: int) -> list[int]:
-    """Whom the node at `place` of `count` tries to reach: all others; of many those 1, 2, 4, ... before and after it.
+    """The nodes that the node at `place` of `count` tries to reach: all, or of many the 1st, 2nd, 4th, ... around it.
 
-    So a node that nobody can reach is tried by several, and every split into two is crossed, with 2 log2(count) tries
-    each. Example: 0 of 1,000 tries 1, 2, 4, ..., 512 and 999, 998, 996, ..., 488.
+    So several nodes try each node, and each split of the nodes into two parts is crossed, with 2 log2(count) tries for
+    each node. Example: 0 of 1,000 tries 1, 2, 4, ..., 512 and 999, 998, 996, ..., 488.
     """
     if count <= ALL_PAIRS:
         return [other for other in range(count) if other != place]
@@ -117,7 +117,7 @@ def partners(place: int, count: int) -> list[int]:
 
 
 def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """Which nodes cannot reach which `partners` at ports chosen freely, as far as they answer within `seconds`; why."""
+    """The nodes that cannot reach a partner at a free port, with the reasons, as far as they answer in `seconds`."""
     members, host = cluster.here, os.uname().nodename
     if not members:
         return []
@@ -135,7 +135,7 @@ def unreachable(cluster: Cluster, seconds: float, interrupted: Callable[[], bool
 
 
 def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
-    """Which of these cannot be reached from here, and why."""
+    """The peers that this host cannot reach, with the reasons."""
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # all together in the time of one: others wait for this agent's word
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
@@ -147,7 +147,7 @@ def interface_of(facts: Facts, address: str) -> str:
 
 
 def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
-    """Raise UsageError where these nodes cannot train together with node 0, whose facts are `own`; else warn."""
+    """Raise UsageError if these nodes cannot train together with node 0, whose facts are `own`; else warn."""
     head = f"node 0 ({own.host})"
     hosts = {head: own, **{m.name: m.hello.facts for m in members}}
     workers = {head: plan.nproc, **{m.name: m.hello.nproc for m in members}}
@@ -167,10 +167,10 @@ def refuse_differences(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]
 
 
 def join(plan: NodePlan, orders: Orders) -> Link | None:
-    """Connect to the head; None when ordered to stop while it is not to be found.
+    """Connect to the head; None if an order to stop comes first.
 
     Raises:
-        PacelineError: when it was not found in time; says why.
+        PacelineError: if no connection was made within --join-timeout; the error has the reason.
     """
     begun = time.monotonic()
     next_word = begun + FIRST_WORD_SECONDS
@@ -192,7 +192,7 @@ def join(plan: NodePlan, orders: Orders) -> Link | None:
 
 
 def _try_all(plan: NodePlan, strangers: dict[int, str]) -> Link | None:
-    """One round: all at the same time, for a firewall that drops would cost seconds each."""
+    """Try all addresses at the same time: with a firewall that drops, each would take seconds."""
     secret = bytes.fromhex(plan.secret)
     trying: dict[socket.socket, int] = {}
     try:
@@ -244,7 +244,7 @@ FIND_SECONDS = 20.0  # that a host looks for a head that is said to run
 
 
 class JoinQueue:
-    """The head's side; `plan` is the head's."""
+    """The hosts that join a running run, on the head; `plan` is the head's."""
 
     def __init__(self, plan: NodePlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
@@ -262,22 +262,22 @@ class JoinQueue:
 
     @property
     def wanted(self) -> bool:
-        """Whether some are ready to come in, or want to go: between two steps they may."""
+        """Whether hosts are ready to join, or want to leave; they may between two steps."""
         return bool(self._ready) or any(member.leaves for member in self._cluster.here)
 
     @property
     def count(self) -> int:
-        """How many are ready to come in."""
+        """The number of hosts that are ready to join."""
         return len(self._ready)
 
     # ---- at the door ----
 
     def _place_for(self, one: RemoteNode) -> None:
-        """Give it a number.
+        """Assign a node number to a host.
 
         Raises:
-            UsageError: it may not come in.
-            TrainingError: not now.
+            UsageError: the host may not join.
+            TrainingError: the host may not join now.
         """
         plan, cluster, hello = self._plan, self._cluster, one.hello
         if not plan.elastic:
@@ -300,7 +300,7 @@ class JoinQueue:
         refuse_differences(plan, self._facts, [one])
 
     def look(self, attempt_dir: str, proof: str) -> None:
-        """Go on with looking at whoever waits; `proof` is what it must find in the attempt's folder."""
+        """Continue to check the hosts that wait; `proof` is the content of a file of the attempt that they must see."""
         cluster = self._cluster
         for one in [one for one in cluster.waiting if one.lost or one.leaves]:
             say(f"{one.name} waited to come in, and is gone again: {one.lost or one.leaves}")
@@ -335,7 +335,7 @@ class JoinQueue:
             member.link.send(Reach(peers))
 
     def _why_not(self, one: RemoteNode) -> str:
-        """Why it may not come in, by what is known until now."""
+        """Why a host may not join, as far as its checks show until now."""
         if one.started is not None and one.started.refusal:
             return one.started.refusal
         tried = [member for member in (one, *self._cluster.here) if member.reached is not None]
@@ -358,7 +358,7 @@ class JoinQueue:
     # ---- between two generations ----
 
     def admit(self) -> list[RemoteNode]:
-        """Let those go that want to, and those in that are ready: these. Nothing of the last generation runs now."""
+        """Release the hosts that want to leave, and return those that now join. No worker runs at this moment."""
         cluster = self._cluster
         for member in [member for member in cluster.here if member.leaves]:
             cluster.part_with(member, ExitCode.DONE)
@@ -373,7 +373,7 @@ class JoinQueue:
         return entered
 
     def dismiss(self, member: RemoteNode, why: str) -> None:
-        """End the part of one that came in, and with which no step was taken."""
+        """Remove a node that has joined, since no step was taken with it."""
         words = f"{member.name} is not kept: the first step with it failed: {why}"
         say(words)
         self._cluster.part_with(member, ExitCode.USAGE, words)
@@ -402,10 +402,9 @@ class JoinQueue:
             write_nodes(attempt_dir, now)
 
     def invite(self, plan: NodePlan) -> None:
-        """The first nodes are here, and `plan` is complete: whoever comes now comes late.
+        """From now on hosts may join; `plan` is complete.
 
-        Of a run that takes hosts write down what `paceline join` needs, the secret included: private, and only while
-        it does.
+        If the run accepts hosts, write a private file for `paceline join`, with the secret. `withdraw` removes it.
         """
         cluster = self._cluster
         self._workers = {node: member.hello.nproc for node, member in cluster.members.items()}
@@ -422,6 +421,6 @@ class JoinQueue:
             writing.replace(Path(plan.attempt_dir) / INVITATION, msgspec.json.encode(own))
 
     def withdraw(self, attempt_dir: str) -> None:
-        """The run is over: there is nothing to join any more."""
+        """Remove the file for `paceline join`: the run is over."""
         with suppress(OSError):
             writing.remove(Path(attempt_dir) / INVITATION)

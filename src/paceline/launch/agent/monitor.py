@@ -1,7 +1,7 @@
-"""The head's monitor of a generation: it judges stalls, failures and silent faults, and serves `paceline watch`.
+"""The head's monitor of a generation: it diagnoses stalls, failures and silent faults, and serves `paceline watch`.
 
-What becomes of the run is the head's business. An error in here is reported once, and the run continues without the
-part that failed; a failure is then judged by samples alone.
+The head decides what happens to the run. An error of the monitor is reported once, and the run continues without it; a
+failure is then diagnosed by samples alone.
 """
 
 import os
@@ -54,7 +54,7 @@ EARLY = (VerdictKind.LEFT, VerdictKind.NOT_MET, VerdictKind.STOPPED)  # what can
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A run that is to be ended, why, and how that is told."""
+    """Why a run is to be ended, and the report of it."""
 
     verdict: Verdict
     evidence: Sequence[Evidence]
@@ -69,23 +69,23 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """What the run ends with: as the rank did whose failure is all there is to tell."""
+        """The exit code of the run: that of the failed rank, if its failure is the whole diagnosis."""
         failed = next((one for one in self.evidence if one.rank == self.verdict.failed), None)
         return EXIT_CODES.get(self.verdict.kind, ExitCode.STALLED) if failed is None else failed.exit_code
 
     @property
     def word(self) -> str:
-        """What the freed ranks learn, as JSON."""
+        """The message to the unblocked ranks, as JSON."""
         word = {"kind": self.verdict.kind.name, "page": self.page(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(word | {"guilty": self.verdict.guilty}).decode()
 
     @property
     def line(self) -> str:
-        """Who failed, or is to blame, and why, in one line."""
+        """The cause in one line."""
         return self.told.partition("\n")[0] or in_a_line(self.verdict, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
-        """What the screen says; `oom_kills` is how many processes the kernel has killed for memory."""
+        """The report for the screen; `oom_kills` is the number of processes that the kernel has killed for memory."""
         return self.told or failure_page(self.verdict, self.evidence, oom_kills=oom_kills, attempt_dir=self.attempt_dir)
 
 
@@ -106,7 +106,7 @@ class Monitor:
         self._off = self._windows.off
 
     def look(self) -> Diagnosis | None:
-        """Do what is to be done now; a stall, if there is one."""
+        """Run the detectors that are due; a diagnosis if the run is to be ended."""
         if self._off or time.monotonic() < self._looked_seconds + self.look_seconds / 2:
             return None
         try:
@@ -116,7 +116,7 @@ class Monitor:
             return self._give_up(error)
 
     def look_last(self) -> Diagnosis | None:
-        """When all have ended in good order: what is wrong with it all the same."""
+        """Look for silent faults after all ranks have ended in good order."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
@@ -169,7 +169,7 @@ class Monitor:
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> Diagnosis | None:
-        """Report what goes wrong silently in a script; the diagnosis by which the run is to be ended."""
+        """Report silent faults of a script; a diagnosis if the run is to be ended."""
         samples = self._generation.samples()
         if not any(one.script for one in samples):
             return None
@@ -192,7 +192,7 @@ class Monitor:
             note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step, kind))
 
     def _slow(self, running: Sequence[Sample]) -> str:
-        """Who slows the run down, and what its GPU suffers from."""
+        """The warning of a slow rank, with the trouble of its GPU; empty if there is none."""
         words = self._stragglers.see(running)
         if words and self._stragglers.rank is not None:
             evidence = self._generation.ask(WARNING_SECONDS)
@@ -200,7 +200,7 @@ class Monitor:
         return words
 
     def _never_meeting(self, running: Sequence[Sample]) -> Diagnosis | None:
-        """A diagnosis of ranks that wait in collectives which can never complete, without waiting for the window."""
+        """A diagnosis of ranks that wait in collectives which can never complete, before the window is over."""
         if not self._unmet.due(time.monotonic(), running):
             return None
         evidence = self._generation.ask(WARNING_SECONDS)
@@ -212,7 +212,7 @@ class Monitor:
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence if one.runs))
 
     def _early_alarm(self, running: Sequence[Sample]) -> detectors.Alarm | None:
-        """An alarm before the window is over, where looking closer shows all that waiting could.
+        """An alarm before the window is over, if details now show as much as they would at its end.
 
         A rank has ended with code 0 and all others wait; or, in a window of the user's, ranks have not met.
         """
@@ -243,7 +243,7 @@ class Monitor:
         return self._judged(verdict, evidence, max(one.still_seconds for one in evidence))
 
     def _judged(self, verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> Diagnosis:
-        """Write the verdict down, if it is on more than a failure."""
+        """Write the verdict into a folder, unless it is only a failure."""
         if verdict.failed is not None:
             return Diagnosis(verdict, evidence, self._plan.attempt_dir)
         shown = run = ""
@@ -276,7 +276,7 @@ class Monitor:
 
 
 def _short(path: Path) -> str:
-    """As people here would type it."""
+    """The path relative to the working folder, if it is in there."""
     try:
         return str(path.relative_to(Path.cwd()))
     except (OSError, ValueError):  # the folder that it was started in is gone; or the path is elsewhere
@@ -291,7 +291,7 @@ CHECKPOINT = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 
 
 class LiveStatus:
-    """Of one generation."""
+    """The state of a generation, written for `paceline watch` while it looks."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -301,7 +301,7 @@ class LiveStatus:
         self._off = not generation.plan.attempt_dir
 
     def look(self, ranks: Sequence[Sample]) -> None:
-        """Do what is to be done now."""
+        """Write the state, and pass on requests for a checkpoint, once a second."""
         now = time.monotonic()
         if self._off or now < self._looked_seconds + LOOK_SECONDS:
             return
@@ -317,7 +317,7 @@ class LiveStatus:
             say(f"warning: paceline watch sees this run no more: {type(error).__name__}: {error}")
 
     def _is_watched(self, now_seconds: float) -> bool:
-        """No two machines' clocks are compared: what counts is that the file's time has changed."""
+        """Whether the time of the file has changed lately. The clocks of two machines are not compared."""
         try:
             touched = (self._folder / WATCHED).lstat().st_mtime_ns
         except FileNotFoundError:
@@ -328,7 +328,7 @@ class LiveStatus:
 
 
 def take_asks(folder: Path, ask: re.Pattern[str]) -> Iterator[str]:
-    """Remove the files by which somebody asks for something, one by one: what their names say of who asks."""
+    """Remove the request files in a folder one by one, and yield the group of `ask` in each name."""
     with os.scandir(folder) as entries:
         for entry in entries:
             match = ask.fullmatch(entry.name)

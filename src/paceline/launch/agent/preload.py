@@ -1,8 +1,8 @@
-"""The N workers of a node pay for one import of torch: they are forked from one process that has done it.
+"""The workers of a node are forked from one process that has imported torch, so that torch is imported once.
 
-That process, the preloader, is a worker's own command that stops before it is any rank, so what forks from it has the
-worker's interpreter, arguments, flags and working folder. The kernel gives each worker to the agent as its child, as if
-it had started it. Whatever goes wrong with the preloader is said once, and from then on workers are started as always.
+That process, the preloader, runs the command of a worker, and stops before it becomes a rank. So its forks have the
+worker's interpreter, arguments, flags and working folder. The kernel makes each worker a child of the agent. An error
+of the preloader is reported once; after it the agent starts the workers without the preloader.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ WAIT_STEP_SECONDS = 0.01
 
 
 class Forked:
-    """A worker that was forked for us: what `subprocess.Popen` has for one that we have started."""
+    """A worker that the preloader has forked, with the methods of `subprocess.Popen` that an agent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -47,7 +47,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit code; subprocess.TimeoutExpired if it still runs after so many seconds."""
+        """Its exit code; subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -56,22 +56,22 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens to one that has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class Preloader:
-    """The process that workers are forked from. After the first thing that goes wrong it is gone for good."""
+    """The process from which workers are forked. After its first error it is not used any more."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, env: Mapping[str, str]) -> None:
-        """`env` is what it was started with, as far as imports may depend on it."""
+        """`env` is the environment with which it was started, as far as imports may depend on it."""
         self._process, self._channel, self._env = process, channel, env
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
     def wait_ready(self, orders: Orders) -> None:
-        """Return when it has imported everything, or never will, or an order has come in; after a minute give up."""
+        """Return if it has imported everything, has failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
         while not (self._ready or self._gone or orders.given):
             left = deadline - time.monotonic()
@@ -91,7 +91,7 @@ class Preloader:
         return None if self._ready else self.give_up(words.decode(errors="replace") or "has died while importing")
 
     def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> Forked | None:
-        """A new worker, our child; None where it is to be started by its command instead. Main thread only.
+        """Fork a worker, which becomes our child; None if the agent has to start it instead. Main thread only.
 
         Args:
             env: its whole environment.
@@ -126,7 +126,7 @@ class Preloader:
                 _take_orphans(False)
 
     def give_up(self, why: str) -> None:
-        """Say why workers are started one by one from now on, and end it."""
+        """Report why workers are not forked from now on, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             say(f"Preloading disabled (the preloader {why}); {slower}")
@@ -142,7 +142,7 @@ class Preloader:
 
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
-    """Start what workers with this command and environment can be forked from; None where that is not to be had.
+    """Start a preloader for workers with this command and environment; None if that is not possible.
 
     Main thread only, as for workers: the kernel takes a thread's end for the parent's.
     """
@@ -179,7 +179,7 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _take_orphans(wanted: bool) -> None:
-    """Have the kernel give us, or no longer give us, the children of descendants that end."""
+    """Set whether the kernel makes us the parent of processes whose parent, a descendant of ours, has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

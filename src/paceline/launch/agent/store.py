@@ -1,13 +1,13 @@
-"""Where the ranks of a generation meet, and the way to it, which is open to nobody who does not know the run's secret.
+"""The rendezvous store of the ranks of a generation, and the authenticated connection to it.
 
-On several hosts the way leads through their agents:
+On several hosts the connection leads through their agents:
 
     worker -> 127.0.0.1, its own agent -> door of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
 
-Rank 0's store listens on the loopback of its host, and the kernel drops there whatever is not signed with a key that
-only the agent has. An agent takes in connections of its own user alone (the kernel says whose they are), and node 0's
-also those that another agent brings, which has proved at the door that it knows the secret. What goes through is not
-encrypted. The relay is a thread of the agent: it is about meeting, and carries no gradients.
+Rank 0's store listens on the loopback of its host, and the kernel drops packets that are not signed with a key of the
+agent. An agent accepts only connections of its user (the kernel reports the user of a connection). Node 0's agent also
+accepts those of an agent that has proved that it knows the secret. The data is not encrypted. A thread of the agent
+relays it: it is used for the rendezvous, and carries no gradients.
 """
 
 import os
@@ -36,8 +36,10 @@ Connect = Callable[[], socket.socket]
 
 
 class StoreGate:
-    """One node's: its workers find the store at `port` of the loopback. `connect` makes a way on from here, or raises
-    OSError. Two threads: one lets in, which may wait for another agent; one passes on, and never waits.
+    """The relay of one node: its workers reach the store at `port` of the loopback.
+
+    `connect` makes the connection from here to the store, or raises OSError. There are two threads: one accepts, and
+    may wait for a different agent; one relays, and never waits.
     """
 
     def __init__(self, listener: socket.socket, connect: Connect) -> None:
@@ -50,7 +52,7 @@ class StoreGate:
             threading.Thread(target=work, daemon=True, name=f"paceline{work.__name__}").start()
 
     def adopt(self, far: socket.socket) -> None:
-        """Bring one to the store that another node's agent has brought here."""
+        """Relay a connection to the store."""
         try:
             self._new.append((far, self._connect()))
         except OSError:  # rank 0 is gone: so says the end of this connection
@@ -60,7 +62,7 @@ class StoreGate:
         return None
 
     def close(self) -> None:
-        """Let nobody in any more, and cut all that is still connected."""
+        """Accept no connection any more, and close all that are open."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in accept
@@ -101,7 +103,7 @@ class StoreGate:
 
 @dataclass(eq=False)
 class _Way:
-    """One direction of a connection: what is read from `source` goes into `sink`."""
+    """One direction of a connection: data is read from `source` and written to `sink`."""
 
     source: socket.socket
     sink: socket.socket
@@ -113,7 +115,7 @@ class _Way:
         self.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def move(self, selector: selectors.BaseSelector, events: int) -> None:
-        """Read, or write what the other end could not take before; the end of one end is the end of both."""
+        """Read, or write data that waits; if one end closes, both are closed."""
         assert self.back is not None
         try:
             if events & selectors.EVENT_WRITE:  # our source is the other way's sink
@@ -139,12 +141,12 @@ class _Way:
         return None
 
     def flush(self) -> None:
-        """Write what waits; raises BlockingIOError when not all of it could be."""
+        """Write the data that waits; raises BlockingIOError if some of it could not be written."""
         while self.waiting:
             self.waiting = self.waiting[self.sink.send(self.waiting) :]
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """End both ends."""
+        """Close both ends."""
         for one in (self.source, self.sink):
             if one.fileno() >= 0:
                 with suppress(KeyError):
@@ -180,7 +182,7 @@ def own_store(port: int) -> tuple[socket.socket, StoreGate]:
 
 
 def port_taken(what: str, port: int, error: OSError) -> UsageError:
-    """Who has a port that was asked for."""
+    """The error for a port that is in use, with the process that listens there."""
     holder = port_holder(port)
     by = f" by {holder}" if holder else ""
     return UsageError(code="port-taken", port=what, by=by, strerror=error.strerror)
@@ -200,7 +202,7 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
 
 
 def far_store(head: str, door: int, secret: bytes) -> StoreGate:
-    """On another node: the gate to node 0's store, by the door of its agent."""
+    """On the other nodes: the gate to node 0's store, through its agent."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     return StoreGate(listener, partial(_to_head, head, door, secret))
 
@@ -223,13 +225,13 @@ def _to_head(head: str, door: int, secret: bytes) -> socket.socket:
 
 @dataclass(frozen=True)
 class Store:
-    """Where the ranks of a generation meet.
+    """The rendezvous store of a generation.
 
-    On one host in `memory`: a file without a name that they inherit, and that no other user can reach. On several at a
-    port, which rank 0 inherits bound and listening: one that is found and closed again can be lost; the way to it is a
-    `gate`. A script opens its store itself, at a port that is open to all. On one host the port is for the workers' own
-    code (any script that torchrun could start opens one): it is only bound, which keeps it from everybody who asks for
-    any free port, but not from whoever asks for this one with SO_REUSEADDR.
+    On one host it is in `memory`: a file without a name that the ranks inherit, and that no other user can open. On
+    several hosts it is at a port, and the ranks reach it through a `gate`. Rank 0 inherits the socket bound and
+    listening, since a port that is closed again can be lost. A script opens its store itself, at a port that is open to
+    all. On one host the port is for the code of the workers (a script that torchrun could start opens one): it is only
+    bound. So a process that asks for any free port does not get it; one that asks for it with SO_REUSEADDR does.
     """
 
     port: socket.socket | None
@@ -238,10 +240,10 @@ class Store:
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:
-        """Of the node that `plan` is for.
+        """Make the store of a node.
 
         Raises:
-            UsageError: when the port is taken.
+            UsageError: if the port is in use.
         """
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
@@ -252,23 +254,23 @@ class Store:
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
 
     def inherited(self, rank: int, *, plain: bool) -> int:
-        """The descriptor by which this rank comes to the store; -1 where it is to connect."""
+        """The descriptor of the store that this rank inherits; -1 if it connects instead."""
         if self.memory >= 0:
             return self.memory
         return self.port.fileno() if rank == 0 and self.port is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
-        """What the ranks get as MASTER_PORT."""
+        """The ranks' MASTER_PORT."""
         if self.gate is not None:
             return self.gate.port
         return self.port.getsockname()[1] if self.port is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
-        """What the ranks get as MASTER_ADDR."""
+        """The ranks' MASTER_ADDR."""
         return plan.master_addr if self.gate is None else LOOPBACK
 
     def close(self) -> None:
-        """Leave it to the ranks: with our socket open, connecting to a dead rank 0 would not be refused."""
+        """Close our descriptors: with our socket open, a connection to a dead rank 0 would not be refused."""
         if self.port is not None:
             self.port.close()
         if self.memory >= 0:

@@ -1,6 +1,6 @@
 """The workers of one node in one generation: started, observed, asked to stop, and ended.
 
-How they start: their environment, where their output goes, and what they inherit.
+A worker starts with an environment, a log, and inherited descriptors.
 """
 
 import math
@@ -58,7 +58,7 @@ class Inherited:
 
 
 def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
-    """Two empty memory files for each rank of the first generation: one can be written while the other is whole."""
+    """Two empty memory files for each rank of the first generation: one is complete while the other is written."""
     return tuple(
         (os.memfd_create(f"paceline-snapshot-{rank}-0"), os.memfd_create(f"paceline-snapshot-{rank}-1"))
         for rank in range(nproc)
@@ -66,7 +66,7 @@ def make_snapshots(nproc: int) -> tuple[tuple[int, int], ...]:
 
 
 class Process(Protocol):
-    """What an agent needs of a process, whoever started it."""
+    """The methods of a process that an agent uses."""
 
     pid: int
 
@@ -77,12 +77,12 @@ class Process(Protocol):
         """Wait until it ends, or the time is over: None, or subprocess.TimeoutExpired."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal; one that has ended gets none."""
+        """Send a signal, unless it has ended."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker, what it shares with its agent, and the relay of its error output if it has one."""
+    """One worker, its memory files that the agent reads, and the threads that relay its output."""
 
     member: Member
     process: Process
@@ -94,11 +94,11 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """Its place among all ranks of all nodes."""
+        """Its rank in the world."""
         return self.member.rank
 
     def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
-        """The end of its log; waits so long for its last words, which may still be in the pipe."""
+        """The end of its log; waits `wait_seconds` for its last output, which may still be in the pipe."""
         for relay_ in self.relays:
             relay_.join(wait_seconds)
         try:
@@ -109,13 +109,13 @@ class Worker:
             return ""
 
     def finish(self) -> None:
-        """Wait until its last words are on the screen; they come before the verdict."""
+        """Wait until its last output is on the screen: it comes before the verdict."""
         for relay_ in self.relays:
             relay_.join(1.0)
 
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
-    """What a worker sees: torchrun's variables, the whole contract between launching and training, and ours."""
+    """The environment of a worker: torchrun's variables and ours."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     later = f"-{generation}" if generation else ""
     env = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in THE_USERS}
@@ -158,7 +158,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
 
 
 def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inherited) -> Iterator[Worker]:
-    """Start them one by one, rank 0 first. What it prints is also the agent's output (a terminal stays a terminal).
+    """Start them one by one, rank 0 first. The agent prints its output as well (a terminal stays a terminal).
 
     Main thread only: the kernel takes a thread's end for the parent's (host.procfs.die_with_parent).
 
@@ -221,7 +221,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
 def _start(
     plan: NodePlan, env: Mapping[str, str], streams: Mapping[int, int], kept: Sequence[int], preloader: Preloader | None
 ) -> subprocess.Popen[bytes] | Forked:
-    """Fork it from what has imported everything already, or have it begin from nothing; what it sees is the same."""
+    """Fork it from the preloader, or start its command; it gets the same environment and descriptors."""
     if preloader is not None:
         outputs = {number: streams[number] for number in (1, 2)}  # it has /dev/null as standard input, as they have
         forked = preloader.fork(env, {**outputs, **{descriptor: descriptor for descriptor in kept}})
@@ -252,9 +252,9 @@ LAST_WORDS_SECONDS = 0.2
 
 
 class Workers:
-    """What an agent does with its own workers: one object per generation. It never waits for them: its owner does.
+    """The workers of an agent in one generation. Its methods do not wait for the workers; its owner does.
 
-    `plan` is the agent's, with the ranks that this generation has; `port` is the store's.
+    `plan` is the agent's, with the ranks of this generation; `port` is the store's.
     """
 
     def __init__(self, plan: NodePlan, number: int, port: int) -> None:
@@ -278,7 +278,7 @@ class Workers:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: Inherited) -> Self:
-        """Start all workers of generation `number`, which inherit what they need to meet in the store, or none.
+        """Start all workers of generation `number`, or none.
 
         Raises:
             UsageError: when the port is taken.
@@ -316,9 +316,9 @@ class Workers:
         writing.replace(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
-        """Ask the workers to end within this time, by this signal; said again, the time can only become less.
+        """Send the workers this signal, and have them end within this time; a later call can only shorten the time.
 
-        Without any grace they are not asked: for then they would begin to save, and be killed in the middle of it.
+        Without any grace no signal is sent: the workers would begin to save, and be killed before they have saved.
         """
         if not self.stopping:
             self.patient = self.plan.plain_store and not any(map(self._notes_stops, self._workers))
@@ -354,7 +354,7 @@ class Workers:
 
     @property
     def seconds_left(self) -> float:
-        """Until whoever still runs is to be killed; 0 when nobody does, or the time is over."""
+        """The time until running workers are killed; 0 if none runs, or the time is over."""
         codes = self._codes()
         if None not in codes:
             return 0.0
@@ -367,7 +367,7 @@ class Workers:
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[Sample]:
-        """How each worker gets on now."""
+        """The state of each worker now."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
@@ -390,39 +390,39 @@ class Workers:
         )  # fmt: skip
 
     def collect(self, question: int, patience_seconds: float) -> Collection:
-        """Begin to ask all workers what exactly they do; see `Collection`."""
+        """Begin to collect details of what all workers do; see `Collection`."""
         boxes = {worker.rank: worker.box for worker in self._workers}
         return Collection(self.samples(), boxes, question, patience_seconds=patience_seconds)
 
     def release(self, ranks: Sequence[int], word: bytes) -> None:
-        """Have those of `ranks` that are ours leave the collective in which they wait, with this word."""
+        """Raise an exception in the collective in which those of `ranks` wait that are ours, with this message."""
         for worker in self._workers:
             if worker.rank in ranks:
                 release(worker.box, word)
 
     def ask_to_save(self) -> None:
-        """Have the first one vote for a checkpoint after its next step; a script does not hear it.
+        """Have the first worker vote for a checkpoint after its next step; a script does not react.
 
-        One alone: two that hear it at different steps would save twice.
+        Only the first: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
         ask_to_save(self._workers[0].box, self._saves_asked)
 
     def ask_to_regroup(self) -> None:
-        """Have all ranks save and end after their next step, by the first one's vote; a script does not hear it."""
+        """Have all ranks save and end after their next step, by the first worker's vote; a script does not react."""
         ask_to_regroup(self._workers[0].box)
 
     def names(self) -> Mapping[str, Sequence[str]]:
-        """How the tensors of a script are called, by layout."""
+        """The names of the tensors of a script, by layout."""
         return read_names(self._workers[0].box).tensors
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed for memory since this generation's start."""
+        """The number of processes that the kernel has killed for memory since this generation's start."""
         before, now = self._oom_kills_before, oom_kills()
         return 0 if before is None or now is None else now - before
 
     def sweep(self) -> None:
-        """End all workers and all they have started, at once."""
+        """Kill all workers and all processes that they have started."""
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
@@ -438,7 +438,7 @@ class Workers:
         self.swept = True
 
     def close(self) -> None:
-        """Forget the records and boxes of workers that are gone; the last call of all."""
+        """Close all descriptors, after `sweep`."""
         for worker in self._workers:
             os.close(worker.record)
             os.close(worker.box)
@@ -449,7 +449,7 @@ class Workers:
 
 
 def read_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has written down, if it has."""
+    """The failure that a worker has recorded, if any."""
     try:
         return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
     except (OSError, msgspec.MsgspecError):  # not, or not yet wholly
