@@ -125,7 +125,7 @@ def source_digest(root: Path) -> str:
 
 
 def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
-    """The addresses of `name`, in the resolver's order; none where it is unknown, or nobody answers in time."""
+    """The addresses of `name`, in the resolver's order; none if it is unknown, or no name server answers in time."""
     found: list[str] = []
 
     def look() -> None:
@@ -170,7 +170,7 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
 
 
 def _shared_memory() -> tuple[int, int]:
-    """Size and free bytes of /dev/shm; nothing where there is none."""
+    """Size and free bytes of /dev/shm; 0 and 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -272,10 +272,10 @@ DIFFERENCES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
 
 
 def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
-    """What is wrong with a set of hosts, or with one: errors first.
+    """The findings on a set of hosts, or on one: errors first.
 
-    `hosts` are the facts of each, by name, node 0 first; `workers` the processes on each, with so many CPU `threads`;
-    0: the cores are shared among them.
+    `hosts` are the facts of each, by name, node 0 first. `workers` is the number of processes on each, with `threads`
+    CPU threads each; 0: the cores are divided among them.
     """
     nodes = [Node(name, one, workers[name], max(1, threads)) for name, one in hosts.items()]
     shares = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
@@ -283,7 +283,7 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
 
 
 def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """Where hosts differ, those in the minority."""
+    """The differences between hosts: those in the minority."""
     for severity, what, read, remedy in DIFFERENCES:
         values = {name: read(one) for name, one in hosts.items()}
         yield from _differing(severity, what, {name: value for name, value in values.items() if value}, remedy)
@@ -306,7 +306,7 @@ def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
 
 
 def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
-    """One finding for each host whose value is not the majority's; one for all where there is no majority."""
+    """One finding for each host whose value is not the majority's; one for all if there is no majority."""
     ranked = Counter(values.values()).most_common()
     if len(ranked) < 2:
         return

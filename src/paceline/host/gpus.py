@@ -1,6 +1,6 @@
-"""The GPUs of this machine, and who else is at work on them, as drivers and the kernel say. Without torch.
+"""The GPUs of this machine, and the processes that use them, from drivers and the kernel. Without torch.
 
-One that is lost, or a question that a driver does not answer (MIG, memory shared with the CPU), hides nothing else.
+A lost GPU, or a question that a driver does not answer (MIG, memory shared with the CPU), does not affect the rest.
 """
 
 import os
@@ -19,7 +19,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `links` says how each other one is reached, in the order of their indices ("-" for itself)."""
+    """One GPU. `links` has the connection to each GPU, in the order of their indices ("-" for itself)."""
 
     index: int
     name: str
@@ -38,7 +38,7 @@ def gpus_here() -> tuple[Gpu, ...]:
 
 
 def count_gpus() -> int | None:
-    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: nobody says how many."""
+    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: unknown."""
     if count := sum(len(parts) if parts is not None else 1 for parts in ask_driver(_mig, [])):
         return _visible(count, *VISIBLE[:1])
     amd = _amd_gpus()
@@ -46,9 +46,9 @@ def count_gpus() -> int | None:
 
 
 def show_own_mig(local_rank: int, local_size: int) -> None:
-    """Where GPUs are cut up (MIG), let CUDA show this process the part of its rank: it takes the first one, else.
+    """If GPUs are partitioned (MIG), let CUDA show this process the instance of its rank; else it takes the first one.
 
-    Before CUDA is used. What shows one part to this process already stays.
+    Call it before CUDA is used. A variable that shows one instance to this process already is not changed.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not (DEV / "nvidiactl").exists() or (given is not None and "MIG-" not in given):
@@ -60,7 +60,7 @@ def show_own_mig(local_rank: int, local_size: int) -> None:
 
 
 def cores_near(uuid: str) -> set[int]:
-    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none where nobody says."""
+    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none if unknown."""
 
     def address(nvml: Any) -> str:
         found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
@@ -77,7 +77,7 @@ def cores_near(uuid: str) -> set[int]:
 
 
 def _mig(nvml: Any) -> list[list[str] | None]:
-    """Of each GPU the parts that it is cut into; None: it is whole."""
+    """The MIG instances of each GPU; None for a GPU without MIG."""
     found: list[list[str] | None] = []
     for index in range(int(nvml.nvmlDeviceGetCount())):
         parts: list[str] | None = None
@@ -93,7 +93,7 @@ def _mig(nvml: Any) -> list[list[str] | None]:
 
 
 def _amd_gpus() -> int | None:
-    """As the kernel counts them: NVML knows none."""
+    """The number of AMD's GPUs, by the kernel: NVML knows none; None: unknown."""
     if not (DEV / "kfd").exists():
         return 0
     found = 0

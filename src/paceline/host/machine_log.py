@@ -50,7 +50,7 @@ class _Counted(NamedTuple):
 
 
 class Sampler:
-    """Takes a sample of this machine whenever it is asked; rates are those since the last time."""
+    """Takes samples of this machine; rates are those since the sample before."""
 
     def __init__(self) -> None:
         self.gpus = GpuReader()
@@ -81,7 +81,7 @@ class Sampler:
         )
 
     def process(self, pid: int) -> RankUse | None:
-        """One process, its rate since it was last asked for; None if it is gone."""
+        """The use of one process, with its rate since the last call; None if it is gone."""
         found = read_process(pid)
         if found is None or not found.runs:
             return None
@@ -105,7 +105,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _busy_seconds(own: set[str]) -> float:
-    """Processor seconds for which our cores have worked so far, for whomever."""
+    """Processor seconds for which our cores have worked so far, for all processes."""
     ticks = 0
     with suppress(OSError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
@@ -116,7 +116,7 @@ def _busy_seconds(own: set[str]) -> float:
 
 
 def _network() -> tuple[int, int]:
-    """Bytes received and sent so far, over all interfaces but the loopback."""
+    """Bytes received and sent so far, over all interfaces except the loopback."""
     received = sent = 0
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "net" / "dev").read_text().splitlines()[2:]:
@@ -138,7 +138,7 @@ class MachineLog:
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """Add a record of the caller's own."""
+        """Add a record of the caller."""
         self._writer.write(record)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class GpuAnswer(NamedTuple):
 
 
 class GpuReader:
-    """Asks the driver in a thread of its own: it may take seconds, or never answer. One question at a time."""
+    """Asks the driver in a thread, since it may take seconds, or never answer. One question at a time."""
 
     def __init__(self) -> None:
         self._answer, self._answered_seconds = GpuAnswer(), float("-inf")
@@ -179,7 +179,7 @@ class GpuReader:
         """whether there is a driver to be asked"""
 
     def latest(self, wait_seconds: float = 0.0) -> GpuAnswer:
-        """The newest answer, or nothing if that is stale; asks for the next one, and waits so long for it."""
+        """The newest answer, empty if it is stale; asks for the next one, and waits `wait_seconds` for it."""
         if not self.here:
             return GpuAnswer()
         if self._thread is None or not self._thread.is_alive():
@@ -203,7 +203,7 @@ class GpuReader:
 
 
 def gpu_answer(nvml: Any) -> GpuAnswer:
-    """All that the driver says; `nvml` is pynvml, initialised. A GPU that is lost must not hide the others."""
+    """The state of all GPUs; `nvml` is pynvml, initialised. A lost GPU must not hide the others."""
     gpus: list[GpuUse] = []
     memory_of: dict[int, int] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
@@ -268,7 +268,7 @@ def slowed_by(nvml: Any, gpu: Any) -> list[str]:
     """Why a GPU's clocks are lower than they might be.
 
     Raises:
-        NVMLError: the driver does not say.
+        NVMLError: the driver does not answer.
     """
     reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     return [text for bit, text in SLOWED.items() if reasons & bit]

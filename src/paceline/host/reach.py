@@ -49,7 +49,7 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
 
 
 def candidates(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of these names or addresses, best first and none twice; what does not resolve is left out."""
+    """The addresses of these names or addresses, best first and none twice; without names that do not resolve."""
     found: dict[tuple[socket.AddressFamily, str], None] = {}
     for name in names:
         if not name or len(name) > MAX_NAME_CHARS:

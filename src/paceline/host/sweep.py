@@ -29,7 +29,7 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker, leader of a session of its own; `started` in clock ticks since boot, 0 where /proc is missing."""
+    """A worker, leader of a session; `started` is in clock ticks since boot, 0 if /proc is missing."""
 
     rank: int
     pid: Pid
@@ -37,7 +37,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """Whom an agent has started: the content of agent-<node>.json."""
+    """The workers that an agent has started: the content of agent-<node>.json."""
 
     host: str
     agent_pid: Pid
@@ -46,14 +46,14 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
-    """Where a node's agent writes its roster."""
+    """The file to which a node's agent writes its roster."""
     return attempt_dir / f"agent-{node}.json"
 
 
 def mark_of(pid: int, started: int, generation: int | None = None) -> str:
-    """AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
+    """AGENT_MARK in the environment of all processes that an agent has started, directly or not, in any session.
 
-    Without a generation: what the marks of all generations begin with.
+    Without a generation: the beginning of the marks of all generations.
     """
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
@@ -61,11 +61,11 @@ def mark_of(pid: int, started: int, generation: int | None = None) -> str:
 def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
     """SIGKILL to every process in these workers' sessions, until none is left or SWEEP_SECONDS are over.
 
-    By session, since neither death signals nor groups reach what a user's code has started; and by the `mark` in
-    an environment variable, the agent's, which processes carry into sessions of their own.
+    By session, since neither death signals nor groups reach the processes that a user's code has started; and by the
+    agent's `mark` in an environment variable, which processes keep in new sessions.
 
     Returns:
-        The pids that are left, which only the kernel can keep alive; none without /proc, where nobody can say.
+        The pids that are left, which only the kernel can keep alive; none without /proc.
     """
     if not PROC.is_dir():
         for worker in workers:
@@ -102,7 +102,7 @@ def carries(pid: int, variable: str, mark: str) -> bool:
 
 
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
-    """Sweep what the agents of this host wrote down, if they got that far; or this one alone."""
+    """Sweep the workers in the rosters of the agents of this host; or of one agent."""
     try:
         there = names(attempt_dir)
     except OSError:
@@ -119,10 +119,10 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
-    """Fork it; return the descriptor that keeps it asleep as long as this process lives.
+    """Fork the janitor; return the descriptor that keeps it asleep as long as this process lives.
 
-    Call it before there are threads, sockets or children: a fork holds everything open that its parent has. It closes
-    `not_kept`, what the run holds as long as it lives, at once; at the end it removes the folder `temporary`.
+    Call it before there are threads, sockets or children: a fork keeps all descriptors of its parent open. The janitor
+    closes `not_kept`, the descriptors of the run, at once. At its end it removes the folder `temporary`.
     """
     asleep, awake = os.pipe()
     agent_pid = os.getpid()
@@ -151,5 +151,5 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
 
 
 def tell_janitor(descriptor: int, attempt_dir: str) -> None:
-    """Say where the workers that are about to be started will be recorded."""
+    """Tell the janitor the folder of the roster, before the workers are started."""
     os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

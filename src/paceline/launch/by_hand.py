@@ -20,7 +20,7 @@ def by_hand(job: JobSpec) -> Plan:
     half the nodes (with c10d a difference of 20 s did), and the agents end when node 0 is lost.
 
     Raises:
-        UsageError: when torchrun cannot do what is asked, or hosts and nodes contradict each other.
+        UsageError: if torchrun does not support the job, or hosts and nodes contradict each other.
     """
     if job.hosts and len(job.hosts) != job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
@@ -37,7 +37,7 @@ def by_hand(job: JobSpec) -> Plan:
 
 
 def typed(plan: Plan) -> str:
-    """The text for people: for each node a comment and one line that can be pasted, then the notes."""
+    """The text to print: for each node a comment and one line that can be pasted, then the notes."""
     lines: list[str] = []
     for command in plan.by_hand:
         env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]

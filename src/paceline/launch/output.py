@@ -45,7 +45,7 @@ class LinePart(NamedTuple):
 
 
 class Thinned:
-    """Cuts what comes out of a pipe into lines; of the states of a bar only one is kept every ten seconds."""
+    """Splits the output of a pipe into lines; of the states of a bar only one is kept every ten seconds."""
 
     def __init__(self) -> None:
         self._rest, self._drawn, self._told = b"", b"", b""
@@ -59,7 +59,7 @@ class Thinned:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long to wait for more before `due` is to be asked; None: as long as it takes."""
+        """How long to wait for more output before a call of `due`; None: without limit."""
         if self._due_seconds is None or self.state in (b"", self._told):
             return None
         return max(0.0, self._due_seconds - time.monotonic())
@@ -96,7 +96,7 @@ class Thinned:
         return [LinePart(state + b"\n", drawn=True)]
 
     def end(self) -> list[LinePart]:
-        """What is left when nothing more comes: the last line may have no end, and a bar stands where it stood."""
+        """The rest when no more output comes: the last line may have no end, and a bar has a last state."""
         state = self.state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
@@ -112,7 +112,7 @@ class _Bar:
     shown: bool = False
 
     def draw(self, screen: int, prefix: bytes, state: bytes) -> None:
-        """Draw a rank's state, and go back to the line's beginning: whatever is written next takes its place."""
+        """Draw a rank's state, and return to the line's beginning, so that the next output replaces it."""
         now = time.monotonic()
         mine = self.owner == prefix
         if now - self.seconds < (REDRAW_SECONDS if mine else SILENT_SECONDS):
@@ -132,10 +132,10 @@ _BAR = _Bar()
 
 
 def relay_rank(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
-    """Pass what comes out of a worker's pipe on, until nobody can write any more; then close `log`.
+    """Relay the output of a worker's pipe until no process can write to it any more; then close `log`.
 
-    `log` gets whole lines, for stdout and stderr may go into one. `screen` gets every byte as it comes, but for what
-    would steer a terminal; with a `prefix`, or if it is a file, whole lines that begin with it.
+    `log` gets whole lines, since stdout and stderr may go into one log. `screen` gets every byte at once, without those
+    that would steer a terminal; with a `prefix`, or if it is a file, it gets whole lines that begin with the prefix.
     """
     thread = threading.Thread(target=_relay, args=(source, log, screen, prefix), daemon=True)
     thread.start()
@@ -205,9 +205,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u
 
 
 class Screen:
-    """Our stdout and stderr, written on a thread of its own.
+    """Our stdout and stderr, written by a thread.
 
-    A stopped terminal (Ctrl-S) or a pager can block a writer for ever; signs of life and signals must not wait.
+    A stopped terminal (Ctrl-S) or a pager can block a writer without limit; signs of life and signals must not wait.
     """
 
     def __init__(self) -> None:
@@ -218,18 +218,18 @@ class Screen:
         self._thread.start()
 
     def put(self, descriptor: int, data: bytes) -> None:
-        """Write it when all that came before is written."""
+        """Write `data` after all earlier data."""
         with self._lock:
             self._unwritten_bytes += len(data)
         self._queue.put((descriptor, data))
 
     @property
     def full(self) -> bool:
-        """Whether to read no more until people have read what is there."""
+        """Whether to read no more output until some of it is written."""
         return self._unwritten_bytes > MAX_UNWRITTEN_BYTES
 
     def close(self) -> None:
-        """Write what is left, then end."""
+        """Write the rest, then end."""
         self._queue.put(None)
 
     def closed(self, seconds: float) -> bool:
@@ -264,7 +264,7 @@ class HostRelay:
         self._half_since: dict[int, float] = {}  # descriptor -> since when node 0's last line there has no end
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
-        """What a node has written to its stdout (1) or stderr (2)."""
+        """Process output of a node, from its stdout (1) or stderr (2)."""
         if node == 0:
             self._screen.put(descriptor, self._node_0[descriptor].passed(data))
             self._half_since.pop(descriptor, None)
@@ -281,7 +281,7 @@ class HostRelay:
                 self._add(node, descriptor, cleaned(line[start : start + MAX_HOST_LINE_BYTES]))
 
     def say(self, text: str) -> None:
-        """Our own words, after all that was shown until now."""
+        """Show a line of the launcher, after all output so far."""
         self._show(math.inf)
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
@@ -289,7 +289,7 @@ class HostRelay:
         self._screen.put(2, harmless(f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
-        """Show what has waited long enough; the seconds until there is more to show."""
+        """Show lines that have waited long enough; the seconds until there is more to show."""
         now = time.monotonic()
         self._show(now)
         if not self._waiting:
@@ -298,7 +298,7 @@ class HostRelay:
         return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
 
     def finish(self) -> None:
-        """Show all that still waits."""
+        """Show all lines that wait."""
         self._show(math.inf)
 
     def end(self, node: int) -> None:
@@ -336,7 +336,7 @@ class HostRelay:
 
 
 def cleaned(line: bytes) -> str:
-    """The line without what could move the cursor or hide words: other machines' output is not trusted."""
+    """The line without characters that could move the cursor or hide text: output of other machines is not trusted."""
     text = _COLOURS.sub("", line.decode(errors="replace"))
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", last_drawn(text))
 

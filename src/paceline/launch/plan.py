@@ -42,7 +42,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launcher will do, to the letter; which fields are filled says how.
+    """The actions of a launcher; the fields that are filled show how it starts the job.
 
     `agents` are started and watched by `supervise.run`, and each reads its entry of `nodes` on its stdin. `submit` is
     handed to Slurm. `by_hand` are typed by a person, one on each node. `files` (name -> text) are written into the
@@ -67,7 +67,7 @@ def local(job: JobSpec) -> Plan:
 
 
 def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, head: tuple[str, ...] = ()) -> NodePlan:
-    """The plan for one node: `nproc` workers, by default as many as the job says; `node` is -1 if its agent learns it.
+    """The plan for one node: `nproc` workers, by default the job's number; `node` is -1 if its agent learns it.
 
     On one node the ranks meet at the job's port. On several nodes the head agent listens there.
     """
@@ -161,7 +161,7 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _host(words: list[str]) -> Host:
-    """The host that one line describes; ValueError says what is wrong with it."""
+    """The host that one line describes; ValueError has the mistake."""
     address, *options = words
     slots: int | None = None
     for option in options:
@@ -237,15 +237,15 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 
 def submit_number(folder: Path) -> int:
-    """Which start a folder belongs to; 0 if its name does not say."""
+    """The number of the start to which a folder belongs; 0 if its name has none."""
     return attempt_number(folder, "submit")
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
-    """Write a plan's files, each whole or not at all, readable by their owner only.
+    """Write a plan's files, each completely or not at all, readable by their owner only.
 
     Raises:
-        TrainingError: if the disk is full, say.
+        TrainingError: if a file cannot be written, for example on a full disk.
     """
     for name, text in files.items():
         try:
@@ -255,16 +255,16 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: Submission) -> None:
-    """Write it down, whole or not at all.
+    """Write the record of a start, completely or not at all.
 
     Raises:
-        TrainingError: if the disk is full, say.
+        TrainingError: if it cannot be written, for example on a full disk.
     """
     write_files(submit_dir, {SUBMITTED: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 
 def last_submission(run_dir: Path) -> tuple[Path, Submission | None]:
-    """The newest start that was written down, with its folder; the run's own and None where all starts were here."""
+    """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
     folders = [run_dir / name for name in names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:

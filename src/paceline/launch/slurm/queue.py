@@ -57,7 +57,7 @@ class JobState(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """What a shell would see of a job that has ended."""
+        """The exit code of a job that has ended, as a shell would report it."""
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
 
 
 def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command of Slurm said, without its own names for itself."""
+    """The error of a command of Slurm, without the name of the command."""
     lines = [
         re.sub(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ", "", line) for line in done.stderr.splitlines()
     ]
@@ -91,13 +91,13 @@ def slurm_words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def submit_environment(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
-    """`env` without the variables that win over what the batch script says."""
+    """`env` without the variables that would override the batch script."""
     asked = [name for name, given in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if given]
     return {name: value for name, value in env.items() if not OVERRIDES.fullmatch(name) and name not in asked}
 
 
 def submit(plan: Plan, env: Mapping[str, str]) -> str:
-    """Hand the batch script to Slurm; the job's id. The plan's files must have been written.
+    """Submit the batch script; the job's id. The plan's files must have been written.
 
     Raises:
         UsageError: if Slurm refuses it.
@@ -114,7 +114,7 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def state(job_id: str) -> JobState | None:
-    """How a job is; None when Slurm does not know it any more.
+    """The state of a job; None if Slurm does not know it any more.
 
     Raises:
         UsageError: if there is no Slurm here.
@@ -139,8 +139,8 @@ def writes_to(job_id: str, folder: Path) -> bool:
 
 
 def parse_job(text: str) -> JobState:
-    """A job from what `scontrol show job -o` prints: the first field is the job's name, which is ours, so nobody's text
-    is taken for a field."""
+    """A job from the output of `scontrol show job -o`. The first field is the job's name, which is ours, so no text of
+    a user is read as a field."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)
@@ -159,7 +159,7 @@ def _code(text: str) -> int:
 
 
 def _remembered(job_id: str) -> JobState | None:
-    """A job that only the accounting, where there is one, knows."""
+    """A job that only the accounting knows, if there is one."""
     try:
         done = run_slurm("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
     except PacelineError:
@@ -256,10 +256,10 @@ class Nodes:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Refuse a job that the cluster can never start, as far as its partitions show; the rest sbatch refuses itself.
+    """Refuse a job that the cluster can never start, as far as its partitions show; sbatch refuses the others.
 
     Raises:
-        UsageError: what was asked, what there is, and what to do.
+        UsageError: the job does not fit; the error has the partitions.
         PacelineError: if Slurm does not answer.
     """
     all_nodes, names = _asked(job, env)
@@ -284,7 +284,7 @@ def _asked(job: JobSpec, env: Mapping[str, str]) -> tuple[list[Nodes], str]:
 
 
 def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
-    """Why a job cannot run in a partition, in words; empty if it can."""
+    """Why a job cannot run in a partition; empty if it can."""
     asked, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
@@ -308,7 +308,7 @@ def misfit(name: str, nodes: Sequence[Nodes], job: JobSpec) -> str:
 
 
 def parse_sinfo(text: str) -> list[Nodes]:
-    """What `sinfo -h -e -o FORMAT` prints; a line that is not understood is left out, and sbatch decides."""
+    """The output of `sinfo -h -e -o FORMAT`; a line in a different format is ignored, and sbatch decides."""
     found: list[Nodes] = []
     for line in text.splitlines():
         fields = line.split("|")
@@ -389,7 +389,7 @@ def check_allocation(held: Granted, job: JobSpec) -> None:
     """Refuse a job of another shape than the allocation's.
 
     Raises:
-        UsageError: what was asked, what is held, and what to do.
+        UsageError: the job needs a different allocation.
     """
     asked, where = job.slurm, f"this shell is inside the allocation of Slurm job {held.job_id}"
     if held.nodes and job.nodes != held.nodes:

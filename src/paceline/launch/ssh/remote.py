@@ -1,10 +1,10 @@
-"""A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
+"""A run on other hosts: first all hosts answer, then all start, and the run ends with node 0.
 
     1  a session to each host; the agent there announces itself (sessions.py). If one cannot, nothing is started
     2  each agent is sent its plan, with node 0's addresses; signs of life from now on
     3  output, stop signals, lost sessions (`Reconnector` tries their hosts again), until node 0's agent has ended
 
-When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
+If this launcher is killed or loses the network, the agents end the workers: their lifeline ends or is silent.
 """
 
 import math
@@ -66,7 +66,7 @@ def run_remote(plan: Plan) -> int:
 
 
 class _Watch:
-    """The sessions of a run that has been started, up to its end."""
+    """The sessions of a run, from its start to its end."""
 
     def __init__(self, plan: Plan, every: Sessions, facts: Sequence[Facts]) -> None:
         self._plan, self._every, self._head = plan, every, every.all[0]
@@ -116,7 +116,7 @@ class _Watch:
         return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
 
     def end(self) -> None:
-        """Close the lifelines, wait for the agents' ends, and show all that was said."""
+        """Close the lifelines, wait for the agents' ends, and show all output."""
         self._every.hang_up()
         patience = time.monotonic() + CLOSING_SECONDS
         while not all(session.ended for session in self._every.all) and time.monotonic() < patience:
@@ -130,7 +130,7 @@ class _Watch:
                 return
 
     def _pump(self, until: float) -> None:
-        """Wait for what comes next, not beyond `until`, and deal with it."""
+        """Wait for the next event, not beyond `until`, and process it."""
         seconds = min(until - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
         full = self._screen.full
         pieces, signals = self._every.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
@@ -198,7 +198,7 @@ class _Watch:
             )
 
     def _explain(self, but: int | None = None) -> None:
-        """Report the agents that have ended by themselves, but not those that ended as node 0's, which has said why."""
+        """Report agents that have ended, except those with the exit code of node 0, which has printed the reason."""
         for session in self._unexplained:
             if session.code != but:
                 self._relay.say(
@@ -304,7 +304,7 @@ class Reconnector:
         one.session.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """The run ends: nobody is tried any more."""
+        """The run ends: try no host any more."""
         self._over = True
         for one in self._lost.values():
             if one.tries:

@@ -37,7 +37,7 @@ LAST_WORDS_BYTES = 1 << 20  # read at most that much after its end
 
 @dataclass
 class HostSession:
-    """One host's ssh client and what is known of it."""
+    """The ssh client of one host, and its state."""
 
     node: int
     command: Command
@@ -141,15 +141,15 @@ class Sessions:
             self._poll.register(pipe, select.POLLIN)
 
     def tell(self, session: HostSession, line: bytes) -> None:
-        """Send a line; what the host cannot take now is sent later."""
+        """Send a line; the rest is sent later if the pipe is full."""
         if session.process is None or session.stdin is not None:
             session.unsent += line + b"\n"
             self._send(session)
 
     def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Output], list[signal.Signals]]:
-        """What came within `seconds`, and the stop signals to us; earlier when there is something, or one has ended.
+        """Output and stop signals that come within `seconds`; returns earlier if there are any, or a session has ended.
 
-        Without `read` the output stays where it is; what can be sent is sent all the same.
+        Without `read` the output stays in the pipes; lines are sent in any case.
         """
         self.start_more()
         self._breathe()
@@ -171,7 +171,7 @@ class Sessions:
         return [piece for session, pipe in readable for piece in self._read(session, pipe)], signals
 
     def _look_for_ends(self) -> None:
-        """Take notice of clients that have ended: one question to the kernel where none has, and not one for each."""
+        """Notice clients that have ended: with one question to the kernel if none has, and not one for each."""
         with suppress(ChildProcessError):
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 for session in self.all:
@@ -206,7 +206,7 @@ class Sessions:
             self._hang_up(session)
 
     def kill(self) -> None:
-        """End the clients themselves, with their helpers: a cut one may not end."""
+        """End the clients, with their helpers: a client without a network may not end."""
         for number, seconds in ((signal.SIGTERM, 0.5), (signal.SIGKILL, math.inf)):
             for session in self.all:
                 session.send_signal(number)
@@ -217,7 +217,7 @@ class Sessions:
                     process.wait(None if left == math.inf else max(0.0, left))
 
     def close(self) -> None:
-        """Let go of every pipe and process."""
+        """End all sessions, and close all pipes."""
         self._queue.clear()
         self.hang_up()
         self.kill()
@@ -276,7 +276,7 @@ class Sessions:
 
 @contextmanager
 def open_sessions(commands: Sequence[Command], inbox: socket.socket) -> Generator[Sessions]:
-    """Start them, as many at once as may be; none is left afterwards.
+    """Start the sessions, at most FAN_OUT at once; none is left afterwards.
 
     Raises:
         UsageError: when the program is missing.
@@ -446,7 +446,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, words: bytes) -> str:
 
 
 def why_lost(code: int, words: bytes) -> str:
-    """Why a session is lost that had an agent."""
+    """Why a session with an agent is lost."""
     if code < 0:
         return f"the ssh client here was killed by signal {-code}"
     found = _LOST.findall("\n".join(cleaned(line) for line in words.split(b"\n")))
@@ -456,7 +456,7 @@ def why_lost(code: int, words: bytes) -> str:
 
 
 def _by_hand(argv: Sequence[str]) -> str:
-    """What a person types to try the same connection."""
+    """A command to try the same connection."""
     own = argv[: argv.index("-T")] if "-T" in argv else argv[:1]
     port = argv[argv.index("-p", len(own)) :][:2] if "-p" in argv[len(own) :] else ()
     host = argv[-2:-1] if "--" in argv else ()
