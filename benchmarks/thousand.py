@@ -31,16 +31,15 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-import paceline.agent.follower as follower_module
-import paceline.agent.generation as generation_module
-import paceline.agent.joining as joining_module
-from paceline.agent.follower import Follower
-from paceline.agent.head import Head
-from paceline.agent.workers import Inherited
+import paceline.launch.agent.cluster as cluster_module
+import paceline.launch.agent.follower as follower_module
+import paceline.launch.agent.joining as joining_module
 from paceline.host.facts import Facts, gather
+from paceline.launch.agent.follower import Follower
+from paceline.launch.agent.head import Head
+from paceline.launch.agent.workers import Inherited
 from paceline.launch.plan import Command
-from paceline.launch.ssh.announcements import await_agents
-from paceline.launch.ssh.sessions import open_sessions
+from paceline.launch.ssh.sessions import await_agents, open_sessions
 from paceline.protocol.control import STOP_SIGNALS, Orders, signal_inbox
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack
 from paceline.protocol.job import NodePlan
@@ -60,7 +59,7 @@ STACKS = tuple(
 
 
 class StandIns:
-    """In place of `paceline.agent.workers.Workers`: ranks that step as one, until the last one of the world hangs."""
+    """In place of `Workers` of the agent: ranks that step as one, until the last one of the world hangs."""
 
     port, machine, gate, left, names, oom_kills = 29500, None, None, (), staticmethod(dict), staticmethod(int)
 
@@ -146,7 +145,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     modules: Any = (follower_module, joining_module)
     for module in modules:
         module.gather_facts = stand_in(facts, plan.node)
-    for module in (follower_module, generation_module):
+    for module in (follower_module, cluster_module):
         setattr(module, "Workers", StandIns)  # noqa: B010
     with signal_inbox((*STOP_SIGNALS, signal.SIGCHLD)) as inbox:
         orders = Orders(inbox, lifeline=False)

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[1]
 PLANTED = {
     "Upper rooms import lower ones only": ("data/plan.py", "import paceline.train.optimizer"),
     "Strategies do not know each other": ("strategies/manual.py", "import paceline.strategies.single"),
-    "Launchers do not know each other": ("launch/ssh/plan.py", "import paceline.launch.by_hand"),
+    "Launchers do not know each other, and the agent knows none": (
+        "launch/ssh/plan.py",
+        "import paceline.launch.by_hand",
+    ),
     "Rooms outside a rank import no torch, and none inside one": ("lab/scale.py", "def f():\n    import torch"),
     "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.rank.world"),
     "Rooms inside a rank import no launcher, no agent and no judge": ("train/step.py", "import paceline.guard.judge"),

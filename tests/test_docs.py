@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.agent.workers import worker_environment
 from paceline.cli import COMMANDS
 from paceline.errors import ExitCode
+from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
 
 ROOT = Path(__file__).parents[1]

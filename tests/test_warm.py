@@ -112,7 +112,7 @@ STARTS_AN_AGENT = """
 import json, os, subprocess, sys
 from pathlib import Path
 env = {**os.environ, "MINE": "7"}
-words = [sys.executable, "-P", "-m", "paceline.agent"]
+words = [sys.executable, "-P", "-m", "paceline.launch.agent"]
 agent = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, start_new_session=True)
 folder = Path("/proc") / str(agent.pid)
 while b"MINE=7" not in (shown := (folder / "environ").read_bytes().split(b"\\0")):

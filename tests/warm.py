@@ -47,14 +47,14 @@ START_SECONDS = 60.0
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = dict(os.environ)  # before a test changes it
 ROOM = {"WARM_ROOM": "-" * 40_000}  # in which a fork shows its own environment in /proc
-AGENT = "paceline.agent"
+AGENT = "paceline.launch.agent"
 OUT_OF_THE_WAY = 500  # the number of a file that no order asks for
 STARTING = {"train", "launch", "verify", "compare", "scale"}  # commands that may start one
 AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter; a fork can do it, too
 
 LIGHT = (
     *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.elsewhere", "pytest"),
-    *("paceline.launch.supervise", "paceline.agent.head", "paceline.agent.follower"),
+    *("paceline.launch.supervise", "paceline.launch.agent.head", "paceline.launch.agent.follower"),
 )
 TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")
 SOURCES = (LIGHT, TORCH, TORCH)  # torch's optimizers import torch._dynamo, which takes as long as torch itself

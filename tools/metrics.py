@@ -106,7 +106,7 @@ def counts(root: Path = ROOT) -> list[Count]:
         Count("imports of packages outside a rank from packages inside one", _across(package, outside, above), 0),
         Count(
             "imports of a launcher, an agent or the judge inside a rank",
-            _across(package, above, {"launch", "agent", "guard"}),
+            _across(package, above, {"launch", "guard"}),
             0,
         ),
         Count("environment variables of ours", _variables(package), 5),

@@ -24,7 +24,7 @@ from paceline.cli.run_state import run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
-from paceline.launch.submission import Submission, next_submit_dir, write_submission
+from paceline.launch.plan import Submission, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.events import Started, Step

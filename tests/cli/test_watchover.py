@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
-from paceline.agent.attach import ForeignProcess, exit_code
 from paceline.cli.watchover import WatchoverConfig, agent_plan, main, split_script
+from paceline.launch.agent.attach import ForeignProcess, exit_code
 from paceline.protocol.control import agent_address, peer_pid
 from paceline.protocol.job import AUTO
 

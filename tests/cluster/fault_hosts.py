@@ -30,7 +30,7 @@ ENDLESS = "100000"  # steps: until it is ended
 LATE_SECONDS = 7.0  # of the host with the wrong clock: torchrun's rendezvous trusts clocks when one joins
 SETTLE_SECONDS = 3.0
 PORT = "29717"
-AGENTS: Mapping[Launcher, str] = {"paceline": "paceline.agent", "torchrun": "torch.distributed.run"}
+AGENTS: Mapping[Launcher, str] = {"paceline": "paceline.launch.agent", "torchrun": "torch.distributed.run"}
 CLOCK_BEHIND = """import datetime, time
 BEHIND_SECONDS = 60
 now = time.time
@@ -227,7 +227,7 @@ def agents(hosts: Hosts, folder: Path, stall_after: str) -> list[str]:
     wait = words("--join-timeout", JOIN_SECONDS, "--stall-after", stall_after, "--run-dir", folder / "run")
     done = hosts.lab.run(LAUNCHER_HOST, *PACELINE, "launch", *where, *wait, "--", PROGRAM, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if "paceline.agent" in line]
+    return [line for line in done.stdout.splitlines() if "paceline.launch.agent" in line]
 
 
 def torchruns(fault: Fault) -> list[str]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.slurm.fits import check_allocation, check_fits, in_allocation, run_here
+from paceline.launch.plan import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.slurm.plan import slurm
-from paceline.launch.slurm.queue import follow, submit
-from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
+from paceline.launch.slurm.queue import check_allocation, check_fits, follow, in_allocation, run_here, submit
 from paceline.protocol.job import Allocation, JobSpec
 
 STUB = Path(__file__).with_name("slurm_stub.py")

@@ -19,14 +19,14 @@ from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 
 from paceline.launch.by_hand import by_hand, typed
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 from paceline.protocol.job import Host, JobSpec
 
 LAUNCHER = """
 import json, sys
 from paceline.protocol.job import JobSpec
 from paceline.errors import PacelineError
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 from paceline.launch.ssh.plan import ssh
 from paceline.launch.supervise import run
 from paceline.launch.ssh.plan import rsync_commands, sync
@@ -218,7 +218,7 @@ def test_no_secret_is_in_any_list_of_processes(lab: Lab, launch, tmp_path: Path)
     run = launch("n1,n2", "forever()", env={"MY_TOKEN": "hunter2"})
     wait_ready(tmp_path, 4)
     words = " ".join(text for host in ("n2",) for text in lab.processes(host).values())
-    assert "paceline.agent --announce" in words and "5ec4" not in words and "hunter2" not in words
+    assert "paceline.launch.agent --announce" in words and "5ec4" not in words and "hunter2" not in words
     clients = " ".join(text for text in lab.processes("n1").values() if text.startswith("ssh"))
     assert clients.count("--announce") == 2 and "5ec4" not in clients and "hunter2" not in clients
     run.send_signal(signal.SIGTERM)

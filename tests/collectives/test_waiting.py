@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 
-from paceline.guard.detectors import to_free, waits
+from paceline.guard.detectors import ranks_to_unblock, waits
 from paceline.guard.judge import judge
 from paceline.protocol import status_page
 from paceline.protocol.evidence import Evidence, VerdictKind
@@ -129,7 +129,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         assert waits(evidence[0])
         verdict = judge(evidence)
         assert (verdict.kind, verdict.guilty) == (VerdictKind.STOPPED, (1,))
-        assert to_free(verdict, evidence) == (0,)
+        assert ranks_to_unblock(verdict, evidence) == (0,)
         status_page.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
         assert "freed from the wait for rank 1" in (waiting.failure() or pytest.fail("no record")).message
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
             wait(lambda: status_page.read_counters(waiting.box).waiting, "it waits, and says so")
             evidence = [evidence_of(one) for one in (waiting, missing)]
             verdict = judge(evidence)
-            assert verdict.guilty == (1,) and to_free(verdict, evidence) == (0,)
+            assert verdict.guilty == (1,) and ranks_to_unblock(verdict, evidence) == (0,)
             assert verdict.op is not None and (verdict.op.kind, verdict.op.name) == ("all_gather", "block 1")
             assert verdict.op.site.startswith("script.py:")
             status_page.release(waiting.box, b"{}")

@@ -77,18 +77,36 @@ def test_what_a_user_may_not_say_is_answered_with_the_choices(text: str) -> None
     assert repr(text) in str(caught.value)
 
 
-def test_after_the_first_steps_the_window_is_five_times_the_longest_gap() -> None:
-    clock = Clock()
-    clock.steps(20, 4.0)
-    assert first_stall(clock, step=20) == pytest.approx(20.0, abs=1.0)
+LONG = (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE)
+NOBODY_WAITS = {"phases": (Phase.FORWARD, Phase.OPTIMIZER), "waiting": False}
+SCRIPT = {"phases": (Phase.USER, Phase.USER), "step": 0}
+# name -> (--stall-after, how many steps of how many seconds go well, how all stand then, when that is an alarm)
+WINDOWS = {
+    "five times the longest gap": ("auto", (20, 4.0), {"step": 20}, 20.0),
+    "at least ten seconds": ("auto", (20, 0.5), {"step": 20}, 10.0),
+    "at most 300 seconds": ("auto", (12, 90.0), {"step": 20}, 300.0),
+    "the first step may compile": ("auto", (0, 0.0), {"step": 0}, 300.0),
+    "the first step, with a number": ("5", (0, 0.0), {"step": 0}, 60.0),
+    "steps of 20 ms, of which three are over when the agent first looks": ("5", (0, 0.0), {"step": 3}, 5.0),
+    "a script, which reports no phases": ("auto", (0, 0.0), SCRIPT, 300.0),
+    "a script, with a number": ("5", (0, 0.0), SCRIPT, 5.0),
+    "a kernel without end": ("auto", (9, 1.0), NOBODY_WAITS, 300.0),
+    "a kernel without end, with a number": ("5", (9, 1.0), NOBODY_WAITS, 60.0),
+    "data of one rank": ("5", (5, 1.0), {"phases": (Phase.DATA,), "waiting": False}, 5.0),
+    "data has a higher floor": ("auto", (20, 0.5), {"phases": (Phase.SYNC, Phase.DATA)}, 30.0),
+} | {
+    f"{phase.word}, {text}": (text, (20, 0.5), {"phases": (Phase.SYNC, phase)}, seconds)
+    for phase in LONG
+    for text, seconds in (("auto", 300.0), ("5", 60.0), ("30", 120.0))
+}
 
 
-def test_a_fast_run_has_a_window_of_ten_seconds_and_a_slow_one_of_300() -> None:
-    fast, slow = Clock(), Clock()
-    fast.steps(20, 0.5)
-    assert first_stall(fast, step=20) == pytest.approx(10.0, abs=1.0)
-    slow.steps(12, 90.0)
-    assert first_stall(slow, step=20) == pytest.approx(300.0, abs=1.0)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_how_long_a_run_may_stand_still(name: str) -> None:
+    text, (count, gap_seconds), settings, seconds = WINDOWS[name]
+    clock = Clock(text)
+    clock.steps(count, gap_seconds)
+    assert first_stall(clock, **settings) == pytest.approx(seconds, abs=1.0)
 
 
 def test_who_looks_seldom_takes_the_time_between_two_looks_for_no_gap() -> None:
@@ -122,26 +140,12 @@ def test_every_standstill_is_warned_of_by_itself() -> None:
         clock.now += 0.5
 
 
-@pytest.mark.parametrize("phase", [Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE])
-def test_long_phases_have_long_windows(phase: Phase) -> None:
-    for text, seconds in (("auto", 300.0), ("5", 60.0), ("30", 120.0)):
-        clock = Clock(text)
-        clock.steps(20, 0.5)
-        assert first_stall(clock, phases=(Phase.SYNC, phase)) == pytest.approx(seconds, abs=1.0)
-
-
 def test_a_long_phase_that_has_once_taken_longer_gets_five_times_that() -> None:
     clock = Clock()
     clock.steps(20, 0.5)
     assert clock.stand(100.0, phases=(Phase.SYNC, Phase.EVALUATE)) is None
     clock.steps(2, 0.5)
     assert first_stall(clock, phases=(Phase.SYNC, Phase.EVALUATE)) == pytest.approx(500.0, abs=2.0)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("auto", 300.0), ("5", 60.0)])
-def test_the_first_step_may_compile(text: str, seconds: float) -> None:
-    clock = Clock(text)
-    assert first_stall(clock, step=0) == pytest.approx(seconds, abs=1.0)
 
 
 def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
@@ -152,39 +156,8 @@ def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
         assert pace.see(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
 
 
-def test_a_hang_at_the_first_step_that_anybody_sees_has_the_short_window_if_a_step_is_done() -> None:
-    # steps of 20 ms: when the agent first looks, three are over, and the fourth hangs
-    assert first_stall(Clock("5"), step=3) == pytest.approx(5.0, abs=1.0)
-
-
-def test_a_script_that_says_nothing_of_itself_has_five_minutes_or_what_the_user_says() -> None:
-    phases = (Phase.USER, Phase.USER)
-    assert first_stall(Clock(), phases=phases, step=0) == pytest.approx(300.0, abs=1.0)
-    assert first_stall(Clock("5"), phases=phases, step=0) == pytest.approx(5.0, abs=1.0)
-
-
 def test_a_script_in_which_nobody_waits_is_left_alone() -> None:
     assert Clock("5").stand(500.0, phases=(Phase.USER, Phase.USER), waiting=False) is None
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("auto", 300.0), ("5", 60.0)])
-def test_a_step_in_which_nobody_waits_must_end_some_day(text: str, seconds: float) -> None:
-    """One rank, and a kernel without end; or all wait for what is no collective."""
-    clock = Clock(text)
-    clock.steps(9, 1.0)
-    assert first_stall(clock, phases=(Phase.FORWARD, Phase.OPTIMIZER), waiting=False) == pytest.approx(seconds, abs=1.0)
-
-
-def test_ranks_that_wait_for_their_data_need_not_wait_for_each_other() -> None:
-    clock = Clock("5")
-    clock.steps(5, 1.0)
-    assert first_stall(clock, phases=(Phase.DATA,), waiting=False) == pytest.approx(5.0, abs=1.0)
-
-
-def test_data_has_a_higher_floor_than_the_other_parts_of_a_step() -> None:
-    clock = Clock()
-    clock.steps(20, 0.5)
-    assert first_stall(clock, phases=(Phase.SYNC, Phase.DATA)) == pytest.approx(30.0, abs=1.0)
 
 
 def test_one_rank_that_moves_is_enough() -> None:

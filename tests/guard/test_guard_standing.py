@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, stands_still, to_free
+from paceline.guard.detectors import Alarm, StallDetector, perhaps_waiting, ranks_to_unblock, stands_still
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.protocol.job import Windows
 
@@ -106,9 +106,9 @@ def test_a_script_begins_until_its_first_collective() -> None:
 
 def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
     ranks = [rank(0, WAITS), rank(1), rank(2, WAITS), rank(3, code=-9)]
-    assert to_free(Verdict(VerdictKind.BEHIND, guilty=(1,)), ranks) == (0, 2)
-    assert to_free(Verdict(VerdictKind.MISMATCH, guilty=(1,)), ranks) == (0, 1, 2)
-    assert to_free(Verdict(VerdictKind.NETWORK), ranks) == (0, 1, 2)
+    assert ranks_to_unblock(Verdict(VerdictKind.BEHIND, guilty=(1,)), ranks) == (0, 2)
+    assert ranks_to_unblock(Verdict(VerdictKind.MISMATCH, guilty=(1,)), ranks) == (0, 1, 2)
+    assert ranks_to_unblock(Verdict(VerdictKind.NETWORK), ranks) == (0, 1, 2)
 
 
 def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing() -> None:

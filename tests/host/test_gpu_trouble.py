@@ -10,8 +10,8 @@ import pytest
 from tests.rendered import rendered
 
 from paceline.guard.report import page
-from paceline.host import gpu_use as gpu_trouble
-from paceline.host.gpu_use import ask_gpus, gpu_troubles
+from paceline.host import machine_log as gpu_trouble
+from paceline.host.machine_log import ask_gpus, gpu_troubles
 from paceline.protocol.evidence import Evidence, Verdict, VerdictKind
 
 
@@ -78,6 +78,7 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
     driver: Any = Driver(HOT)
     entered, never = threading.Event(), threading.Event()
     driver.nvmlInit = lambda: never.wait(0.2)  # it takes its time
+    driver.nvmlShutdown = lambda: None
     monkeypatch.setattr(gpu_trouble, "DRIVER", tmp_path)
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     assert ask_gpus([11], wait_seconds=50).keys() == {11}

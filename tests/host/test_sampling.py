@@ -12,8 +12,7 @@ from tests.host.test_gpu_trouble import HOT, Driver
 
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
-from paceline.host.gpu_use import SLOWED, GpuReader, gpu_answer
-from paceline.host.machine_log import MachineLog, Sampler
+from paceline.host.machine_log import SLOWED, GpuReader, MachineLog, Sampler, gpu_answer
 from paceline.runs.machine import MachineUse, read_machine
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.agent.nodes_harness import several
+from tests.launch.agent.nodes_harness import several
 
-from paceline.agent.workers import worker_environment
+from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
 
 pytestmark = pytest.mark.sample(2)

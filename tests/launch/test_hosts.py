@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.launch.hosts import parse_hosts
+from paceline.launch.plan import parse_hosts
 from paceline.protocol.job import Host, labels, plain_name
 
 

@@ -11,7 +11,7 @@ from paceline.protocol.job import Allocation, Host, JobSpec, NodePlan, Windows
 
 GOLDEN = """\
 # agent 0
-/usr/bin/python3 -P -m paceline.agent <<'PLAN'
+/usr/bin/python3 -P -m paceline.launch.agent <<'PLAN'
 {
   "argv": [
     "python",

@@ -85,37 +85,29 @@ def test_a_worker_that_does_not_save_in_time_is_ended(launch) -> None:
     assert one.stderr == "stopped by SIGTERM\n"  # by the agent: the launcher has not had to end it
 
 
-@pytest.mark.parametrize("codes", [[75, 75], [75, 0], [0, 75]])
-def test_saved_without_being_asked_by_us(launch, codes: list[int]) -> None:
-    """srun signals the workers, not their agent; the last one may take its time."""
-    one = launch(f"time.sleep(0.6 * rank); sys.exit({codes}[rank])", nproc=2, max_restarts=3)
-    assert one.finish() == 75
-    assert one.stderr == ""
+OBEYS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()"
+LATE = {"stop_grace_seconds": 0.3}
+# name -> (the workers, the settings, the exit code, the beginning of the report)
+NOT_ASKED = {
+    "all save": ("time.sleep(0.6 * rank); sys.exit(75)", {}, 75, ""),  # srun signals the workers, not their agent
+    "rank 0 saves, another ends": ("time.sleep(0.6 * rank); sys.exit([75, 0][rank])", {}, 75, ""),
+    "rank 0 ends, another saves": ("time.sleep(0.6 * rank); sys.exit([0, 75][rank])", {}, 75, ""),
+    "who goes on after rank 0 has saved is ended": (
+        f"if rank == 0: sys.exit(75)\n{DEAF}", {"grace_seconds": 0.2, **LATE}, 75, "",
+    ),
+    "without rank 0 nothing is saved": (
+        f"if rank == 2: sys.exit(75)\n{DEAF}", {"nproc": 3, "grace_seconds": 0.2, **LATE}, 1, "rank 0, 1 still ran 0.3",
+    ),
+    "who is late is asked before it is ended": (f"if rank == 1: sys.exit(75)\n{OBEYS}", LATE, 75, ""),
+}  # fmt: skip
 
 
-def test_who_goes_on_after_rank_0_has_saved_is_ended(launch) -> None:
-    one = launch(f"if rank == 0: sys.exit(75)\n{DEAF}", nproc=2, grace_seconds=0.2, stop_grace_seconds=0.3)
-    assert one.finish() == 75
-    assert one.stderr == ""
-
-
-def test_saved_without_rank_0_is_not_saved(launch) -> None:
-    one = launch(f"if rank == 2: sys.exit(75)\n{DEAF}", nproc=3, grace_seconds=0.2, stop_grace_seconds=0.3)
-    assert one.finish() == 1
-    assert one.stderr == (
-        "rank 0, 1 still ran 0.3 s after another rank had saved its state and stopped (exit code 75), "
-        "and rank 0 has not saved: all are stopped\n"
-    )
-
-
-def test_a_late_worker_is_asked_before_it_is_ended(launch) -> None:
-    one = launch(
-        "if rank == 1: sys.exit(75)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); forever()",
-        nproc=2,
-        stop_grace_seconds=0.3,
-    )
-    assert one.finish() == 75
-    assert one.stderr == ""
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_saved_without_being_asked_by_us(launch, name: str) -> None:
+    worker, settings, code, report = NOT_ASKED[name]
+    one = launch(worker, **{"nproc": 2, "max_restarts": 3, **settings})
+    assert one.finish() == code
+    assert one.stderr.partition(" s after")[0] == report
 
 
 def test_a_failure_after_another_has_saved_is_told_and_not_retried(launch) -> None:
@@ -126,7 +118,7 @@ def test_a_failure_after_another_has_saved_is_told_and_not_retried(launch) -> No
     )
     assert one.finish() == 137
     assert one.verdict[0].startswith("rank 1 (")
-    assert one.stderr.splitlines()[-1].startswith("not restarted: a rank had saved its state")
+    assert one.stderr.splitlines()[-1].startswith("not restarted: ")
 
 
 def test_saved_while_a_failed_generation_was_stopped_is_no_reason_to_end(launch) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Generator
 
 import pytest
 
-from paceline.guard.sentences import in_runs
-from paceline.launch import relay as module
-from paceline.launch.relay import Relay, Screen, cleaned
-from paceline.launch.ssh.announcements import why_lost, why_no_agent
+from paceline.launch import output as module
+from paceline.launch.output import HostRelay, Screen, cleaned
+from paceline.launch.ssh.sessions import why_lost, why_no_agent
+from paceline.runs.console import in_runs
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 
@@ -22,7 +22,7 @@ class Shown:
         self.screen = Screen()
         put = self.screen.put
         self.screen.put = lambda descriptor, data: put(self.writer, data)  # type: ignore[method-assign]
-        self.relay = Relay(NAMES, self.screen)
+        self.relay = HostRelay(NAMES, self.screen)
 
     def text(self) -> str:
         """All that was shown, once no more comes."""
@@ -95,7 +95,7 @@ def test_a_host_cannot_make_us_remember_without_end(shown: Shown) -> None:
         shown.relay.put(1, 1, b"x" * 1000)
     for number in range(1000):
         shown.relay.put(2, 1, b"%d\n" % number)
-    assert sum(map(len, shown.relay._unfinished.values())) <= module.MAX_LINE_BYTES
+    assert sum(map(len, shown.relay._unfinished.values())) <= module.MAX_HOST_LINE_BYTES
     assert len(shown.relay._waiting) <= module.MAX_WAITING_LINES
     text = shown.text()
     assert all(f"[n3] {number}\n" in text for number in range(1000))
@@ -147,7 +147,7 @@ def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:
 
 # ---- refusal.py --------------------------------------------------------------------------------------------------
 
-ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env/python -P -m paceline.agent")
+ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env/python -P -m paceline.launch.agent")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env
         (255, "", "ssh -F mine -p 2222 me@n2 true"),
         (127, "sh: 1: exec: /env/python: not found", "no Python at /env/python"),
         (126, "sh: /env/python: Permission denied", "no Python at /env/python"),
-        (1, "/env/python: Error while finding module specification for 'paceline.agent' (ModuleNotFoundError: "
+        (1, "/env/python: Error while finding module specification for 'paceline.launch.agent' (ModuleNotFoundError: "
             "No module named 'paceline')", "paceline is not installed for /env/python"),
         (1, "This account is currently not available.", "exit code 1"),
         (None, "", "no agent has answered in time"),
@@ -183,6 +183,6 @@ def test_hostile_words_of_a_host_are_cleaned_and_bounded() -> None:
 
 
 def test_why_a_session_was_lost() -> None:
-    assert why_lost(255, b"step 7\nTimeout, server n2 not responding.\r\n") == "ssh: Timeout, server n2 not responding."
-    assert why_lost(255, b"step 7\n").startswith("ssh has said nothing")
-    assert why_lost(-9, b"") == "the ssh client here was killed by signal 9"
+    cause = "Timeout, server n2 not responding."
+    assert why_lost(255, f"step 7\n{cause}\r\n".encode()) == f"ssh: {cause}"
+    assert "step 7" not in why_lost(255, b"step 7\n") and "signal 9" in why_lost(-9, b"")

@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.errors import raises
 
-from paceline.launch.slurm import fits
-from paceline.launch.slurm.fits import Granted, Nodes, check_allocation, in_allocation, misfit, parse_sinfo
+from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import batch_script, slurm
-from paceline.launch.slurm.queue import JobState, parse_job, submit_environment
+from paceline.launch.slurm.queue import (
+    Granted,
+    JobState,
+    Nodes,
+    check_allocation,
+    in_allocation,
+    misfit,
+    parse_job,
+    parse_sinfo,
+    submit_environment,
+)
 from paceline.protocol.job import Allocation, JobSpec, NodePlan
 
 JOB = JobSpec(
@@ -141,7 +150,7 @@ def test_no_text_of_a_user_becomes_a_line_or_a_command(
         assert (done.returncode, done.stdout, done.stderr) == (0, "activated: \n", "")
         plan = ["--plan", f"{folder}/{run}/plan.json"]
         heads = ["--head", "n1", "--head", "10.0.0.1", "--head", "10.0.0.2"]
-        assert called["srun"][-12:] == [python, "-P", "-m", "paceline.agent", *plan, *heads]
+        assert called["srun"][-12:] == [python, "-P", "-m", "paceline.launch.agent", *plan, *heads]
         assert called["module"] == ["load", module]
         assert not list(folder.rglob("PWNED*"))
 
@@ -289,11 +298,11 @@ def test_what_would_queue_for_ever_is_told(
 def test_ranks_with_gpus_get_no_more_cores_than_there_are(
     monkeypatch: pytest.MonkeyPatch, partition: str, nodes: int, nproc: int, gpus: int, cores: int
 ) -> None:
-    monkeypatch.setattr(fits, "run_slurm", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
+    monkeypatch.setattr(queue, "run_slurm", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
     asked = Allocation(partition=partition, gpus_per_node=gpus)
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
-    assert fits.cores_there(None, job, {}) == cores
-    assert fits.cores_there(Granted("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
+    assert queue.cores_there(None, job, {}) == cores
+    assert queue.cores_there(Granted("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
 
 
 # ---- inside an allocation --------------------------------------------------------------------------------------------

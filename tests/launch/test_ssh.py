@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import describe
+from paceline.launch.plan import describe, parse_hosts
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.protocol.job import Host, JobSpec, head_ports
 
@@ -32,7 +31,7 @@ def job_on(names: str, **settings: object) -> JobSpec:
 
 def test_the_command_lines_of_two_hosts() -> None:
     plan = ssh(job_on("me@n1,n2:2222", ssh=("ssh", "-F", "my config")))
-    remote = "exec /env/bin/python -P -m paceline.agent --announce"
+    remote = "exec /env/bin/python -P -m paceline.launch.agent --announce"
     assert [shlex.join(command.argv) for command in plan.agents] == [
         f"ssh -F 'my config' {OPTIONS} -- me@n1 '{remote}'",
         f"ssh -F 'my config' {OPTIONS} -p 2222 -- n2 '{remote}'",
@@ -92,7 +91,7 @@ def test_no_path_of_python_can_inject_a_command(name: str) -> None:
         stub.chmod(0o755)
         line = ssh(job_on("n1", python=str(stub))).agents[0].argv[-1]
         done = subprocess.run(["sh", "-c", line], capture_output=True, timeout=10, check=True)
-        assert done.stdout.split(b"\0") == [b"-P", b"-m", b"paceline.agent", b"--announce", b""]
+        assert done.stdout.split(b"\0") == [b"-P", b"-m", b"paceline.launch.agent", b"--announce", b""]
         assert [path.name for path in Path(folder).iterdir()] == [name] and done.stderr == b""
 
 

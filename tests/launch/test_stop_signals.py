@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.agent.nodes_harness import several
+from tests.launch.agent.nodes_harness import several
 from tests.launch.launch_harness import Launch, wait_until
 from tests.launch.terminals import on_terminal, read_until
 

@@ -10,7 +10,8 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import TrainingError
-from paceline.launch.submission import (
+from paceline.launch.output import Tail, lines_of, start_of_last
+from paceline.launch.plan import (
     SUBMITTED,
     Submission,
     last_submission,
@@ -18,7 +19,6 @@ from paceline.launch.submission import (
     write_files,
     write_submission,
 )
-from paceline.launch.tail import Tail, lines_of, start_of_last
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:

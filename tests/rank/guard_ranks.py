@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from tests import warm
 
-from paceline.agent.workers import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.protocol import status_page
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Answer, Failure, Op

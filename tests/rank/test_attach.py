@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.agent.workers import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Failure
 from paceline.rank.attach import attach, record_failure

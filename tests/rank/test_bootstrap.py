@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
-from paceline.agent.workers import read_record
+from paceline.launch.agent.workers import read_record
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.rank.bootstrap import worker_command
 

@@ -10,9 +10,9 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
             "launch", "check", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "runs/*.py", "checkpoint/*.py", "train/*.py",
-    "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
+    "config.py", "launch/output.py", "launch/plan.py", "host/sweep.py",
     "host/machine_log.py", "report/*.py",
-    "guard/report.py", "rank/attach.py", "agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
+    "guard/report.py", "rank/attach.py", "launch/agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
 )  # fmt: skip
 DOOR = {SOURCE / "runs" / f"{name}.py" for name in ("owners", "reading", "writing")}
 PAST_THE_DOOR = {
@@ -24,12 +24,12 @@ ALLOWED = {
     ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
     ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
     ("host/sweep.py", "read_bytes"): "/proc",
-    ("agent/janitor.py", "open"): "/dev/null",
-    ("agent/janitor.py", "rmtree"): "the agent's temporary folder",
-    ("agent/__main__.py", "open"): "/dev/null",
-    ("agent/attach.py", "read_text"): "/proc",
-    ("agent/workers.py", "open"): "the log of a worker of ours",
-    ("agent/monitor.py", "rmtree"): "a verdict that could not be written whole",
+    ("host/sweep.py", "open"): "/dev/null",
+    ("host/sweep.py", "rmtree"): "the agent's temporary folder",
+    ("launch/agent/__main__.py", "open"): "/dev/null",
+    ("launch/agent/attach.py", "read_text"): "/proc",
+    ("launch/agent/workers.py", "open"): "the log of a worker of ours",
+    ("launch/agent/monitor.py", "rmtree"): "a verdict that could not be written whole",
     ("train/alike.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
     ("host/machine_log.py", "read_text"): "/proc",

@@ -17,7 +17,7 @@ from paceline.runs.attempt import notices
 
 pytestmark = pytest.mark.sample(3)
 
-PRELOADED = Path(__file__).parents[1] / "agent" / "preloaded.py"
+PRELOADED = Path(__file__).parents[1] / "launch" / "agent" / "preloaded.py"
 SCRIPT = Path(__file__).with_name("ddp.py")
 Run = Callable[..., Launch]
 

@@ -12,8 +12,8 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import Means, RunFlags, agent_runs, existing_run, head_roster, home, is_locked, signal_agent
 from paceline.cli.run_state import standing
 from paceline.errors import ExitCode, TrainingError, UsageError
+from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.launch.submission import Submission, last_submission
 from paceline.protocol.job import STOP_GRACE_SECONDS
 from paceline.runs.console import clean
 from paceline.runs.folder import CHECKPOINTS, LOCK

@@ -15,8 +15,7 @@ from paceline.cli.flags import check_positive, command_words
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
 from paceline.lab.doctor.survey import PROGRAM, Wanted, host_programs, survey
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import Command
+from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import sessions
 from paceline.rank.environment import expand_nodes
 

@@ -17,13 +17,27 @@ from paceline.config import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
-from paceline.launch.hosts import parse_hosts
-from paceline.launch.plan import Plan, describe, local
-from paceline.launch.slurm.fits import check_allocation, check_fits, cores_there, in_allocation, run_here
+from paceline.launch.plan import (
+    Plan,
+    Submission,
+    describe,
+    local,
+    next_submit_dir,
+    parse_hosts,
+    write_files,
+    write_submission,
+)
 from paceline.launch.slurm.plan import SCRIPT, slurm
-from paceline.launch.slurm.queue import follow, submit
+from paceline.launch.slurm.queue import (
+    check_allocation,
+    check_fits,
+    cores_there,
+    follow,
+    in_allocation,
+    run_here,
+    submit,
+)
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
-from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
 from paceline.launchers import LauncherName, launchers_of
 from paceline.protocol.control import SECRET_NAME

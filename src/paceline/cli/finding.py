@@ -17,7 +17,7 @@ from paceline.cli.flags import command_words
 from paceline.errors import UsageError, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
-from paceline.launch.submission import Submission, submit_number
+from paceline.launch.plan import Submission, submit_number
 from paceline.runs.console import say
 from paceline.runs.folder import CONFIG, LOCK, attempt_number, numbered_attempts
 from paceline.runs.owners import check_ours, note_strangers, opened

@@ -51,4 +51,4 @@ def main(arguments: Sequence[str]) -> int:
     except Unreadable as error:
         raise UsageError(code="invitation-unreadable", reason=str(error)) from None
     words = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.agent", *words])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent", *words])

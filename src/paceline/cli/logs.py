@@ -13,11 +13,11 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import Means, NewestRunFlags, existing_run
 from paceline.cli.run_state import standing
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.guard.sentences import in_runs, named
-from paceline.launch.submission import last_submission
-from paceline.launch.tail import Tail
+from paceline.guard.sentences import named
+from paceline.launch.output import Tail
+from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clock
+from paceline.runs.console import clock, in_runs
 from paceline.runs.folder import numbered_attempts
 from paceline.runs.reading import is_file
 from paceline.runs.summary import LIVE

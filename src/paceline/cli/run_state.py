@@ -12,8 +12,8 @@ from paceline import config as configuration
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, home, is_locked
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
+from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.launch.submission import Submission, last_submission
 from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.attempt import notices, read_ended, read_nodes
 from paceline.runs.events import Evaluated, Started, Step, last_events, read_events

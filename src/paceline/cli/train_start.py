@@ -15,7 +15,7 @@ from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_str
 from paceline.errors import ExitCode
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
-from paceline.launch.slurm.fits import in_allocation
+from paceline.launch.slurm.queue import in_allocation
 from paceline.launch.supervise import run
 from paceline.mesh import mesh_of
 from paceline.protocol.control import PRELOAD

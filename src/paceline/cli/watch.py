@@ -15,7 +15,7 @@ from paceline.cli.hang import ask_agent
 from paceline.cli.run_state import run_state, standing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
-from paceline.launch.tail import lines_of, start_of_last
+from paceline.launch.output import lines_of, start_of_last
 from paceline.protocol.evidence import CHECKPOINT_ASK
 from paceline.report.live import LiveReader, RunNow
 from paceline.report.watch_lines import summary_line

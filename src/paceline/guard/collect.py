@@ -1,8 +1,8 @@
-"""Collects the evidence of this node: each worker is asked through its box, its process looked at.
+"""Collects the evidence of this node: from the box of each worker, and from its process.
 
-A worker that does not answer may hold the interpreter's lock in native code: it is sent a signal on which it writes its
-stacks without the interpreter. Nothing here waits: an agent has others to talk to, so it calls `advance` ten times a
-second until that returns True. Nothing that a worker has written can make it fail, or grow without bound.
+A worker that does not answer may hold the interpreter's lock in native code. It is sent a signal on which it writes its
+stacks without the interpreter. No function here waits: the agent calls `advance` ten times a second until it returns
+True. No content of a box can make a function fail, or use memory without bound.
 """
 
 import os
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from paceline.host.gpu_use import ask_gpus
+from paceline.host.machine_log import ask_gpus
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
 from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Sample, Stack
 from paceline.protocol.job import JUMP_SECONDS
@@ -59,10 +59,10 @@ class _Asked:
 
 
 class Collection:
-    """One question to all workers of a node, and what has come of it so far.
+    """One question to all workers of a node, and the answers so far.
 
-    Workers that have ended are not asked. `boxes` are descriptors by rank; the `question`'s number is larger than that
-    of the one before. With a patience below ANSWER_SECONDS nobody is sent a signal.
+    Workers that have ended are not asked. `boxes` are descriptors by rank; the number `question` is larger than that of
+    the question before. With a patience below ANSWER_SECONDS no worker is sent a signal.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Collection:
         self._gpus = ask_gpus([one.pid for one in self._asked.values()])
 
     def advance(self) -> bool:
-        """Do what is to be done now; whether all is here, or will not come any more."""
+        """Continue to collect; return whether all answers are here, or no more will come."""
         now = time.monotonic()
         waited_seconds = now - self._began_seconds
         for one in self._asked.values():
@@ -113,7 +113,7 @@ class Collection:
         return self._patience_seconds < ANSWER_SECONDS or not self._signal(one)
 
     def _signal(self, one: _Asked) -> bool:
-        """Ask for native stacks; whether that is possible. It must be sure not to kill."""
+        """Ask for native stacks; return whether that is possible without the risk to kill the worker."""
         if not read_counters(one.box).ready & SIGNAL_SAFE or not takes_signal(one.pid):
             return False
         forget_native(one.box)
@@ -124,7 +124,7 @@ class Collection:
         return True
 
     def evidence(self, workers: Sequence[Sample]) -> list[Evidence]:
-        """What is known of all `workers`: those that were asked, as they are now."""
+        """The evidence on all `workers` now."""
         return [bounded_evidence(self._evidence(worker, self._asked.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: Sample, asked: _Asked | None) -> Evidence:
@@ -178,7 +178,7 @@ def _loader(one: LoaderWorker, parent: int) -> LoaderWorker:
 
 
 def bounded_evidence(evidence: Evidence) -> Evidence:
-    """`evidence`, of which nothing is longer than anybody reads; at most MAX_EVIDENCE_BYTES as JSON."""
+    """`evidence` with limits on the size of each part; at most MAX_EVIDENCE_BYTES as JSON."""
     stacks = [Stack(s.thread[:MAX_TEXT], tuple(map(_frame, s.frames[:MAX_FRAMES]))) for s in evidence.stacks]
     failure = evidence.failure
     if failure is not None:
@@ -221,14 +221,14 @@ def _frame(frame: Frame) -> Frame:
 
 
 def _number(number: int) -> int:
-    """A count, a line or a rank; 0 for what can be none."""
+    """A count, a line or a rank; 0 if it is out of range."""
     return number if 0 <= number <= MAX_NUMBER else 0
 
 
 class IdleClock:
-    """When each worker of one generation moved last.
+    """Finds when each worker of one generation moved last.
 
-    Its clock is not asked: an age is how long the agent, by its own clock, has seen nothing of it move.
+    The clock of the worker is not used: an age is how long the agent, by its clock, has seen no change of the counters.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class IdleClock:
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
     def read(self, worker: Sample, box: int, now_seconds: float) -> Sample:
-        """`worker` with what its box shows; to be called at least every second or two, on one monotonic clock."""
+        """`worker` with the content of its box; call it at least every second or two, on one monotonic clock."""
         counters = read_counters(box)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         if moved != counters.moved or now_seconds - read_seconds > JUMP_SECONDS:

@@ -1,9 +1,9 @@
-"""Tells how ranks ended, which of them failed first, and when a verdict is due. Pure.
+"""Finds out how ranks ended, which of them failed first, and when a verdict is due. Pure.
 
-One failing rank takes all others with it, within milliseconds and with louder messages ("Connection closed by peer",
-aborts out of C++ destructors). The first *exit* therefore proves little: a culprit that tidies up for three seconds
-dies last. What counts is the kind of end, in the order of `RankEnd`; and within one kind, what came first on the
-judging agent's monotonic clock (other hosts report ages, not times).
+If a rank fails, all others fail within milliseconds, with louder messages ("Connection closed by peer", aborts out of
+C++ destructors). The first *exit* therefore proves little: a rank that cleans up for three seconds ends last. The kind
+of the end counts, in the order of `RankEnd`; within one kind, the first on the monotonic clock of the head counts
+(other hosts report ages, not times).
 """
 
 import re
@@ -37,12 +37,12 @@ class RankEnd(IntEnum):
 
     @property
     def by_itself(self) -> bool:
-        """Whether it failed, and no other rank is known to be the reason."""
+        """Whether the rank failed, and no other rank is known to be the cause."""
         return self <= RankEnd.EXIT
 
 
 def end_of(one: Sample) -> RankEnd:
-    """How a rank ended; one that tidies up after an exception has ended."""
+    """How a rank ended; a rank that cleans up after an exception has ended."""
     if one.lost:
         return RankEnd.LOST
     if one.code in GOOD_ENDS:
@@ -58,7 +58,7 @@ def end_of(one: Sample) -> RankEnd:
 
 
 def end_in_collective(one: Evidence) -> RankEnd:
-    """The same, where it is known what the rank was in: an end that its transport brought about is BROKEN."""
+    """As `end_of`, if the rank's operations are known: an end that its transport has caused is BROKEN."""
     end = end_of(one)
     if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
         return end
@@ -67,17 +67,17 @@ def end_in_collective(one: Evidence) -> RankEnd:
 
 
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
-    """The rank whose failure explains the others' best, or None where nobody failed."""
+    """The rank whose failure explains the others' best; None if no rank failed."""
     ended = (one for one in samples if one.code is not None or one.failure is not None or one.lost)  # of thousands, few
     failed = [one for one in ended if end_of(one) <= RankEnd.VICTIM]
     return min(failed, key=lambda one: (end_of(one), one.failed_at_seconds, one.rank), default=None)
 
 
 def due_seconds(samples: Sequence[Sample]) -> float | None:
-    """When (monotonic seconds) to stop waiting for a better culprit; None while nobody has failed.
+    """When (monotonic seconds) to stop waiting for a better explanation; None while no rank has failed.
 
-    Example: one rank raises and tidies up for 3 s, the others lose it. Their records say victim, but the first one's
-    record is there already, so the verdict is due SETTLE_SECONDS after the first end, not after the last.
+    Example: one rank raises and cleans up for 3 s, and the others lose it. Their records are those of victims, but the
+    record of the first rank exists already, so the verdict is due SETTLE_SECONDS after the first end, not the last.
     """
     first = first_to_fail(samples)
     if first is None:

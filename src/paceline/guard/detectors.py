@@ -1,19 +1,19 @@
-"""Finds when a run stands still, and which rank or network slows it down. Pure: from samples of all ranks.
+"""Finds when a run stalls, and which rank or network slows it down. Pure: from samples of all ranks.
 
-Nobody in the world has moved for a *window*, and at least one rank waits for something: that is a stall. So is a step
-in which nobody waits (a run of one rank, a kernel without end), but after the window of first steps, and under auto,
-where somebody computes, after 1800 s. How long the window is depends on what the ranks do, and on the run itself:
+A stall: no rank has moved for a *window*, and at least one rank waits for something. A step in which no rank waits (a
+run of one rank, a kernel without end) is a stall after the window of first steps, and under auto, if a rank computes,
+after 1800 s. The length of the window depends on the phases of the ranks, and on the run:
 
     phase                                     --stall-after auto                              --stall-after S
     steps (forward ... optimizer)             5 x the longest gap so far, 10 s to 300 s       S
     data                                      the same, 30 s to 300 s                         S
     init, first steps, evaluate, checkpoint   5 x the longest gap so far, 300 s to 1800 s     4 x S, at least 60 s
-    scripts, which say nothing of themselves  5 x the longest gap so far, 300 s to 1800 s     S
+    scripts, which report no phases           5 x the longest gap so far, 300 s to 1800 s     S
 
-A gap is a time in which nobody moved and after which somebody did: what has once gone well is no stall the next time.
+A gap is a time in which no rank moved and after which a rank did: a gap that has ended well is no stall the next time.
 If the ranks are in several phases, the one with the largest window counts. Data has a higher floor than the other parts
-of a step, for nothing of it repeats exactly: a new epoch starts new loader processes, a file server has its moments.
-First steps are those that compile and warm up: one where the user has given a number, else five.
+of a step, since it does not repeat exactly: a new epoch starts new loader processes, a file server may be slow. First
+steps are those that compile and warm up: one step if the user has given a number, else five.
 """
 
 import math
@@ -44,7 +44,7 @@ QUIET_SECONDS, SECONDS_A_NODE = 3.0, 0.003  # who has moved within the first nee
 
 @dataclass(frozen=True)
 class Alarm:
-    """Nobody has moved for half of the window (warn), or for all of it (stall)."""
+    """No rank has moved for half of the window (warn), or for all of it (stall)."""
 
     kind: Literal["warn", "stall"]
     still_seconds: float
@@ -52,7 +52,7 @@ class Alarm:
 
 
 class StallDetector:
-    """A run's own pace, learned while it runs. One generation's: a restarted run has another."""
+    """Detects stalls of one generation, by the pace that it learns while the generation runs."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
@@ -68,9 +68,9 @@ class StallDetector:
         self._noticed = False
 
     def see(self, now_seconds: float, ranks: Sequence[Sample]) -> Alarm | None:
-        """Look at all ranks that run; at least once a second, `now_seconds` on one monotonic clock.
+        """Process samples of all ranks that run, at least once a second; `now_seconds` is of one monotonic clock.
 
-        A warning comes once in a standstill, an alarm again after each further window; mostly None.
+        A warning is returned once in a stall, an alarm again after each further window, and else None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > JUMP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
@@ -136,9 +136,9 @@ class StallDetector:
 
 
 def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
-    """The same, but scripts, and ranks that have not met yet, may wait where no box shows it: they are said to.
+    """The samples, with `waiting` for scripts and ranks before the rendezvous: no box shows whether these wait.
 
-    A script of which no rank has called any collective still begins, whatever it is that it does.
+    A script is in its start until a rank has called a collective.
     """
     met = any(one.met for one in samples)
     return [
@@ -150,7 +150,7 @@ def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
 
 
 def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> bool:
-    """Whether nobody has moved since the alarm, and somebody waits: a script may also be busy for long by itself."""
+    """Whether no rank has moved since the alarm, and a rank waits: a script may also compute for a long time."""
     running = [one for one in evidence if one.runs]
     if any(one.reads_input for one in running):  # a person thinks, or what is piped into the run has a pause
         return False
@@ -174,7 +174,7 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
 
 
 def waits(one: Evidence) -> bool:
-    """Whether a rank waits for others, or for its data."""
+    """Whether a rank waits for other ranks, or for its data."""
     if one.phase is Phase.SYNC or (one.phase is Phase.DATA and not one.script) or any(not op.done for op in one.ops):
         return True
     main = one.stacks[0].frames if one.stacks else ()
@@ -182,8 +182,8 @@ def waits(one: Evidence) -> bool:
     return waiting and not imports_torch(main)
 
 
-def to_free(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """The ranks that shall get an exception out of their collective: those that have only waited."""
+def ranks_to_unblock(verdict: Verdict, evidence: Sequence[Evidence]) -> tuple[int, ...]:
+    """The ranks that get an exception out of their collective: those that only wait."""
     kept = () if verdict.kind in GUILTY_WAIT_TOO else verdict.guilty
     return tuple(one.rank for one in evidence if one.runs and one.rank not in kept)
 
@@ -195,7 +195,7 @@ def sample_seconds(windows: Windows) -> float:
 
 
 def beat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
-    """How often the head hears of samples and looks at them: seldom where many nodes' ranks all move."""
+    """How often the head receives samples and looks at them: less often if the ranks of many nodes all move."""
     usual = sample_seconds(windows)
     moves = any(one.still_seconds < QUIET_SECONDS for one in samples)
     return max(usual, nodes * SECONDS_A_NODE) if moves and usual == SAMPLE_SECONDS else usual
@@ -210,11 +210,10 @@ AGAIN_SECONDS = 15.0
 class SleepDetector:
     """Finds a rank of a script that sleeps while others wait for it, long before the window of scripts is over.
 
-    A script may evaluate for half an hour while others wait, download, or wait for a program that it has started; all
-    that looks like a hang. One thing does not: the main thread is in one and the same sleep all the time, in the
-    kernel's own word and by its count of switches. Nothing will wake it but its clock; or nothing at all, if it is
-    stopped, or waits for a thread of its own while all of them wait. So it is asked twice, and no rank is ended that
-    has slept for less than 45 s.
+    A script may evaluate for half an hour while others wait, download, or wait for a program that it has started: all
+    of these look like a hang. A main thread that is in one sleep all the time, by the kernel's state and its count of
+    switches, is different: only its clock wakes it, or nothing at all if it is stopped, or waits for one of its threads
+    while all of them wait. So the rank is asked twice, and no rank is ended that has slept for less than 45 s.
     """
 
     def __init__(self, windows: Windows) -> None:
@@ -223,7 +222,7 @@ class SleepDetector:
         self._before: dict[int, int] = {}
 
     def due(self, running: Sequence[Sample]) -> bool:
-        """Whether it is time to ask how the ranks sleep."""
+        """Whether to ask now how the ranks sleep."""
         self._asked = False
         still_seconds = min((one.still_seconds for one in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -236,7 +235,7 @@ class SleepDetector:
         return True
 
     def proves(self, verdict: Verdict, evidence: Sequence[Evidence]) -> bool | None:
-        """Whether those that the verdict blames have slept one sleep since it was asked before; None: it was not."""
+        """Whether the ranks of the verdict were in one sleep since the last question; None if there was none."""
         if not self._asked:
             return None
         now = {one.rank: one.sleep for one in evidence if one.sleep >= 0}
@@ -293,9 +292,9 @@ class Straggler:
 class StragglerDetector:
     """Finds a rank that is slower than the others, or a slow network, from the time that each spends in each phase.
 
-    In lockstep all are as slow as the slowest, so step times say nothing. What a rank does for itself (data, forward,
-    backward, optimizer) is set against that of the others; what is left is waiting. If no rank works long and all wait,
-    also the one who comes last, the waiting is the network's.
+    In lockstep all ranks are as slow as the slowest, so step times show nothing. The detector compares the work of each
+    rank (data, forward, backward, optimizer) with that of the others; the rest of a step is waiting. If no rank works
+    long and all wait, including the last to arrive, the network is slow.
 
     Example: 3 ranks, of which one needs 0.5 s to load a batch: own times 0.1, 0.6, 0.1 s, waiting 0.5, 0, 0.5 s a step.
     With DDP the waiting is in the others' backward pass instead, 0.6, 0.1, 0.6 s; so phases that never wait (data,
@@ -312,7 +311,7 @@ class StragglerDetector:
         """that the last sentence was about"""
 
     def see(self, samples: Sequence[Sample]) -> str:
-        """A sentence that is new, or empty. To be called with all ranks that run, again and again."""
+        """A new warning, or an empty text. Call it repeatedly, with samples of all ranks that run."""
         if len(samples) < 2 or any(one.phase is Phase.USER and not one.script for one in samples):
             return ""
         first = [self._first.setdefault(one.rank, one.step) for one in samples]
@@ -338,9 +337,9 @@ class StragglerDetector:
         return self._new("network", *(slow_network(_per_step(self._looks[0], now)) or ("", 0.0)))
 
     def _all_the_time(self) -> Straggler | None:
-        """Who is slow in each look, and by how much in most: some steps of a script are nothing.
+        """The rank that is slow in each look, with its usual delay: some steps of a script are short.
 
-        What a rank waits for a core is mostly the machine's, and passes: then it must be so for longer.
+        A rank that waits for a core is mostly slow for a short time, by its machine; it has to be slow for longer.
         """
         for count, which in ((LOOKS, 0), (QUEUED_LOOKS, 1)):
             slow = [one for pair in self._judged[-count:] if (one := pair[which]) is not None]
@@ -356,7 +355,7 @@ class StragglerDetector:
 
 
 def _apart(base: Look, now: Look) -> bool:
-    """Whether every rank has gone on long enough in between for a look of its own."""
+    """Whether every rank has taken enough steps since `base` for another look."""
     seconds = max(LOOK_SECONDS, len(now) * RANK_SECONDS)
     return all(
         rank in base
@@ -367,9 +366,9 @@ def _apart(base: Look, now: Look) -> bool:
 
 
 def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
-    """What each rank has spent; `of_queue`: without what it has waited for a core, by so much longer than the others.
+    """The time of each rank in each phase; `of_queue`: without the time that it waited for a core beyond the others.
 
-    Nobody knows in which phase it has: it is taken from all of its own, in proportion.
+    The phase in which it waited is not known, so the time is subtracted from all phases of its work, in proportion.
     """
     queued = {rank: (one.queued_seconds - base[rank].queued_seconds) for rank, one in now.items()}
     ordered = sorted(queued.values())
@@ -387,7 +386,7 @@ def _per_step(base: Look, now: Look, *, of_queue: bool = False) -> Spent:
 
 
 def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
-    """Which of two ranks or more is slower than the others."""
+    """The rank that is slower than the others, if any, of two ranks or more."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     alone = {rank: sum(seconds[phase] for phase in NEVER_WAITING) for rank, seconds in spent.items()}
     for work in (own, alone):
@@ -403,7 +402,7 @@ def slow_rank(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
 
 
 def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
-    """The same where phases are seen from outside: a rank is slow in what the others wait for, as long, elsewhere."""
+    """As `slow_rank`, for phases as hooks see them: a rank is slow if the others wait for as long."""
     work = {rank: sum(seconds[phase] for phase in OF_SCRIPTS) for rank, seconds in spent.items()}
     waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
     rank = max(work, key=lambda r: work[r])
@@ -417,7 +416,7 @@ def slow_script(spent: Spent, hosts: Mapping[int, str]) -> Straggler | None:
 
 
 def slow_network(spent: Spent) -> tuple[str, float] | None:
-    """Whether all ranks wait most of the time, also the one that waits least: the sentence, seconds a step."""
+    """The warning and the seconds a step, if all ranks wait most of the time, including the one that waits least."""
     own = {rank: sum(seconds[phase] for phase in OWN) for rank, seconds in spent.items()}
     sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
     if sync_seconds < LEAST_SYNC_SECONDS or sync_seconds <= max(own.values()):
@@ -452,7 +451,7 @@ SAME_SECONDS = 1.5  # what two looks at the same moment may differ by
 
 
 class UnmetDetector:
-    """When to ask the ranks of one generation what they wait in: they may never meet, see `judge.never_meet`."""
+    """When to ask the ranks of one generation for their operations: they may never meet, see `judge.never_meet`."""
 
     def __init__(self, windows: Windows) -> None:
         self._off = windows.off

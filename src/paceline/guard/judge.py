@@ -64,7 +64,7 @@ IDLE_CPU_SECONDS = 0.5  # in a second; a rank that uses more may still come
 
 
 def judge(evidence: Sequence[Evidence]) -> Verdict:
-    """The verdict on ranks that stand still, or of which some have failed. Any evidence gives one."""
+    """The verdict on ranks that stall, or of which some have failed. Any evidence gives a verdict."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_ops(ranks)
@@ -84,7 +84,7 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
 
 
 def judge_samples(samples: Sequence[Sample]) -> Verdict:
-    """The verdict on ranks of which some have failed, where samples are all that is known: the first failure."""
+    """The verdict on ranks of which some have failed, if only samples are known: the first failure."""
     first = first_to_fail(samples)
     if first is None:
         return Verdict(VerdictKind.UNKNOWN)
@@ -92,7 +92,7 @@ def judge_samples(samples: Sequence[Sample]) -> Verdict:
 
 
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
-    """Whether the verdict says better than the first failure itself why the run has failed."""
+    """Whether the verdict explains the failure of the run better than the first failure itself."""
     aborted = end_of(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     asked = any(one.state or one.ops for one in evidence)  # else samples are all there is
     if not asked or not (aborted or end_of(first) is RankEnd.VICTIM):
@@ -137,7 +137,7 @@ def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
 
 
 def _is_free(one: Rank) -> bool:
-    """Whether it waits for no rank. Who has answered, and has something in flight, may be in `work.wait()`."""
+    """Whether it waits for no rank. A rank that has answered, with an operation in flight, may be in `work.wait()`."""
     if one.frozen:
         return True
     if one.waits_for or one.end is not RankEnd.RUNS:
@@ -154,7 +154,7 @@ def _kind(one: Rank) -> VerdictKind:
 
 
 def _inside(ranks: Ranks) -> Verdict | None:
-    """All have come, and it does not end: ranks are in an operation for which nobody is missing."""
+    """Ranks are in an operation in which no rank is missing, and which does not end."""
     inside = {n: one.pending[0] for n, one in ranks.items() if one.pending and not one.waits_for and not one.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # of the dead it is not known who was missing
         return None
@@ -172,7 +172,7 @@ def _inside(ranks: Ranks) -> Verdict | None:
 
 
 def _elsewhere(ranks: Ranks) -> Verdict:
-    """Nobody waits for anybody, as far as is known."""
+    """No rank waits for another one, as far as is known."""
     running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
     kinds = {n: _kind(one) for n, one in running.items()}
     surely = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
@@ -196,7 +196,7 @@ def _elsewhere(ranks: Ranks) -> Verdict:
 
 
 def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    """The verdict on ranks of which one must be wrong; None where there are no such."""
+    """The verdict on ranks of which one must be wrong; None if there are none."""
     graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
@@ -280,7 +280,7 @@ def _told(
 
 
 def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]]:
-    """Those who wait for a guilty rank that waits for them, else all of a circle, by what they wait in."""
+    """The ranks that wait for a guilty rank that waits for them, else those of a cycle, grouped by their operation."""
     wrong = set(guilty)
     mutual = [n for n in graph if n not in wrong and any(n in graph[one] for one in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
@@ -288,7 +288,7 @@ def _rivals(ranks: Ranks, guilty: Sequence[int], graph: Graph) -> list[list[int]
 
 
 def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
-    """The ranks of one circle, of two ranks if there is such a one; empty if there is none."""
+    """The ranks of one cycle, of two ranks if there is one; empty if there is no cycle."""
     left = _cyclic_core(graph, without=without)
     for rank in sorted(left):
         for other in graph[rank]:
@@ -303,7 +303,7 @@ def _find_cycle(graph: Graph, *, without: int | None = None) -> set[int]:
 
 
 def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
-    """Those who are in a circle or wait for one: all but those that wait for nobody, or only for such, and so on."""
+    """The ranks that are in a cycle or wait for one: all except those that wait for none, or only for such ranks."""
     holders: dict[int, list[int]] = {}  # of one set of edges: what becomes of it becomes of all of them
     for rank, others in graph.items():
         holders.setdefault(id(others), []).append(rank)
@@ -363,13 +363,13 @@ def _surely_in(one: Rank) -> Op | None:
 
 
 def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
-    """Whether two of those that wait have entered what no transport pairs."""
+    """Whether two of the ranks that wait have entered operations that no transport pairs."""
     ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
     return len(ops) > 1 and len(split(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
 
 
 def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
-    """Those who wait, and for whom of each other; ranks with the same edges share one set."""
+    """For each rank that waits, the waiting ranks for which it waits; ranks with the same edges share one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in held.items():
         waits_for = ranks[n].waits_for

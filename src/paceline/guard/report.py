@@ -1,4 +1,4 @@
-"""How a verdict is reported: on the screen, as the page of a stall, a failure or the warning before; and in a folder.
+"""Reports a verdict: on the screen, as the page of a stall, a failure or the warning before; and in a folder.
 
 runs/mnist-cnn-20260131-093000/attempt-1/verdict-1/
     verdict.json    format, version, the verdict, and what was known of each rank
@@ -104,7 +104,7 @@ def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
 
 
 def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
-    """One line at half of the window: who keeps the others waiting, perhaps."""
+    """One line at half of the window: the ranks for which the others may wait."""
     suspects = [one for one in ranks if not one.waiting and one.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({one.phase for one in suspects} - {Phase.USER})
     doing = f", in {' or '.join(phase.word for phase in phases)}" if phases else ""
@@ -117,7 +117,7 @@ def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: fl
 
 
 def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
-    """The verdict in one line: the rank that failed and the first line of its error; or who holds the others up."""
+    """The verdict in one line: the rank that failed and the first line of its error; or the headline of a stall."""
     first = next((one for one in evidence if one.rank == verdict.failed), None)
     if first is None:
         return _line(_headline(verdict, evidence, waited_seconds))
@@ -130,7 +130,7 @@ def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
 
 
 def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
-    """The verdict on a run that failed (`verdict.failed`): which rank, how, why, and where to read on.
+    """The verdict on a run that failed (`verdict.failed`): the rank, how and why it failed, and the logs.
 
     `oom_kills` is how many processes the kernel killed for memory; `attempt_dir` has the logs.
     """
@@ -205,7 +205,7 @@ MAX_KEPT = 256  # ranks: a file each, on a disk that a thousand nodes share
 
 
 class VerdictRecord(msgspec.Struct, frozen=True):
-    """A verdict and all that it was made from: the content of verdict.json."""
+    """A verdict and its evidence: the content of verdict.json."""
 
     format: Literal["paceline-verdict"]
     version: int
@@ -216,7 +216,7 @@ class VerdictRecord(msgspec.Struct, frozen=True):
 
 
 def same_verdict(one: Verdict, other: Verdict) -> bool:
-    """Whether a run was stopped twice by the same thing at the same step; numbers of collectives may differ."""
+    """Whether two verdicts have the same cause at the same step; the numbers of collectives may differ."""
     return _essence(one) == _essence(other)
 
 
@@ -227,7 +227,7 @@ def _essence(verdict: Verdict) -> tuple[object, ...]:
 
 
 def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
-    """Make the folder of a verdict, for its owner's eyes only; verdict.json is whole as soon as it is there.
+    """Write a verdict into a new, private folder; verdict.json is complete as soon as it exists.
 
     Raises:
         OSError: if it exists, or cannot be written.
@@ -245,7 +245,7 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
 
 
 def telling(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
-    """What is worth a file each: all, of thousands the blamed, one of each kind, and the first of the others."""
+    """The ranks that get a file: all, or of thousands those of the verdict, one of each kind, and the first others."""
     if len(evidence) <= MAX_KEPT:
         return list(evidence)
     blamed = {*verdict.guilty, *(party[0] for party in verdict.tie), verdict.failed}
@@ -281,7 +281,7 @@ def read_verdict(folder: Path) -> VerdictRecord:
 
 
 def description(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
-    """All that is known of a rank, for people; or only its last operations and first stacks."""
+    """The evidence on a rank as text; or only its last operations and first stacks."""
     ops = one.ops if most_ops is None else one.ops[-most_ops:]
     lines = (line for text in _described(one, ops, one.stacks[:most_stacks]) for line in clean(text).split("\n"))
     return "".join(f"{printable(line)}\n" for line in lines)

@@ -1,6 +1,5 @@
 """Sentences of a verdict: they name ranks, collectives and places, and state what each party did, the guilty first."""
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -9,8 +8,8 @@ from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
 from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.protocol.places import by, frames, line_of, shown, shown_site, stands_at
+from paceline.runs.console import in_runs
 
-NUMBERED = re.compile(r"(.*?)([0-9]+)")
 FROM = ("recv", "irecv", "broadcast", "scatter")
 GONE = ("", "Z", "X")  # states of a process that is no more
 BUSY_CPU_SECONDS = 0.2  # of the last second or so
@@ -19,24 +18,6 @@ STATES = {
     "T": "T (stopped by a signal)",
     "t": "t (stopped by a debugger)",
 }
-
-
-def in_runs(names: Iterable[str], separator: str = ", ") -> str:
-    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
-    runs: list[list[str]] = []
-    for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
-
-
-def _follows(name: str, following: str) -> bool:
-    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
-    if first is None or second is None or first[1] != second[1]:
-        return False
-    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -54,29 +35,29 @@ def signal_name(number: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without what does not print, and what turns the direction of writing."""
+    """`text` without characters that do not print, or that change the direction of writing."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def verb(ranks: Iterable[int], one: str, many: str) -> str:
-    """The form that fits as many ranks."""
+    """The form of a verb for one or several ranks."""
     return one if len(set(ranks)) == 1 else many
 
 
 def op_words(op: Op) -> str:
-    """An operation in words: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
+    """An operation as text: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
     peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
     words = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
     return " ".join(word for word in words if word)
 
 
 def called_from(op: Op) -> str:
-    """Where an operation was called, as the end of a sentence; empty where that is unknown."""
+    """The call site of an operation, as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
 def where(one: Evidence) -> str:
-    """Where a rank stands, as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
+    """The place of a rank, as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
     words = [_place(one)]
     if one.phase is not Phase.USER:
         words.append(f"phase {one.phase.word}" if words[0] else f"in {one.phase.word}")
@@ -98,7 +79,7 @@ def _place(one: Evidence) -> str:
 
 
 def loader_words(loader: LoaderWorker) -> str:
-    """What a process that loads data does."""
+    """The state of a process that loads data."""
     who = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
     if loader.state in GONE:
@@ -121,7 +102,7 @@ def conclude(
     op: Op | None = None,
     at: str = "",
 ) -> Verdict:
-    """A verdict with all that goes with it; `at` is where the first guilty rank was, if not where it stands."""
+    """A complete verdict; `at` is the place of the first guilty rank, if it is not where the rank is now."""
     lines = [*lines, *_about_blocks(ranks, [*guilty, *(n for party in tie for n in party)])]
     step = max((one.evidence.step for one in ranks.values()), default=0)
     first = ranks[guilty[0]].evidence if guilty else None
@@ -131,14 +112,14 @@ def conclude(
 
 
 def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
-    """What strategy fsdp demands of ranks, if some of these have called the collective of a block last."""
+    """The requirement of strategy fsdp, if the last operation of some of these ranks is the collective of a block."""
     if not any(op.name.startswith(BLOCK) for n in involved for op in ranks[n].evidence.ops[-1:]):
         return []
     return ["under fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
 def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
-    """The processes for which this rank waits for its next batch, as far as they are to blame."""
+    """The loader processes that do not deliver the next batch of this rank."""
     if one.phase not in (Phase.DATA, Phase.USER):
         return []
     stopped = [loader for loader in one.loaders if loader.state in (*GONE, *FROZEN, "D")]
@@ -146,7 +127,7 @@ def hanging_loaders(one: Evidence) -> list[LoaderWorker]:
 
 
 def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
-    """Ranks for which others wait, and what these wait in."""
+    """Ranks for which others wait, and the operation in which these wait."""
     op, holders = awaited(ranks, guilty), waiting_alike(ranks)
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
@@ -209,7 +190,7 @@ def _held(one: Rank) -> Op | None:
 
 
 def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
-    """The operation of `group` with the call site that most of its ranks have."""
+    """The operation of `group`, with the call site of most of its ranks."""
     ops = [op for n in group if (op := _held(ranks[n])) is not None]
     usual = Counter(op.site for op in ops).most_common(1)[0][0]
     return next(op for op in ops if op.site == usual)
@@ -223,7 +204,7 @@ def held_in(one: Rank, others: Collection[int]) -> Op | None:
 
 
 def awaited(ranks: Ranks, guilty: Collection[int]) -> Op | None:
-    """The operation that most wait in for `guilty`."""
+    """The operation in which most ranks wait for `guilty`."""
     return _most_awaited(waiting_alike(ranks), guilty)
 
 
@@ -239,14 +220,14 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
 
 
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
-    """A few that wait for the many who are done."""
+    """Some ranks that wait for the others, which are done."""
     op = awaited(ranks, left)
     what = "for others" if op is None else f"in {op_words(op)}{called_from(op)}"
     return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
 
 
 def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
-    """Parties that have entered different things."""
+    """Parties that have entered different operations."""
     ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
     return _limited(
         [f"{named(party)} called {op_words(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
@@ -275,7 +256,7 @@ def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, 
 
 
 def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
-    """Ranks that are in an operation for which nobody is missing."""
+    """Ranks that are in an operation in which no rank is missing."""
     op = next(iter(held.values()))
     out = [n for n in ranks if n not in held]
     lines = [f"{named(held)} {verb(held, 'is', 'are')} in {op_words(op)}{called_from(op)}, and nobody is missing in it"]
@@ -291,7 +272,7 @@ def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
 
 
 def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
-    """Ranks that are in an operation with all others, but can do nothing there."""
+    """Ranks that are in an operation with all others, but cannot take part in it."""
     lines = [f"{named([n])} is in {op_words(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
     return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
 
@@ -331,7 +312,7 @@ def _last(one: Evidence) -> str:
 
 
 def everybody(ranks: Ranks) -> list[str]:
-    """Where all ranks are, the rarest places first."""
+    """The places of all ranks, the rarest first."""
     groups = sorted(_alike(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
     lines = [f"{named(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)

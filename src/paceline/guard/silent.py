@@ -1,12 +1,12 @@
-"""Judges what goes wrong in a script without any error: replicas that drift apart, gradients that are not finite. Pure.
+"""Finds faults of a script that raise no error: replicas that drift apart, gradients that are not finite. Pure.
 
-From samples of all ranks, again and again: `SilentFaultDetector.see` gives the notices to report at once, and, if
+`SilentFaultDetector.see` processes samples of all ranks repeatedly. It gives the notices to report at once, and, if
 results are wrong, the verdict by which the run is to be ended.
 
-What ranks have marked is compared: parameters that must be equal, and collectives that must come in one order. Only
-marks of one number are compared, of as many ranks as must have the same. Parameters that DDP keeps equal must be so
-from the first step on. Others must only if they were seen to be: equal, while they changed, several times before, and
-never apart and together again, as replicas are that are averaged now and then.
+Marks of the ranks are compared: parameters that must be equal, and collectives that must be in one order. Only marks of
+one number are compared, and only if all ranks that must be equal have it. Parameters that DDP keeps equal must be equal
+from the first step on. Others must be only if they were equal several times while they changed, and were never unequal
+and equal again, as replicas are that are averaged now and then.
 """
 
 from collections import defaultdict
@@ -44,7 +44,7 @@ Calls = Sequence[int]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where ranks have marked another thing than others."""
+    """Marks that differ between ranks."""
 
     marks: Marks
     at: int  # which part of the mark
@@ -52,30 +52,30 @@ class Difference:
 
     @property
     def mark(self) -> Mark:
-        """That of any rank: what all have in common is the same in all."""
+        """The mark of any rank, for the fields that are equal on all."""
         return next(iter(self.marks.values()))
 
     @property
     def parties(self) -> Sequence[Mapping[int, int]]:
-        """Ranks that have the same, the largest party first."""
+        """Ranks with equal hashes, the largest party first."""
         hashes = {rank: mark.hashes[self.at] for rank, mark in self.marks.items()}
         return parties_by(hashes, lambda value: value)
 
     @property
     def guilty(self) -> tuple[int, ...]:
-        """The ranks in the minority; none where there is no majority."""
+        """The ranks in the minority; none if there is no majority."""
         right = majority(self.parties)
         return tuple(rank for rank in sorted(self.marks) if rank not in right) if right is not None else ()
 
     @property
     def by_round_off(self) -> bool:
-        """Whether it is as small as what machines of different kinds make of the same calculation."""
+        """Whether it is as small as the round-off between machines of different kinds."""
         sums = [mark.sums[self.at] for mark in self.marks.values()]
         return bool(self.mark.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
 
 
 class ComparedMarks:
-    """What is known by the marks of one generation so far."""
+    """The comparison of the marks of one generation so far."""
 
     def __init__(self) -> None:
         self._equal: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # part -> last number, hash, proofs
@@ -85,7 +85,7 @@ class ComparedMarks:
 
     @property
     def proven(self) -> bool:
-        """Whether there are parameters that nobody keeps equal but the script."""
+        """Whether there are parameters that only the script keeps equal."""
         return any(proofs >= PROOFS for *_, proofs in self._equal.values())
 
     def see(self, marks: Mapping[int, Sequence[Mark]]) -> list[Difference]:
@@ -133,7 +133,7 @@ def _part(mark: Mark, at: int) -> tuple[int, int, int]:
 
 
 class ComparedOrders:
-    """How far the calls of one generation have been compared, by group."""
+    """The comparison of the calls of one generation so far, by group."""
 
     def __init__(self) -> None:
         self._done: dict[int, int] = defaultdict(int)  # group -> how many calls
@@ -141,9 +141,9 @@ class ComparedOrders:
         """hashes of calls that all ranks have made at one place in the order"""
 
     def see(self, orders: Mapping[int, Sequence[Order]], *, last: bool) -> Iterator[tuple[int, Mapping[int, Calls]]]:
-        """Where ranks part: after how many calls over their group, and what each of them has called then.
+        """The places at which ranks differ: the number of calls over their group before, and the calls of each after.
 
-        A few calls more must have come, unless these are the last; what is given is not given again.
+        WINDOW calls after the place must be known, unless these are the last. A place is given once.
         """
         together: dict[int, dict[int, Order]] = defaultdict(dict)
         for rank, found in orders.items():
@@ -168,7 +168,7 @@ class ComparedOrders:
 
 
 def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """The error in calls of the ranks that have come to the same place in the order, or None: they are branches.
+    """The mismatch in calls of the ranks at one place in the order; None if they are branches of the script.
 
     `known` are the lines from which all ranks have called at one place.
     """
@@ -195,7 +195,7 @@ Names = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Notice(NamedTuple):
-    """What is said of a run, and does not end it."""
+    """A report on a run that does not end it."""
 
     kind: str
     words: str
@@ -204,10 +204,10 @@ class Notice(NamedTuple):
 
 
 class SilentFaultDetector:
-    """What is known of one generation, and was said of it."""
+    """Detects silent faults of one generation, and remembers which were reported."""
 
     def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
-        """`names` are those of tensors, `calls` asks what is behind the hashes of each rank's calls."""
+        """`names` gives the names of tensors, `calls` the operations behind the hashes of each rank's calls."""
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ComparedMarks(), ComparedOrders()
         self._said: set[tuple[object, ...]] = set()
@@ -217,7 +217,7 @@ class SilentFaultDetector:
         """to be said; emptied by who has said them"""
 
     def see(self, ranks: Sequence[Sample], *, last: bool = False) -> list[Verdict]:
-        """Look at all ranks, those that have ended, too; `last`: all have, in good order. What is new, once."""
+        """Process samples of all ranks, including ended ones; `last`: all have ended well. Each verdict comes once."""
         self._swallowed(ranks)
         self._stale(ranks, last=last)
         self._left(ranks)
@@ -259,7 +259,7 @@ class SilentFaultDetector:
         return len(told) < self._size and self._looks[kind] < LOOKS and not last
 
     def _collective(self, ranks: Sequence[Sample], *, last: bool) -> Verdict | None:
-        """A collective that has failed on some ranks, which have swallowed the error: a batch is lost, at least."""
+        """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
         told = {one.rank: found for one in ranks for found in one.findings if found.kind == "collective"}
         if not told or ("collective",) in self._said or self._awaits("collective", told, last=last):
             return None
@@ -278,7 +278,7 @@ class SilentFaultDetector:
         return Verdict(VerdictKind.SWALLOWED, guilty, sentences=tuple(lines), step=max(f.step for f in told.values()))
 
     def _stale(self, ranks: Sequence[Sample], *, last: bool) -> None:
-        """What only some ranks have told when all had the time to."""
+        """Findings that only some ranks have reported, after all had the time to."""
         told = [(one.rank, found) for one in ranks for found in one.findings if found.kind == "stale"]
         least = min(one.step for one in ranks)
         for what in {found.words.partition(",")[0] for _, found in told}:
@@ -291,7 +291,7 @@ class SilentFaultDetector:
                 ]
 
     def _left(self, ranks: Sequence[Sample]) -> None:
-        """All ranks train on alone, after they have trained through DDP; it may be meant so."""
+        """All ranks continue without DDP, after they have trained through it; it may be on purpose."""
         told = {one.rank: found.step for one in ranks for found in one.findings if found.kind == "left"}
         if len(told) == self._size > 1 and self._new("left"):
             step = min(told.values())
@@ -299,7 +299,7 @@ class SilentFaultDetector:
             self.notices.append(Notice("left", words + "parameters are its own, and are not compared", None, step))
 
     def _shadowed(self, ranks: Sequence[Sample]) -> None:
-        """Which ranks Join has shadowed for most of the time: their data may have ended before their end."""
+        """Ranks that Join has shadowed for most of the time: their data may have ended too early."""
         ordered = sorted(one.joint_steps for one in ranks)
         for one in ranks if len(ranks) > 1 else ():
             others = median_without(ordered, one.joint_steps)
@@ -409,7 +409,7 @@ def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
 
 
 def _unequal_settings(marks: Marks) -> Iterator[str]:
-    """Which settings of the optimizer differ between ranks: even if no majority says who is right, it is a cause."""
+    """The settings of the optimizer that differ between ranks: a cause, even if no majority shows which is right."""
     for n, name in enumerate(SETTINGS):
         parties = parties_by({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
         if len(parties) > 1:
@@ -430,5 +430,5 @@ def _misordered(found: Mismatch, ranks: Sequence[int], number: int) -> Verdict:
 
 
 def calls_of(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
-    """What is behind the hashes of each rank's calls."""
+    """The operations behind the hashes of each rank's calls."""
     return {one.rank: {int(key): op for key, op in one.calls.items() if key.isdecimal()} for one in evidence}

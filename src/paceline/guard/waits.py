@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, and for whom it waits."""
+    """One rank, and the ranks for which it waits."""
 
     evidence: Evidence
     end: RankEnd
@@ -45,7 +45,7 @@ class Rank:
 
 
 def stream(op: Op, rank: int) -> Stream:
-    """What `op`, called by `rank`, is numbered with."""
+    """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
     peer = ANYBODY if op.peer is None else op.peer
@@ -53,7 +53,7 @@ def stream(op: Op, rank: int) -> Stream:
 
 
 def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
-    """The ranks of each group; of one that nobody knows any more (all who did are dead) those who have used it."""
+    """The ranks of each group; if no living rank knows a group any more, the ranks that have used it."""
     used: dict[str, set[int]] = {}
     for one in evidence:
         for op in one.ops:
@@ -118,9 +118,9 @@ def _message(op: Op, rank: int) -> Message:
 
 
 def _pending(one: Evidence, end: RankEnd, arrived: Container[Message]) -> tuple[Op, ...]:
-    """What is in flight; of a rank that did not answer only if nothing called later over the same stream is done.
+    """The operations in flight; if a rank did not answer, only those after which none of the stream is done.
 
-    A message that has arrived as it was sent is not, though who has sent it may not have looked yet.
+    A message that has arrived is not in flight, even if the sender has not noticed that yet.
     """
     over: set[Stream] = set()
     found: list[Op] = []
@@ -143,9 +143,9 @@ def _missing(
 
 
 def _with_unknown(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
-    """Add the edges of ranks that wait, by their stack, though nothing of theirs is in flight: for who does not wait.
+    """Add edges from ranks that wait by their stack, with no operation in flight, to the ranks that do not wait.
 
-    Where no operation is known at all, that is all there is: ranks that have not come to init_process_group, say.
+    If no operation is known at all, these are the only edges: for ranks before init_process_group, for example.
     """
     unknown = {n for n, one in ranks.items() if not one.pending and not one.frozen and _waits_in_stack(one)}
     free = {n for n, one in ranks.items() if not one.pending and n not in unknown and one.end is not RankEnd.VICTIM}
@@ -161,7 +161,7 @@ def _waits_in_stack(one: Rank) -> bool:
 
 
 def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
-    """Add edges to frozen ranks from those that are in the same operation: it takes part no more."""
+    """Add edges to frozen ranks from those that are in the same operation: a frozen rank takes no part in it."""
     inside: dict[tuple[Stream, int], list[int]] = {}
     for number, one in ranks.items():
         for op in one.pending if one.frozen else ():
@@ -181,7 +181,7 @@ def _with_frozen(ranks: dict[int, Rank]) -> dict[int, Rank]:
 
 
 def drop_abandoned_ops(ranks: Mapping[int, Rank]) -> dict[int, Rank]:
-    """The same without the messages that ranks have begun, and left alone while they are in code of their own."""
+    """The ranks without messages that a rank has begun, while it is in different code of the script."""
     return {n: _drop_abandoned(one) if stands_outside(one) else one for n, one in ranks.items()}
 
 
@@ -197,13 +197,13 @@ def _drop_abandoned(one: Rank) -> Rank:
 
 
 def stands_outside(one: Rank) -> bool:
-    """Whether it surely is in code of its own, whatever it has begun; `work.wait()` looks like that, too."""
+    """Whether it is outside of its operations, in code of the script; `work.wait()` looks the same."""
     outside = waits_for_ranks(one.evidence) is False
     return outside and not any(stands_at(one.evidence, op) for op in one.pending)
 
 
 def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
-    """All to whom edges lead, and those from whom they start."""
+    """All ranks that edges reach from `start`, including these."""
     found, todo = set(start), list(start)
     gone: set[int] = set()  # which many ranks share
     while todo:
@@ -227,7 +227,7 @@ def parties_by(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[M
 
 
 def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
-    """The party that holds more than half of all ranks that are in one; None if there is none."""
+    """The party with more than half of all ranks that are in a party; None if there is none."""
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
 
@@ -238,7 +238,7 @@ OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to
 
 @dataclass(frozen=True)
 class OpMismatch:
-    """One number of one stream, and what has been entered under it."""
+    """One number of one stream, and the different operations that were entered under it."""
 
     stream: Stream
     seq: int
@@ -248,7 +248,7 @@ class OpMismatch:
 def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
     """The collectives and messages that do not fit together and did not get done, the earliest first.
 
-    What all have got done is no matter, however different it looks: it has passed.
+    An operation that all have done does not count, even if it looks different.
     """
     entered: dict[tuple[Stream, int], dict[int, Op]] = {}
     for number, one in ranks.items():
@@ -265,7 +265,7 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
 
 
 def split(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
-    """Split by what all must agree on; what one of them does not know is left out for all."""
+    """Split by the fields that must be equal; a field that one operation does not have is ignored."""
     message = any(op.is_message for op in ops.values())
     kinds = {"" if message else op.kind for op in ops.values()}
     fields = ["name"] if message else ["kind", "name", "peer"]

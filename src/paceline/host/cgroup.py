@@ -1,4 +1,4 @@
-"""What the kernel lets this process have, and what it took: cores, memory, and processes killed for it."""
+"""The limits of this process and their use, by the kernel: cores, memory, and processes killed for memory."""
 
 import os
 import re
@@ -11,9 +11,9 @@ MEMORY = Path("/proc/meminfo")
 
 
 def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os.environ) -> int:
-    """Cores this process may use, at least 1: those it may run on, or fewer where a container's quota or Slurm says so.
+    """Cores this process may use, at least 1: those it may run on, or fewer by a container's quota or by Slurm.
 
-    os.cpu_count() counts the machine's: in a container with 2 of 64 cores it would start 32 times too many threads.
+    os.cpu_count() counts the machine's cores: in a container with 2 of 64 cores it gives 32 times too many threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     # A quota of any ancestor holds too, so the smallest one counts.
@@ -26,7 +26,7 @@ def usable_cores(root: Path = ROOT, own: Path = OWN, env: Mapping[str, str] = os
 
 
 def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
-    """Processor seconds used so far by all processes that share our tightest quota; None where there is no quota."""
+    """Processor seconds used so far by all processes under our tightest quota; None if there is no quota."""
     folders = _folders("cpu", root, own)
     quotas = [(quota, index) for index, folder in enumerate(folders) if (quota := _quota(folder)) is not None]
     if not quotas:
@@ -40,7 +40,7 @@ def quota_used_seconds(root: Path = ROOT, own: Path = OWN) -> float | None:
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int:
-    """Bytes of memory that this machine has, or less where a container's limit says so; 0 where nobody says."""
+    """Bytes of memory of this machine, or the limit of the container if that is less; 0 if unknown."""
     found = re.search(r"^MemTotal:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
     limits = [int(found[1]) << 10] if found else []
     names = ("memory.max", "memory.limit_in_bytes")
@@ -49,10 +49,10 @@ def memory_limit(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> i
 
 
 def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> int | None:
-    """Bytes that this process may still take before the kernel kills for memory; None where it does not say.
+    """Bytes that this process may still take before the kernel kills for memory; None if unknown.
 
-    What the machine has available, or less where a container's limit says so; pages of files, which the kernel gives
-    back when asked, count as free.
+    These are the available bytes of the machine, or of the container if that is less. Pages of files, which the kernel
+    frees on demand, count as free.
     """
     found = re.search(r"^MemAvailable:\s*([0-9]+) kB", _read(memory), re.MULTILINE)
     free = [int(found[1]) << 10] if found else []
@@ -69,7 +69,7 @@ def free_memory(root: Path = ROOT, own: Path = OWN, memory: Path = MEMORY) -> in
 
 
 def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """How many processes of this cgroup the kernel has killed for memory so far; None where it does not say."""
+    """The number of processes of this cgroup that the kernel has killed for memory so far; None if unknown."""
     for folder in _folders("memory", root, own):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             for line in _read(folder / name).splitlines():
@@ -89,7 +89,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _folders(controller: str, root: Path, own: Path) -> list[Path]:
-    """The folders of this process's cgroup and its ancestors that can be seen from here, innermost first.
+    """The visible folders of this process's cgroup and its ancestors, innermost first.
 
     In a container the path may be the host's, which is not mounted here: the ancestors end at the mount itself.
     """
@@ -118,5 +118,5 @@ def _read(path: Path) -> str:
 
 
 def threads_per_rank(cores: int, nproc: int) -> int:
-    """Equal shares of the cores, at least one thread: more threads than cores make every rank slower."""
+    """The same part of the cores for each rank, at least one thread: more threads than cores make ranks slower."""
     return max(1, cores // nproc)

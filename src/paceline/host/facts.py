@@ -1,6 +1,7 @@
-"""The facts of this machine: what it is, and what it gives a run. Gathered in a tenth of a second; `compare` judges.
+"""The facts of a machine, and the rules that find out whether machines fit together.
 
-An agent announces them before it is sent its plan, and doctor asks every host for them.
+Facts take a tenth of a second. An agent announces them before it is sent its plan, and doctor asks every host for them.
+The rules are tables over facts, and pure: `compare_hosts`.
 """
 
 import hashlib
@@ -13,8 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -27,6 +31,13 @@ UNLIMITED = -1
 RESOLVE_SECONDS = 1.0  # a name server that is down must not hold up a start
 NETWORKS = Path("/sys/class/net")
 SOURCE_ROOT = Path(__file__).parents[1]
+FEW_FILES = 4096  # open files: sockets to every other rank, loader workers, shards of checkpoints
+TOO_FEW_FILES = 256  # not even torch and one loader
+SMALL_SHM_BYTES = 64 << 20  # Docker's default: a few batches of loader workers fill it
+GRAVE_PACKAGES = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # they talk with their own kind only
+
+T = TypeVar("T")
+Severity = Literal["error", "warning"]
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -114,7 +125,7 @@ def source_digest(root: Path) -> str:
 
 
 def resolve(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]:
-    """The addresses of `name`, in the resolver's order; none where it is unknown, or nobody answers in time."""
+    """The addresses of `name`, in the resolver's order; none if it is unknown, or no name server answers in time."""
     found: list[str] = []
 
     def look() -> None:
@@ -159,7 +170,7 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
 
 
 def _shared_memory() -> tuple[int, int]:
-    """Size and free bytes of /dev/shm; nothing where there is none."""
+    """Size and free bytes of /dev/shm; 0 and 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -170,3 +181,145 @@ def _shared_memory() -> tuple[int, int]:
 def _limit(kind: int) -> Limit:
     soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
     return Limit(soft, hard)
+
+
+# ---- whether machines fit together ----
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something that is wrong, on which host, and how to fix it. After an error nothing may start."""
+
+    severity: Severity
+    host: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host and its part of a run."""
+
+    name: str
+    facts: Facts
+    workers: int
+    threads: int  # of each worker
+
+
+@dataclass(frozen=True)
+class Rule(Generic[T]):
+    """One row: each of the `facts` of a node for which `wrong` holds is a finding."""
+
+    check: str
+    severity: Severity
+    facts: Callable[[Any], Iterable[T]]
+    wrong: Callable[[T], object]
+    what: Callable[[T], str]
+    remedy: Callable[[T], str] | str
+
+    def findings(self, node: Node) -> Iterator[Finding]:
+        """Those of one node."""
+        for fact in self.facts(node):
+            if self.wrong(fact):
+                remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
+                yield Finding(self.severity, node.name, self.what(fact), remedy)
+
+
+def itself(node: Node) -> tuple[Node]:
+    """The node as the only fact."""
+    return (node,)
+
+
+def open_files(node: Node) -> tuple[int]:
+    """The highest limit of open files."""
+    hard = node.facts.nofile.hard
+    return (FEW_FILES if hard == UNLIMITED else hard,)
+
+
+def _fewer(node: Node) -> str:
+    """How to use no more than the cores."""
+    cores = node.facts.cores
+    fewer = f"--threads-per-rank {cores // node.workers}" if cores >= node.workers else f"--nproc {cores}"
+    return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
+
+
+NODE_RULES: tuple[Rule[Any], ...] = (
+    Rule("resources", "warning", itself, lambda n: n.workers * n.threads > n.facts.cores,
+         lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} cores that "
+         "are granted here", _fewer),
+    Rule("resources", "error", open_files, lambda files: files < TOO_FEW_FILES,
+         "a process may open at most {} files (ulimit -Hn)".format,
+         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
+    Rule("resources", "warning", open_files, lambda files: TOO_FEW_FILES <= files < FEW_FILES,
+         "a process may open at most {} files (ulimit -Hn)".format,
+         f"raise it to {FEW_FILES} or more in /etc/security/limits.conf"),
+    Rule("resources", "warning", lambda n: (n.facts,),
+         lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
+         lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches by it",
+         "mount a larger one, delete what lies in it; Docker: --shm-size=1g"),
+    Rule("resources", "warning", lambda n: (n.facts,),
+         lambda f: f.gpus and f.memlock.soft != UNLIMITED and f.memlock.soft < 64 << 20,
+         lambda f: f"only {f.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs",
+         "set memlock to unlimited in /etc/security/limits.conf"),
+)  # fmt: skip
+
+DIFFERENCES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
+    ("error", "the platform", lambda f: f.platform, "use machines of one kind"),
+    ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
+     "the slowest card sets the pace: use hosts of one kind"),
+    ("warning", "the GPU driver", lambda f: f.gpus[0].driver if f.gpus else "", "install the same driver on all hosts"),
+    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest host sets the pace of all"),
+)  # fmt: skip
+
+
+def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
+    """The findings on a set of hosts, or on one: errors first.
+
+    `hosts` are the facts of each, by name, node 0 first. `workers` is the number of processes on each, with `threads`
+    CPU threads each; 0: the cores are divided among them.
+    """
+    nodes = [Node(name, one, workers[name], max(1, threads)) for name, one in hosts.items()]
+    shares = [finding for node in nodes for rule in NODE_RULES for finding in rule.findings(node)]
+    return sorted([*differences(hosts), *shares], key=lambda finding: finding.severity)  # stable; "error" < "warning"
+
+
+def differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+    """The differences between hosts: those in the minority."""
+    for severity, what, read, remedy in DIFFERENCES:
+        values = {name: read(one) for name, one in hosts.items()}
+        yield from _differing(severity, what, {name: value for name, value in values.items() if value}, remedy)
+    python = {name: one.python for name, one in hosts.items()}
+    minors = {version.rpartition(".")[0] for version in python.values()}
+    severity, remedy = "warning", "install the same Python on all hosts, or choose one by --python"
+    yield from _differing("error" if len(minors) > 1 else severity, "Python", python, remedy)
+    different = False
+    for package in sorted({package for one in hosts.values() for package in one.packages}):
+        values = {name: one.packages.get(package, "missing") for name, one in hosts.items()}
+        common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
+        remedy = f"install one version on all hosts: pip install {package}=={common}"
+        findings = [*_differing("error" if package in GRAVE_PACKAGES else "warning", package, values, remedy)]
+        different = different or (package == "paceline" and bool(findings))
+        yield from findings
+    if not different:  # else it is clear that the code is another
+        source = {name: one.source for name, one in hosts.items()}
+        remedy = "install the same paceline on all hosts, or use one folder that all share"
+        yield from _differing("error", "paceline's own code", source, remedy)
+
+
+def _differing(severity: Severity, what: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
+    """One finding for each host whose value is not the majority's; one for all if there is no majority."""
+    ranked = Counter(values.values()).most_common()
+    if len(ranked) < 2:
+        return
+    common, count = ranked[0]
+    if count == ranked[1][1]:
+        told = ", ".join(f"{value} on {' and '.join(h for h in values if values[h] == value)}" for value, _ in ranked)
+        yield Finding(severity, ", ".join(values), f"{what} differs: {told}", remedy)
+        return
+    others = ", ".join(host for host in values if values[host] == common)
+    for host, value in values.items():
+        if value != common:
+            yield Finding(severity, host, f"{what} is {value}, but {common} on {others}", remedy)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"

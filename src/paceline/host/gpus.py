@@ -1,6 +1,6 @@
-"""The GPUs of this machine, and who else is at work on them, as drivers and the kernel say. Without torch.
+"""The GPUs of this machine, and the processes that use them, from drivers and the kernel. Without torch.
 
-One that is lost, or a question that a driver does not answer (MIG, memory shared with the CPU), hides nothing else.
+A lost GPU, or a question that a driver does not answer (MIG, memory shared with the CPU), does not affect the rest.
 """
 
 import os
@@ -19,7 +19,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU. `links` says how each other one is reached, in the order of their indices ("-" for itself)."""
+    """One GPU. `links` has the connection to each GPU, in the order of their indices ("-" for itself)."""
 
     index: int
     name: str
@@ -34,39 +34,39 @@ class Gpu(msgspec.Struct, frozen=True):
 
 def gpus_here() -> tuple[Gpu, ...]:
     """All NVIDIA GPUs of this machine; none without a driver."""
-    return _driver_says(_gpus, ())
+    return ask_driver(_gpus, ())
 
 
 def count_gpus() -> int | None:
-    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: nobody says how many."""
-    if count := sum(len(parts) if parts is not None else 1 for parts in _driver_says(_mig, [])):
+    """GPUs of this machine that ranks may use: NVIDIA's or AMD's that no variable hides; None: unknown."""
+    if count := sum(len(parts) if parts is not None else 1 for parts in ask_driver(_mig, [])):
         return _visible(count, *VISIBLE[:1])
     amd = _amd_gpus()
     return amd and _visible(amd, *VISIBLE)
 
 
 def show_own_mig(local_rank: int, local_size: int) -> None:
-    """Where GPUs are cut up (MIG), let CUDA show this process the part of its rank: it takes the first one, else.
+    """If GPUs are partitioned (MIG), let CUDA show this process the instance of its rank; else it takes the first one.
 
-    Before CUDA is used. What shows one part to this process already stays.
+    Call it before CUDA is used. A variable that shows one instance to this process already is not changed.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not (DEV / "nvidiactl").exists() or (given is not None and "MIG-" not in given):
         return
-    found = _driver_says(_mig, [])
+    found = ask_driver(_mig, [])
     parts = given.split(",") if given else [part for gpu in found for part in gpu or ()]
     if len(parts) >= max(2, local_size) and all(gpu is not None for gpu in found):
         os.environ["CUDA_VISIBLE_DEVICES"] = parts[local_rank].strip()
 
 
 def cores_near(uuid: str) -> set[int]:
-    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none where nobody says."""
+    """The cores of the NUMA node of the NVIDIA GPU `uuid`, as torch writes it; none if unknown."""
 
     def address(nvml: Any) -> str:
         found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")).busId
         return (found if isinstance(found, str) else found.decode()).lower()[-12:]  # the kernel's has 4 digits less
 
-    if not uuid or not (where := _driver_says(address, "")):
+    if not uuid or not (where := ask_driver(address, "")):
         return set()
     cores: set[int] = set()
     with suppress(OSError, ValueError):
@@ -77,7 +77,7 @@ def cores_near(uuid: str) -> set[int]:
 
 
 def _mig(nvml: Any) -> list[list[str] | None]:
-    """Of each GPU the parts that it is cut into; None: it is whole."""
+    """The MIG instances of each GPU; None for a GPU without MIG."""
     found: list[list[str] | None] = []
     for index in range(int(nvml.nvmlDeviceGetCount())):
         parts: list[str] | None = None
@@ -93,7 +93,7 @@ def _mig(nvml: Any) -> list[list[str] | None]:
 
 
 def _amd_gpus() -> int | None:
-    """As the kernel counts them: NVML knows none."""
+    """The number of AMD's GPUs, by the kernel: NVML knows none; None: unknown."""
     if not (DEV / "kfd").exists():
         return 0
     found = 0
@@ -110,8 +110,8 @@ def _visible(count: int, *variables: str) -> int:
     return count
 
 
-def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
-    """The answer; `otherwise` without a driver."""
+def ask_driver(question: Callable[[Any], T], otherwise: T) -> T:
+    """The answer to a question that is given pynvml, initialised; `otherwise` without a driver."""
     import pynvml  # takes longer than all other facts together where there is no driver
 
     with suppress(pynvml.NVMLError):
@@ -121,6 +121,13 @@ def _driver_says(question: Callable[[Any], T], otherwise: T) -> T:
         finally:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
+    return otherwise
+
+
+def query(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+    """The answer to a question; `otherwise` if the driver does not answer this one."""
+    with suppress(nvml.NVMLError):
+        return question()
     return otherwise
 
 
@@ -142,22 +149,16 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-
-    def told(question: Callable[[], T], otherwise: T) -> T:
-        with suppress(nvml.NVMLError):
-            return question()
-        return otherwise
-
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
-        name=told(lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,
-        processes=told(lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
-        ecc_errors=told(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        processes=query(nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()),
+        ecc_errors=query(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 

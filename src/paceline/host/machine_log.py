@@ -1,25 +1,27 @@
-"""Writes down once a second what this machine does, in a thread of its own: machine-<node>.jsonl in a run's folder.
+"""Records once a second the use of this machine and of its GPUs: machine-<node>.jsonl in the folder of a run.
 
-It is never the cause of anything: whatever goes wrong in it ends it, with a line, and the run goes on.
+The log and each question to a GPU driver have a thread, since a driver may never answer. An error in the log ends the
+log, with a warning; the run continues. Without torch.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
-from paceline.host.gpu_use import GpuReader
+from paceline.host.gpus import ask_driver, query
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import say
-from paceline.runs.machine import MachineUse, RankUse, file_name
+from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
@@ -27,6 +29,15 @@ BUSY_FIELDS = 7  # user nice system idle iowait irq softirq; what follows is oth
 LOOPBACK = "lo"
 EVERY_SECONDS = 1.0
 END_SECONDS = 0.5  # for a sample that is just being taken
+STALE_SECONDS = 5.0  # an older answer says nothing of now
+CLOCK_SM, CORE_SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
+DRIVER = Path("/dev/nvidiactl")
+SLOWED = {  # NVML's bits: why the clocks are lower than they might be
+    0x20: "slowed down by its temperature",
+    0x40: "slowed down by its temperature, by the hardware",
+    0x80: "slowed down by the power supply",
+    0x04: "at its power limit",
+}
 
 
 class _Counted(NamedTuple):
@@ -39,7 +50,7 @@ class _Counted(NamedTuple):
 
 
 class Sampler:
-    """Takes a sample of this machine whenever it is asked; rates are those since the last time."""
+    """Takes samples of this machine; rates are those since the sample before."""
 
     def __init__(self) -> None:
         self.gpus = GpuReader()
@@ -70,7 +81,7 @@ class Sampler:
         )
 
     def process(self, pid: int) -> RankUse | None:
-        """One process, its rate since it was last asked for; None if it is gone."""
+        """The use of one process, with its rate since the last call; None if it is gone."""
         found = read_process(pid)
         if found is None or not found.runs:
             return None
@@ -94,7 +105,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _busy_seconds(own: set[str]) -> float:
-    """Processor seconds for which our cores have worked so far, for whomever."""
+    """Processor seconds for which our cores have worked so far, for all processes."""
     ticks = 0
     with suppress(OSError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
@@ -105,7 +116,7 @@ def _busy_seconds(own: set[str]) -> float:
 
 
 def _network() -> tuple[int, int]:
-    """Bytes received and sent so far, over all interfaces but the loopback."""
+    """Bytes received and sent so far, over all interfaces except the loopback."""
     received = sent = 0
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "net" / "dev").read_text().splitlines()[2:]:
@@ -127,7 +138,7 @@ class MachineLog:
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """Add a record of the caller's own."""
+        """Add a record of the caller."""
         self._writer.write(record)
 
     def close(self) -> None:
@@ -145,3 +156,133 @@ class MachineLog:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # a kernel whose /proc is another: nothing is known then, and nothing else happens
             say(f"warning: what this machine does is not recorded: {type(error).__name__}: {error}")
+
+
+# ---- GPUs ----
+
+
+class GpuAnswer(NamedTuple):
+    """All GPUs, and the bytes of GPU memory of each process that the driver knows."""
+
+    gpus: tuple[GpuUse, ...] = ()
+    memory_of: dict[int, int] = {}  # noqa: RUF012 - never changed
+
+
+class GpuReader:
+    """Asks the driver in a thread, since it may take seconds, or never answer. One question at a time."""
+
+    def __init__(self) -> None:
+        self._answer, self._answered_seconds = GpuAnswer(), float("-inf")
+        self._thread: threading.Thread | None = None
+        self._nvml: Any = None
+        self.here = DRIVER.exists()
+        """whether there is a driver to be asked"""
+
+    def latest(self, wait_seconds: float = 0.0) -> GpuAnswer:
+        """The newest answer, empty if it is stale; asks for the next one, and waits `wait_seconds` for it."""
+        if not self.here:
+            return GpuAnswer()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._ask, name="paceline-gpu-use", daemon=True)
+            self._thread.start()
+        if wait_seconds:
+            self._thread.join(wait_seconds)
+        fresh = time.monotonic() - self._answered_seconds < STALE_SECONDS
+        return self._answer if fresh else GpuAnswer()
+
+    def _ask(self) -> None:
+        try:
+            if self._nvml is None:
+                import pynvml
+
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+            self._answer, self._answered_seconds = gpu_answer(self._nvml), time.monotonic()
+        except Exception:  # no driver after all, one that was taken away, one of another version: nothing is known
+            self._answer = GpuAnswer()
+
+
+def gpu_answer(nvml: Any) -> GpuAnswer:
+    """The state of all GPUs; `nvml` is pynvml, initialised. A lost GPU must not hide the others."""
+    gpus: list[GpuUse] = []
+    memory_of: dict[int, int] = {}
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            gpus.append(GpuUse(index, held_back=f"does not answer: {error}"))
+            continue
+        gpus.append(_use(nvml, index, handle))
+        with suppress(nvml.NVMLError):
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                memory_of[int(process.pid)] = memory_of.get(int(process.pid), 0) + int(process.usedGpuMemory or 0)
+    return GpuAnswer(tuple(gpus), memory_of)
+
+
+def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
+    memory = query(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    return GpuUse(
+        index=index,
+        name=query(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
+        busy=query(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
+        memory_bytes=int(memory.used) if memory is not None else None,
+        memory_total_bytes=int(memory.total) if memory is not None else None,
+        watts=query(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
+        degrees=query(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
+        mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
+        most_mhz=query(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
+        held_back=" and ".join(query(nvml, lambda: slowed_by(nvml, handle), [])),
+    )
+
+
+def ask_gpus(pids: Collection[int], *, wait_seconds: float = 0.0) -> dict[int, str]:
+    """The troubles of the GPUs that these processes use, by pid; a thread adds them later if the driver is slow."""
+    found: dict[int, str] = {}
+
+    def ask() -> None:
+        found.update(ask_driver(lambda nvml: gpu_troubles(pids, nvml), {}))
+
+    if pids and DRIVER.exists():
+        asking = threading.Thread(target=ask, name="paceline-gpus", daemon=True)
+        asking.start()
+        asking.join(wait_seconds)
+    return found
+
+
+def gpu_troubles(pids: Collection[int], nvml: Any) -> dict[int, str]:
+    """Why the GPU of a process is slow, by pid; `nvml` is pynvml, initialised."""
+    found: dict[int, str] = {}
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        with suppress(nvml.NVMLError):  # a GPU that is lost must not hide the others
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            here = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+            words = [line for why in (_slowed, _damaged) for line in query(nvml, partial(why, nvml, gpu), [])]
+            for pid in here & {*pids}:
+                shared = [f"shared with process {', '.join(map(str, sorted(here - {pid})))}"] if here - {pid} else []
+                if words or shared:
+                    found[pid] = f"GPU {index}: {'; '.join([*words, *shared])}"
+    return found
+
+
+def slowed_by(nvml: Any, gpu: Any) -> list[str]:
+    """Why a GPU's clocks are lower than they might be.
+
+    Raises:
+        NVMLError: the driver does not answer.
+    """
+    reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+    return [text for bit, text in SLOWED.items() if reasons & bit]
+
+
+def _slowed(nvml: Any, gpu: Any) -> list[str]:
+    if not (words := slowed_by(nvml, gpu)):
+        return []
+    now, most = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
+    degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
+    return [f"{' and '.join(words)} ({now:,} of {most:,} MHz, {degrees} °C)"]
+
+
+def _damaged(nvml: Any, gpu: Any) -> list[str]:
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds))
+    return [f"{errors:,} memory errors that could not be corrected"] if errors else []

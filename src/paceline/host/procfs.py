@@ -1,4 +1,4 @@
-"""The processes of this machine, read from /proc: their states, their sessions, and who holds a port."""
+"""The processes of this machine, read from /proc: their states, their sessions, and the process at a port."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 LISTENING = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
 APART = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
-"""threads that never sleep for long, and wake nobody but who waits for other ranks"""
+"""threads that never sleep for long, and wake only threads that wait for other ranks"""
 
 
 READING: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -57,7 +57,7 @@ def read_process(pid: int) -> Process | None:
 
 
 def queued_seconds(pid: int) -> float:
-    """How long its main thread has been ready to run, and no core was free for it; 0 where nobody says."""
+    """How long its main thread has been ready to run without a free core; 0 if unknown."""
     try:
         return int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -65,11 +65,11 @@ def queued_seconds(pid: int) -> float:
 
 
 def sleep_number(pid: int) -> int:
-    """Which of its sleeps the main thread is in, by the kernel's count; -1 where it is in none, or nobody says.
+    """The number of the sleep in which the main thread is, by the kernel's count; -1 if it is in none, or unknown.
 
-    A sleep is one until a time, as of `time.sleep`, or a stop by a signal: not a wait for a file, a socket, a child.
-    So is a wait for another thread, where all threads wait for one (a queue that nobody fills any more), and no child
-    could wake them through memory that it shares.
+    A sleep ends at a time, as in `time.sleep`, or is a stop by a signal: not a wait for a file, a socket, a child. A
+    wait for a thread counts as well, if all threads wait for a thread (for a queue that no thread fills any more), and
+    no child could wake them through shared memory.
     """
     try:
         state, waits_in, number = _thread(pid, pid)
@@ -92,7 +92,7 @@ def sleep_number(pid: int) -> int:
 
 
 def reads_input(pid: int) -> bool:
-    """Whether its main thread waits for standard input, or for a thread of its own that does."""
+    """Whether its main thread waits for standard input, or for one of its threads that does."""
     read, select = READING.get(os.uname().machine, ((), ()))
 
     def waits(task: str) -> bool:
@@ -141,7 +141,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 
 def tcp_connections(table: str) -> list[list[str]]:
-    """The rows of /proc/net/tcp or tcp6, split into words; none where there is no such table."""
+    """The rows of /proc/net/tcp or tcp6, split into words; none if there is no such table."""
     with suppress(OSError):
         return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
     return []
@@ -154,13 +154,13 @@ def written(address: str, port: int) -> str:
 
 
 def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
-    """The user id of the process at the end `own` of this IPv4 connection on this machine; None where nobody knows."""
+    """The user id of the process at the end `own` of this IPv4 connection on this machine; None if unknown."""
     ends = written(*own), written(*other)
     return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)
 
 
 def port_holder(port: int) -> str | None:
-    """`pid 4711 (python server.py)` for the process that listens on the port; None where /proc does not show it."""
+    """`pid 4711 (python server.py)` for the process that listens on the port; None if /proc does not show it."""
     rows = [*tcp_connections("tcp"), *tcp_connections("tcp6")]
     its = [row for row in rows if row[3] == LISTENING and int(row[1].rpartition(":")[2], 16) == port]
     wanted = {f"socket:[{row[9]}]" for row in its}
@@ -190,7 +190,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def allow_files(count: int) -> None:
-    """Raise this process's own limit to `count` open files, as far as it may: a shell's is 1024 mostly."""
+    """Raise the limit of this process to `count` open files, if that is allowed: a shell's is 1024 mostly."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

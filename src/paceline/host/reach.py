@@ -1,13 +1,15 @@
-"""Tries a connection to another machine, and says in plain words what hinders it."""
+"""TCP connections to other machines: tried, with the reason of a failure, and signed."""
 
 import errno
 import ipaddress
 import socket
+import struct
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 
 PROBE_SECONDS = 2.0
 MAX_NAME_CHARS = 253  # the longest name that DNS knows
+TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # linux/tcp.h
 
 _NAME = "this machine knows no address of that name (see /etc/hosts and DNS)"
 _REFUSED = "refused: nothing listens on that port. Is node 0 started?"
@@ -47,7 +49,7 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
 
 
 def candidates(names: Iterable[str]) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of these names or addresses, best first and none twice; what does not resolve is left out."""
+    """The addresses of these names or addresses, best first and none twice; without names that do not resolve."""
     found: dict[tuple[socket.AddressFamily, str], None] = {}
     for name in names:
         if not name or len(name) > MAX_NAME_CHARS:
@@ -95,3 +97,17 @@ def _itself(address: str) -> str:
     if not is_loopback(address):
         return ""
     return f" ({address} is this machine itself; another one needs an address that all machines can use)"
+
+
+def sign(connection: socket.socket, key: bytes) -> bool:
+    """Sign all packets of this socket with `key` (RFC 2385): the kernel then drops packets without the signature.
+
+    Returns:
+        False if the kernel does not support it.
+    """
+    address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all of them
+    option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
+    with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT, option)
+        return True
+    return False

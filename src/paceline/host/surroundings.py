@@ -1,6 +1,6 @@
-"""A worker's environment after `module load`, an activate script and `--env`, as bash says it, once for each node.
+"""The environment of workers after `module load`, an activate script and `--env`, from bash, once for each node.
 
-The user's own lines run as in his shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
+The user's scripts run as in a shell: without `set -u` (activate scripts read unset variables) and without `set -e`.
 Names and paths are arguments of the bash script, never part of its text.
 """
 
@@ -70,8 +70,8 @@ def environment_after(
 ) -> dict[str, str]:
     """The environment `base` after loading `modules` and sourcing `activate`, and with `env` added.
 
-    `activate` is a script for bash, or conda:NAME; empty for none. The scripts see `env`, what the user has set
-    himself, and it wins over what they set.
+    `activate` is a script for bash, or conda:NAME; empty for none. The scripts see `env`, the user's variables, which
+    override those that the scripts set.
 
     Raises:
         UsageError: a module, script, conda or bash is missing or fails; with its last words.

@@ -1,7 +1,13 @@
-"""The roster of an agent's workers, and SIGKILL to all that they have started."""
+"""The roster of an agent's workers, SIGKILL to all processes that they have started, and the janitor that sends it.
+
+Workers die with their agent by the kernel's death signal (worker.attach). The programs that a worker has started do
+not. If the agent is killed as well, the janitor ends them: a fork of the agent that sleeps on a pipe which ends with
+the agent.
+"""
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -12,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from paceline.host.procfs import PROC, Process, processes
-from paceline.protocol.control import AGENT_MARK
+from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
 from paceline.runs.reading import decode, names
 
 SWEEP_SECONDS = 2.0
@@ -22,7 +28,7 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker, leader of a session of its own; `started` in clock ticks since boot, 0 where /proc is missing."""
+    """A worker, leader of a session; `started` is in clock ticks since boot, 0 if /proc is missing."""
 
     rank: int
     pid: Pid
@@ -30,7 +36,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """Whom an agent has started: the content of agent-<node>.json."""
+    """The workers that an agent has started: the content of agent-<node>.json."""
 
     host: str
     agent_pid: Pid
@@ -39,14 +45,14 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
-    """Where a node's agent writes its roster."""
+    """The file to which a node's agent writes its roster."""
     return attempt_dir / f"agent-{node}.json"
 
 
 def mark_of(pid: int, started: int, generation: int | None = None) -> str:
-    """AGENT_MARK in the environment of all that an agent has started: however far down, in any session.
+    """AGENT_MARK in the environment of all processes that an agent has started, directly or not, in any session.
 
-    Without a generation: what the marks of all generations begin with.
+    Without a generation: the beginning of the marks of all generations.
     """
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
@@ -54,11 +60,11 @@ def mark_of(pid: int, started: int, generation: int | None = None) -> str:
 def sweep(workers: Sequence[Member], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
     """SIGKILL to every process in these workers' sessions, until none is left or SWEEP_SECONDS are over.
 
-    By session, since neither death signals nor groups reach what a user's code has started; and by the `mark` in
-    an environment variable, the agent's, which processes carry into sessions of their own.
+    By session, since neither death signals nor groups reach the processes that a user's code has started; and by the
+    agent's `mark` in an environment variable, which processes keep in new sessions.
 
     Returns:
-        The pids that are left, which only the kernel can keep alive; none without /proc, where nobody can say.
+        The pids that are left, which only the kernel can keep alive; none without /proc.
     """
     if not PROC.is_dir():
         for worker in workers:
@@ -95,7 +101,7 @@ def carries(pid: int, variable: str, mark: str) -> bool:
 
 
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
-    """Sweep what the agents of this host wrote down, if they got that far; or this one alone."""
+    """Sweep the workers in the rosters of the agents of this host; or of one agent."""
     try:
         there = names(attempt_dir)
     except OSError:
@@ -109,3 +115,40 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
             sweep(roster.workers, mark_of(roster.agent_pid, roster.agent_started))
+
+
+def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
+    """Fork the janitor; return the descriptor that keeps it asleep as long as this process lives.
+
+    Call it before there are threads, sockets or children: a fork keeps all descriptors of its parent open. The janitor
+    closes `not_kept`, the descriptors of the run, at once. At its end it removes the folder `temporary`.
+    """
+    asleep, awake = os.pipe()
+    agent_pid = os.getpid()
+    if os.fork():
+        os.close(asleep)
+        return awake
+    try:
+        os.setsid()
+        os.close(awake)
+        for descriptor in not_kept:
+            os.close(descriptor)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # or a pipe that reads the agent's output would wait for the janitor, too
+            os.dup2(nowhere, standard)
+        told = b""
+        while data := os.read(asleep, 4096):
+            told += data
+        for folder in {*told.split(b"\0")} - {b""}:
+            sweep_recorded(Path(os.fsdecode(folder)), agent_pid)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        os._exit(0)  # never back into the agent's code
+
+
+def tell_janitor(descriptor: int, attempt_dir: str) -> None:
+    """Tell the janitor the folder of the roster, before the workers are started."""
+    os.write(descriptor, os.fsencode(attempt_dir) + b"\0")

@@ -19,7 +19,7 @@ def by_hand(job: JobSpec) -> Plan:
     half the nodes (with c10d a difference of 20 s did), and the agents end when node 0 is lost.
 
     Raises:
-        UsageError: when torchrun cannot do what is asked, or hosts and nodes contradict each other.
+        UsageError: if torchrun does not support the job, or hosts and nodes contradict each other.
     """
     if job.hosts and len(job.hosts) != job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
@@ -36,7 +36,7 @@ def by_hand(job: JobSpec) -> Plan:
 
 
 def typed(plan: Plan) -> str:
-    """The text for people: for each node a comment and one line that can be pasted, then the notes."""
+    """The text to print: for each node a comment and one line that can be pasted, then the notes."""
     lines: list[str] = []
     for command in plan.by_hand:
         env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
@@ -49,7 +49,7 @@ def _agents(job: JobSpec) -> Plan:
     if len({nproc for _, nproc in nodes}) > 1:
         raise UsageError(code="slots-differ")
     plan = node_plan(job, node=-1, nproc=nodes[0][1], head=() if head == NODE0 else (head,))
-    agent = (job.python, "-P", "-m", "paceline.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
+    agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
     commands = tuple(
         Command(name, (*agent, "--node", str(node), "--head", head)) for node, (name, _) in enumerate(nodes)
     )

@@ -1,4 +1,4 @@
-"""`paceline.run(function, nproc=2)`: ranks from a script or a notebook, and what they return."""
+"""`paceline.run(function, nproc=2)`: runs a function of a script or a notebook as ranks, and returns their results."""
 
 import codecs
 import linecache
@@ -111,14 +111,14 @@ def _where(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list
 
 
 def _surroundings() -> dict[str, Any]:
-    """What the ranks take over of this process, beside the call; of a notebook also the source that is in no file."""
+    """The state of this process that the ranks take over, with the source of a notebook, which is in no file."""
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
     main = getattr(sys.modules["__main__"], "__file__", None)
     return {"path": sys.path, "argv": sys.argv, "main": main, "sources": sources}
 
 
 class _Shown:
-    """A launcher whose output appears here, also where that is a notebook's cell."""
+    """A launcher whose output appears here, also in the cell of a notebook."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command, self._folder = command, str(folder)
@@ -128,7 +128,7 @@ class _Shown:
         self.interrupt: KeyboardInterrupt | None = None
 
     def to_the_end(self) -> int:
-        """Show what it prints until it ends; its exit code."""
+        """Show its output until it ends; its exit code."""
         with subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
         ) as process:

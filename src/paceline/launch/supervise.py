@@ -79,7 +79,9 @@ def run_workers(module: str, words: Sequence[str], attempt_dir: Path, nproc: int
 def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
     # blocked, until the agent can handle them: forwarded too early, SIGINT would end it with a traceback
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    given = [os.dup(0)] if node.plain_store and _is_open(0) else []  # its own is the lifeline
+    given: list[int] = []  # our standard input, if it is open: that of the agent is the lifeline
+    with suppress(OSError):
+        given += [os.dup(0)] if node.plain_store else []
     try:
         agent = subprocess.Popen(
             command.argv,
@@ -98,14 +100,6 @@ def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subpro
         agent.stdin.write(msgspec.json.encode(node) + b"\n")
         agent.stdin.flush()  # and stays open: the lifeline
     return agent
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _wait(agent: subprocess.Popen[bytes], inbox: socket.socket, grace_seconds: float, margin_seconds: float) -> int:

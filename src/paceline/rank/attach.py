@@ -272,7 +272,7 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
                 os.dup2(plan_file.fileno(), 0)
                 os.dup2(2, 1)  # what the agent prints is about the job, no output of it
                 os.set_inheritable(listener.fileno(), True)
-                os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.agent"])
+                os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent"])
         finally:
             os._exit(1)
 

@@ -32,8 +32,7 @@ import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
 from paceline.host.procfs import GUARD_THREAD, open_files, tcp_connections, written
-from paceline.host.reach import is_loopback
-from paceline.host.signed import sign
+from paceline.host.reach import is_loopback, sign
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page

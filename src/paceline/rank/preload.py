@@ -1,7 +1,7 @@
 """Makes N workers of a process that has imported everything: it forks, and each fork takes a worker's place.
 
-It runs a worker's command, up to here (see protocol/control.py and agent/preload.py). A fork is safe while this is the
-only thread, and no file and no CUDA device is open, which is checked before. A worker gets its environment,
+It runs a worker's command, up to here (see protocol/control.py and launch/agent/preload.py). A fork is safe while this
+is the only thread, and no file and no CUDA device is open, which is checked before. A worker gets its environment,
 descriptors, session and signals after the fork.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.launch.tail import lines_of, start_of_last
+from paceline.launch.output import lines_of, start_of_last
 from paceline.runs.attempt import LogTimes
 from paceline.runs.reading import numbered_files
 

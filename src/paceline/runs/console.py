@@ -6,7 +6,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -135,3 +135,24 @@ def format_clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+NUMBERED = re.compile(r"(.*?)([0-9]+)")
+
+
+def in_runs(names: Iterable[str], separator: str = ", ") -> str:
+    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1][-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
+
+
+def _follows(name: str, following: str) -> bool:
+    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(following)
+    if first is None or second is None or first[1] != second[1]:
+        return False
+    return second[2] == str(int(first[2]) + 1).zfill(len(first[2]))

@@ -9,8 +9,7 @@ import pytest
 from tests.lab.doctor.surveys import HOSTS, facts, gpu, survey
 from tests.rendered import rendered
 
-from paceline.host.compare import compare_hosts
-from paceline.host.facts import Address, Limit
+from paceline.host.facts import Address, Limit, compare_hosts
 from paceline.lab.doctor.messages import Done, Link
 from paceline.lab.doctor.report import RULES, bandwidth, hosts_of, run_checks
 

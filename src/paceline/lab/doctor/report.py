@@ -11,8 +11,7 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.sentences import printable
-from paceline.host.compare import NODE_RULES, Finding, Node, Rule, differences, itself
-from paceline.host.facts import Address, Facts
+from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, differences, itself
 from paceline.host.reach import is_loopback
 from paceline.lab.doctor.messages import Examined
 from paceline.lab.doctor.survey import Survey

@@ -15,7 +15,7 @@ import msgspec
 
 from paceline.lab.doctor import messages as m
 from paceline.launch.plan import Command
-from paceline.launch.ssh.announcements import why_no_agent
+from paceline.launch.ssh.sessions import why_no_agent
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.lab.doctor.host")

@@ -30,7 +30,7 @@ from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError, plural
-from paceline.host.gpu_use import ask_gpus
+from paceline.host.machine_log import ask_gpus
 from paceline.lab import measurement as m
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasureOrder
 from paceline.lab.ranks.memory import Traffic, inspected

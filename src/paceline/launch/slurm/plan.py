@@ -1,7 +1,7 @@
-"""The plan for a Slurm cluster: the batch script that a careful person would have written. queue.py submits it.
+"""The plan for a Slurm cluster: a readable batch script, which queue.py submits.
 
-The script starts one agent on each node with srun. It is for reading, and for using by hand: `sbatch` it again and the
-run goes on; `bash` it inside an allocation (salloc) and the run uses that.
+The script starts one agent on each node with srun. Users can run it: with `sbatch` the run resumes, and with `bash`
+inside an allocation (salloc) the run uses the allocation.
 """
 
 import re
@@ -151,7 +151,7 @@ def _options(job: JobSpec) -> Iterator[str]:
 
 
 def _sbatch_quote(text: str) -> str:
-    """For a line of #SBATCH, where quotes, backslashes and # mean what they mean to a shell; $ and ` mean nothing."""
+    """For a line of #SBATCH, in which quotes, backslashes and # are special as in a shell; $ and ` are not."""
     if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -215,7 +215,7 @@ fi
 if [ -z "$turn" ]; then
     srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-{cpus}}}" \\
         --kill-on-bad-exit=1 --export=ALL \\
-        {python} -P -m paceline.agent --plan {plan} "${{heads[@]}}" &
+        {python} -P -m paceline.launch.agent --plan {plan} "${{heads[@]}}" &
     step=$!
     [ "$turn" != over ] || forward USR1  # it came a moment ago
 fi

@@ -51,13 +51,13 @@ def ssh(job: JobSpec) -> Plan:
     head = (plain_name(job.hosts[0]),)  # its addresses are added when it has announced them
     return Plan(
         # -P: see launch.plan.local
-        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.agent", "--announce"),
+        agents=sessions(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
         nodes=tuple(node_plan(job, node, nproc=host.slots or 0, head=head) for node, host in enumerate(job.hosts)),
     )
 
 
 def sessions(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *words: str) -> tuple[Command, ...]:
-    """A session to each host that runs `python` with these words, in whatever shell: quoted words mean themselves."""
+    """A session to each host that runs `python` with these words; they are quoted for any shell."""
     remote = "exec " + shlex.join([python, *words])  # exec: no shell stays between the session and the program
     return tuple(
         Command(label, (*client(ssh, host), "--", destination(host), remote))
@@ -80,10 +80,10 @@ def destination(host: Host) -> str:
 def rsync_commands(job: JobSpec) -> list[Command]:
     """One rsync for each host, from the working folder here to that of the same path there.
 
-    Without --delete: what else the hosts have is not ours to remove.
+    Without --delete: other files of the hosts are not removed.
 
     Raises:
-        UsageError: when no working folder is named.
+        UsageError: if there is no full path of a working folder.
     """
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)

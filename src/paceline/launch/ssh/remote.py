@@ -1,10 +1,10 @@
-"""A run on other hosts, from here: first all of them answer, then all start, and node 0's end is the run's.
+"""A run on other hosts: first all hosts answer, then all start, and the run ends with node 0.
 
-    1  a session to each host; the agent there announces itself (announcements.py). If one cannot, nothing is started
+    1  a session to each host; the agent there announces itself (sessions.py). If one cannot, nothing is started
     2  each agent is sent its plan, with node 0's addresses; signs of life from now on
-    3  output, stop signals, lost sessions (`Returning` tries their hosts again), until node 0's agent has ended
+    3  output, stop signals, lost sessions (`Reconnector` tries their hosts again), until node 0's agent has ended
 
-When this launcher is killed or cut off, the agents end the workers: their lifeline ends or falls silent.
+If this launcher is killed or loses the network, the agents end the workers: their lifeline ends or is silent.
 """
 
 import math
@@ -17,10 +17,18 @@ import msgspec
 
 from paceline.errors import ExitCode
 from paceline.host.facts import Facts
+from paceline.launch.output import HostRelay, Screen
 from paceline.launch.plan import Plan
-from paceline.launch.relay import Relay, Screen
-from paceline.launch.ssh.announcements import SSH_FAILED, announced, await_agents, why_lost
-from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions
+from paceline.launch.ssh.sessions import (
+    SSH_FAILED,
+    HostSession,
+    Output,
+    Sessions,
+    announced,
+    await_agents,
+    open_sessions,
+    why_lost,
+)
 from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_inbox
 from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.console import say
@@ -58,17 +66,17 @@ def run_remote(plan: Plan) -> int:
 
 
 class _Watch:
-    """The sessions of a run that has been started, up to its end."""
+    """The sessions of a run, from its start to its end."""
 
     def __init__(self, plan: Plan, every: Sessions, facts: Sequence[Facts]) -> None:
         self._plan, self._every, self._head = plan, every, every.all[0]
         self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]  # of node 0
         self._screen = Screen()
-        self._relay = Relay([session.name for session in every.all], self._screen)
+        self._relay = HostRelay([session.name for session in every.all], self._screen)
         self._stopped_seconds = math.inf  # since when a stop is ordered
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # when and as what the run ends at the latest
         self._reason = ""
-        self._returning = Returning(every, self._greet, self._relay.say)
+        self._reconnector = Reconnector(every, self._greet, self._relay.say)
         self._unexplained: list[HostSession] = []  # ended badly; node 0's agent may end alike, and then has said why
         self._detached: set[int] = set()
         self._interrupted = False  # by a second signal: wait for nothing more
@@ -90,7 +98,7 @@ class _Watch:
                     self._relay.say(self._reason)
                 return self._code
             self._pump(self._deadline)
-        self._returning.stop()
+        self._reconnector.stop()
         code = self._head.code
         if code < 0 or code == SSH_FAILED:
             why = why_lost(code, self._head.words)
@@ -108,7 +116,7 @@ class _Watch:
         return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
 
     def end(self) -> None:
-        """Close the lifelines, wait for the agents' ends, and show all that was said."""
+        """Close the lifelines, wait for the agents' ends, and show all output."""
         self._every.hang_up()
         patience = time.monotonic() + CLOSING_SECONDS
         while not all(session.ended for session in self._every.all) and time.monotonic() < patience:
@@ -122,19 +130,19 @@ class _Watch:
                 return
 
     def _pump(self, until: float) -> None:
-        """Wait for what comes next, not beyond `until`, and deal with it."""
-        seconds = min(until - time.monotonic(), self._relay.flush(), self._returning.try_again())
+        """Wait for the next event, not beyond `until`, and process it."""
+        seconds = min(until - time.monotonic(), self._relay.flush(), self._reconnector.try_again())
         full = self._screen.full
         pieces, signals = self._every.wait(min(seconds, PAUSE_SECONDS) if full else seconds, read=not full)
         ended, last_words = self._every.reap()
         for piece in (*pieces, *last_words):
-            if not self._returning.heard(piece):
+            if not self._reconnector.heard(piece):
                 self._show(piece)
         for number in signals:
             self._obey(number)
         for session in ended:
             self._relay.end(session.node)
-            if session is not self._head and not self._returning.failed(session):
+            if session is not self._head and not self._reconnector.failed(session):
                 self._follower_ended(session)
 
     def _show(self, piece: Output) -> None:
@@ -152,7 +160,7 @@ class _Watch:
             grace = max(node.stop_grace_seconds + node.term_grace_seconds for node in self._plan.nodes)
             self._deadline, self._code = now + grace + STOP_MARGIN_SECONDS, 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended by itself in time"
-            self._returning.stop()
+            self._reconnector.stop()
             for session in self._every.all:
                 self._every.tell(session, f"stop {number.name}".encode())
         elif now > self._stopped_seconds + SAME_REQUEST_SECONDS:
@@ -175,9 +183,9 @@ class _Watch:
         first = self._plan.nodes[0]
         here = sum(session.told and not session.ended for session in self._every.all)
         if first.elastic:
-            self._returning.lost(session, for_good=code == ExitCode.USAGE)
+            self._reconnector.lost(session, for_good=code == ExitCode.USAGE)
         if here >= min(first.min_nodes, first.nodes) and (
-            code != ExitCode.USAGE or self._returning.has_returned(session)
+            code != ExitCode.USAGE or self._reconnector.has_returned(session)
         ):
             self._explain()
             return
@@ -190,7 +198,7 @@ class _Watch:
             )
 
     def _explain(self, but: int | None = None) -> None:
-        """Report the agents that have ended by themselves, but not those that ended as node 0's, which has said why."""
+        """Report agents that have ended, except those with the exit code of node 0, which has printed the reason."""
         for session in self._unexplained:
             if session.code != but:
                 self._relay.say(
@@ -223,7 +231,7 @@ class _Lost:
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
 
-class Returning:
+class Reconnector:
     """Tries the lost hosts of a run again, with growing pauses. One that answers gets a new agent, which asks to join.
 
     `greet` sends an agent its plan, `say` is for people.
@@ -296,7 +304,7 @@ class Returning:
         one.session.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """The run ends: nobody is tried any more."""
+        """The run ends: try no host any more."""
         self._over = True
         for one in self._lost.values():
             if one.tries:

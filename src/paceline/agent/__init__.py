@@ -1,1 +1,0 @@
-"""The agent: one process on each node, parent of its workers. `python -m paceline.agent`."""

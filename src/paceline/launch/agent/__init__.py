@@ -1,0 +1,1 @@
+"""The agent: one process on each node, parent of its workers. `python -m paceline.launch.agent`."""
