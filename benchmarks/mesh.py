@@ -31,9 +31,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from paceline import ArrayDataset, Task, World
+from paceline.config.mesh import mesh_of
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
-from paceline.mesh import mesh_of
 from paceline.proofs.bench.memory import Traffic
 from paceline.strategies import STRATEGIES, Replica
 from paceline.train.sharing import Wish, share_model

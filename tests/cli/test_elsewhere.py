@@ -13,7 +13,7 @@ import pytest
 from tests.errors import ended_with, raises
 
 from paceline.cli.elsewhere import check_cluster
-from paceline.config import ClusterConfig
+from paceline.config.settings import ClusterConfig
 from paceline.observe.folder import lock_run_dir
 
 

@@ -16,7 +16,7 @@ from paceline.cli.launch import known_options
 from paceline.cli.options import SHORTEST, built
 from paceline.cli.torchrun import our_words, read_words
 from paceline.cli.watchover import split_script
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
 from paceline.errors import ExitCode, UsageError
 
 COLUMNS = 100

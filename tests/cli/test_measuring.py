@@ -17,7 +17,7 @@ from paceline.bench.rounds import MeasuredRounds
 from paceline.bench.spec import Measurement
 from paceline.cli import compare, scale
 from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
-from paceline.config import TrainConfig, dump
+from paceline.config.settings import TrainConfig, dump
 
 TASKS = Path(__file__).parents[1] / "bench" / "tasks_to_measure.py"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
+from paceline.config.choices import lacks_torch
 from paceline.proofs.verify.worker import verify
 from paceline.strategies import STRATEGIES
-from paceline.torch_version import lacks_torch
 from paceline.verify.spec import Spec
 from paceline.worker.world import World
 

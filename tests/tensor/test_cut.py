@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline import World
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.mesh import Mesh
 from paceline.strategies import STRATEGIES
 from paceline.strategies.parts import of_parts
 from paceline.tensor.plan import cuts_of, find_plan

@@ -15,10 +15,10 @@ from tests.errors import raises
 from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
+from paceline.config.choices import steps_or_seconds
 from paceline.errors import ExitCode
 from paceline.observe import events, track
 from paceline.observe.summary import Summary, read_summary
-from paceline.rhythm import steps_or_seconds
 from paceline.train.evaluations import Best
 
 TASK = """

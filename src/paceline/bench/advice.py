@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from paceline.bench.compare import Row
+from paceline.config.choices import EXACT
 from paceline.errors import plural
-from paceline.ladder import EXACT
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process
 EXACT_ENOUGH = 0.9  # of the fastest: so much speed the same bits are worth

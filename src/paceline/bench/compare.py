@@ -7,9 +7,9 @@ import msgspec
 from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
+from paceline.config.choices import EXACT
+from paceline.config.mesh import strategy_on
 from paceline.errors import plural
-from paceline.ladder import EXACT
-from paceline.mesh import strategy_on
 from paceline.observe.tables import table_console
 
 REFERENCE = "reference"

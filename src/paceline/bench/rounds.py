@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from paceline.bench.spec import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
+from paceline.config.mesh import strategy_on
 from paceline.contract.failure import Failure
 from paceline.contract.orders import STOP_SIGNALS
 from paceline.errors import ExitCode, plural
 from paceline.launch.supervise import run_workers
-from paceline.mesh import strategy_on
 
 WORKER = "paceline.proofs.bench.worker"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler's own words, several lines for each start of it

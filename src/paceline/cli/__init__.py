@@ -95,7 +95,7 @@ def _train_as_rank(settings: Path) -> int:
     A rank does what `cli.train` would do, without its imports of options and launchers, which would delay all ranks.
     """
     from paceline.cli.train_checks import check_guard
-    from paceline.config import check_values, load
+    from paceline.config.settings import check_values, load
     from paceline.disk.reading import real_path
     from paceline.worker.imports import TRAINING, import_all
 

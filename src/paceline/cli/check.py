@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from paceline.config import ClusterConfig
+from paceline.config.settings import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.contract.job import JobSpec

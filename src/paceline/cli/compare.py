@@ -14,12 +14,11 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
-from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
+from paceline.config.choices import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO, lacks_torch
+from paceline.config.mesh import Mesh, mesh_of, meshes_of
+from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
-from paceline.mesh import Mesh, mesh_of, meshes_of
-from paceline.torch_version import lacks_torch
 
 AUTO = "auto"
 
@@ -59,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
     how = config.how
     check_positive(config, "nproc")
     check_measuring(how)
-    asked = chosen_names("strategy", config.strategies, ["all", *LADDER])
+    asked = chosen_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
     if "all" in asked:
-        asked = [name for name in LADDER if name != DEFAULT_ALONE]
+        asked = [name for name in STRATEGY_INFO if name != DEFAULT_ALONE]
     batches = whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
     settings = settings_of(config.task, how)
     gpus = usable_gpus(settings.launch.device)
@@ -115,10 +114,10 @@ def _strategy_for(mesh: Mesh) -> str:
 
 def _not_run(strategy: str, nproc: int) -> str:
     """Why a strategy is not measured; empty if it is."""
-    rung = LADDER[strategy]
-    if not rung.one_process or strategy == DEFAULT_ALONE:
+    info = STRATEGY_INFO[strategy]
+    if not info.one_process or strategy == DEFAULT_ALONE:
         return lacks_torch(strategy)
-    where = " on a machine with several GPUs" if rung.several_gpus else ""
+    where = " on a machine with several GPUs" if info.several_gpus else ""
     return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.cli.flags import check_positive, command_words
-from paceline.config import ClusterConfig
+from paceline.config.choices import LauncherName, launchers_of
+from paceline.config.settings import ClusterConfig
 from paceline.contract.job import GPU_CORES, Allocation, Host, JobSpec
 from paceline.contract.variables import SECRET_NAME
 from paceline.errors import ExitCode, UsageError
@@ -27,7 +28,6 @@ from paceline.launch.slurm.queue import follow, submit
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.submission import Submission, next_submit_dir, write_files, write_submission
 from paceline.launch.supervise import run
-from paceline.launchers import LauncherName, launchers_of
 from paceline.observe.folder import lock_run_dir, move_aside, new_run_dir, open_run_dir
 from paceline.observe.terminal import say
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.config import load, task_options
+from paceline.config.settings import load, task_options
 from paceline.disk import writing
 from paceline.disk.reading import is_file, names
 from paceline.errors import UsageError, first_few

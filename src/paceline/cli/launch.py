@@ -16,7 +16,8 @@ from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_r
 from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gpus
 from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
-from paceline.config import ClusterConfig
+from paceline.config.choices import untested_torch
+from paceline.config.settings import ClusterConfig
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.job import JobSpec
 from paceline.contract.windows import Windows
@@ -25,7 +26,6 @@ from paceline.launch.plan import local
 from paceline.launch.supervise import run
 from paceline.observe.folder import create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
-from paceline.torch_version import untested_torch
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
 

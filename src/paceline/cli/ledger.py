@@ -15,7 +15,7 @@ from rich.text import Text
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, write_json
-from paceline.config import batch_shape, check_values, load
+from paceline.config.settings import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural

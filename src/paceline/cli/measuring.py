@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from paceline import config as configuration
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.bench.spec import LOOKED_AT
 from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
-from paceline.config import TrainConfig, absolute_task, check_values, task_options
+from paceline.config import settings as configuration
+from paceline.config.settings import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError, plural
 from paceline.tasks import check_optimizer, check_task

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline import config as configuration
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.finding import NOTHING, Means, agent_runs, attempts, head_roster, home, is_locked
+from paceline.config import settings as configuration
 from paceline.contract.failure import GOOD_ENDS
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.launch.slurm import queue

@@ -17,11 +17,11 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
-from paceline.config import DEFAULT_BATCH_SIZE, check_values
+from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
+from paceline.config.mesh import OF_BATCH, Mesh, strategy_on
+from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER, StrategyName
-from paceline.mesh import OF_BATCH, Mesh, strategy_on
 
 FEWEST_STEPS = 5
 LARGEST_SHARE = 16  # times --batch-size, which one process must hold for strong scaling
@@ -195,7 +195,7 @@ def _check(config: ScaleConfig) -> None:
         more = f"one copy of the model with: name a larger number, like {2 * copy.size}"
         more = more if copy.size > 1 else "one rank with: name a larger number, like 1,2"
         raise UsageError(code="nothing-to-compare", value=config.ranks, more=more)
-    if LADDER[config.strategy].one_process:
+    if STRATEGY_INFO[config.strategy].one_process:
         raise unknown("strategy for several processes", config.strategy, FOR_SEVERAL)
     if config.mode != "weak" and math.lcm(*ranks) > LARGEST_SHARE * ranks[-1]:
         raise UsageError(

@@ -11,7 +11,7 @@ from paceline.cli.commands import command_line
 from paceline.cli.finding import NewestRunFlags, existing_run
 from paceline.cli.flags import print_json
 from paceline.cli.run_state import MOST_CHARS, run_state
-from paceline.config import load
+from paceline.config.settings import load
 from paceline.errors import ExitCode, PacelineError
 from paceline.observe.events import event_files
 from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS

@@ -13,23 +13,22 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from paceline import config as configuration
 from paceline.cli.commands import command_line
 from paceline.cli.elsewhere import placed_job, workers
 from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
 from paceline.cli.options import built
 from paceline.cli.train_checks import check_guard, check_training
 from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import ClusterConfig, TrainConfig, check_values
+from paceline.config import settings as configuration
+from paceline.config.choices import DEFAULT_ALONE, STRATEGY_INFO, untested_torch
+from paceline.config.settings import ClusterConfig, TrainConfig, check_values
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.job import JobSpec
 from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError, flag
-from paceline.ladder import DEFAULT_ALONE, LADDER
 from paceline.observe.folder import CONFIG
 from paceline.observe.terminal import say
 from paceline.tasks.settings import told
-from paceline.torch_version import untested_torch
 from paceline.worker.foreign import check_shape, launched
 from paceline.worker.imports import TRAINING, import_all
 
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
-    if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
+    if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].several_gpus):
         say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return show_plan(config, job)

@@ -1,21 +1,20 @@
 """Refuses, without torch, settings of a training that contradict each other, this machine or an earlier run."""
 
-from paceline import config as configuration
 from paceline.checkpoint.format import Damaged
 from paceline.checkpoint.manager import Checkpoints
-from paceline.config import TrainConfig, batch_shape
+from paceline.config import settings as configuration
+from paceline.config.choices import EXACT, FOR_SEVERAL, STRATEGY_INFO, lacks_torch
+from paceline.config.definition import allowed_changes, check_same, settings
+from paceline.config.mesh import mesh_of
+from paceline.config.settings import TrainConfig, batch_shape
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.windows import Windows
-from paceline.definition import allowed_changes, check_same, settings
 from paceline.disk.reading import real_path
 from paceline.errors import UsageError
-from paceline.ladder import EXACT, FOR_SEVERAL, LADDER
-from paceline.mesh import mesh_of
 from paceline.observe.folder import CHECKPOINTS, check_is_run, check_not_finished
 from paceline.observe.track import wanted
 from paceline.tasks import check_optimizer, check_task
 from paceline.tasks.settings import defined
-from paceline.torch_version import lacks_torch
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
@@ -38,7 +37,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
             check_is_run(real_path(path), trust=config.run.trust)
     if config.strategy in EXACT and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
-    if config.strategy and LADDER[config.strategy].one_process and mesh.replicas > 1:
+    if config.strategy and STRATEGY_INFO[config.strategy].one_process and mesh.replicas > 1:
         raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*FOR_SEVERAL])
     if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)

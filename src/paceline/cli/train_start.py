@@ -8,10 +8,11 @@ from pathlib import Path
 
 from msgspec.structs import replace as replace_fields
 
-from paceline import config as configuration
 from paceline.cli.elsewhere import planned_job, show, start, taken_run_dir, with_submit_dir
 from paceline.cli.flags import threads_of
-from paceline.config import ClusterConfig, TrainConfig, batch_shape, default_strategy
+from paceline.config import settings as configuration
+from paceline.config.mesh import mesh_of
+from paceline.config.settings import ClusterConfig, TrainConfig, batch_shape, default_strategy
 from paceline.contract.job import JobSpec
 from paceline.contract.variables import PRELOAD
 from paceline.errors import ExitCode
@@ -19,7 +20,6 @@ from paceline.host.gpus import count_gpus
 from paceline.launch.plan import local
 from paceline.launch.slurm.fits import in_allocation
 from paceline.launch.supervise import run
-from paceline.mesh import mesh_of
 from paceline.observe.events import Step, read_events
 from paceline.observe.folder import CONFIG, create_attempt_dir, write_settings
 from paceline.observe.summary import Summary, read_summary, write_summary

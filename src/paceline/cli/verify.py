@@ -12,13 +12,13 @@ import msgspec
 
 from paceline.cli.commands import command_line
 from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
-from paceline.config import settings_given
+from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.mesh import Mesh
+from paceline.config.settings import settings_given
 from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
-from paceline.mesh import Mesh
 from paceline.observe.summary import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 from paceline.verify.report import print_bits, print_report
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")
     chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
-    strategies = chosen_names("strategy", chosen, LADDER)
+    strategies = chosen_names("strategy", chosen, STRATEGY_INFO)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
     check_out_file("--json", config.json)

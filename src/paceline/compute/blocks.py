@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.compute.rules import matching, subclassed
+from paceline.config.choices import lacks_torch
 from paceline.errors import UsageError, first_few
-from paceline.torch_version import lacks_torch
 from paceline.worker.world import World
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up

@@ -13,10 +13,10 @@ from typing import Annotated
 
 import msgspec
 
+from paceline.config.choices import LauncherName
 from paceline.disk import writing
 from paceline.disk.reading import decode, names
 from paceline.errors import TrainingError, UsageError
-from paceline.launchers import LauncherName
 from paceline.observe.folder import MOST_STARTS, attempt_number
 
 SUBMITTED = "submitted.json"

@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from paceline.ladder import LADDER
+from paceline.config.choices import STRATEGY_INFO
 from paceline.strategies.base import MakeOptimizer, Replica, Strategy
 
-STRATEGIES: dict[str, Strategy] = {name: getattr(import_module(f"{__name__}.{name}"), name) for name in LADDER}
+STRATEGIES: dict[str, Strategy] = {name: getattr(import_module(f"{__name__}.{name}"), name) for name in STRATEGY_INFO}
 """The strategies by name: single, dp, manual, bucketed, ddp, exact, zero and fsdp. Each is a `Strategy`."""
 
 __all__ = ["STRATEGIES", "MakeOptimizer", "Replica", "Strategy"]

@@ -17,9 +17,9 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
 from paceline.collectives.transports import fit_in_memory
+from paceline.config.choices import COMPRESS, SLOW, wrong_between_hosts
 from paceline.data.plan import Work
 from paceline.errors import UsageError, flag
-from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
 from paceline.strategies.base import MakeOptimizer, Replica, replica
 from paceline.strategies.outer import Between, Outer
 from paceline.worker.world import World

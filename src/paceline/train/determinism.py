@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from paceline.config.choices import DEFAULT
 from paceline.errors import PacelineError, TrainingError
-from paceline.ladder import DEFAULT
 from paceline.worker.device import device_words
 from paceline.worker.imports import when_imported
 

@@ -15,7 +15,7 @@ from paceline.train.streaming import Stream
 from paceline.worker.world import World
 
 if TYPE_CHECKING:
-    from paceline.config import BatchShape, TrainConfig
+    from paceline.config.settings import BatchShape, TrainConfig
 
 
 def check_stream(config: TrainConfig, data: Any) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
+from paceline.config.choices import EXACT, steps_or_seconds
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.errors import ExitCode, plural
-from paceline.ladder import EXACT
 from paceline.observe.progress import Display
 from paceline.observe.summary import Summary
-from paceline.rhythm import steps_or_seconds
 from paceline.stepping.scaling import loss_scale
 from paceline.stepping.trainee import Trainee
 from paceline.stepping.votes import Votes

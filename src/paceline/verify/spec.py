@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.mesh import strategy_on
+from paceline.config.mesh import strategy_on
 
 Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
+from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError
 from paceline.host.gpus import show_own_mig
-from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.worker.device import BACKENDS, check_placement, chosen_backend, chosen_device, go_near, overlooked
 from paceline.worker.foreign import ADDRESS, COUNTS, understood
 from paceline.worker.guard import Guard

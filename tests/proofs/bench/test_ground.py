@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
 from paceline.errors import UsageError
 from paceline.proofs.bench.training import MOST_SAMPLES, CandidateTraining, load_ground
 from paceline.train.step import ignore

@@ -55,7 +55,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
 
     from paceline.bench.spec import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.collectives.communicator import make_communicator
-    from paceline.config import TrainConfig
+    from paceline.config.settings import TrainConfig
     from paceline.proofs.bench import worker
     from paceline.proofs.bench.training import Ground
     from paceline.worker.world import World

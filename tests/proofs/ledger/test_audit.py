@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.cli.ledger import main
-from paceline.config import DataConfig, TrainConfig, dump
+from paceline.config.settings import DataConfig, TrainConfig, dump
 from paceline.data.consumed import fingerprint
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError

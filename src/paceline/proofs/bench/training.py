@@ -11,15 +11,15 @@ from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.checkpoint.resume import RunLocation
-from paceline.config import TrainConfig, batch_shape, task_options
+from paceline.config.choices import options_of_others
+from paceline.config.mesh import strategy_on
+from paceline.config.settings import TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
 from paceline.errors import UsageError, plural
-from paceline.ladder import options_of_others
-from paceline.mesh import strategy_on
 from paceline.stepping.scaling import loss_scale
 from paceline.strategies import Replica
 from paceline.strategies.base import MakeOptimizer, replica

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline import config as configuration
 from paceline.bench.spec import (
     CHUNKS,
     CONFIG,
@@ -33,9 +32,10 @@ from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
+from paceline.config import settings as configuration
+from paceline.config.choices import EXACT
+from paceline.config.mesh import OF_MODEL, mesh_of
 from paceline.host.gpu_use import ask_gpus
-from paceline.ladder import EXACT
-from paceline.mesh import OF_MODEL, mesh_of
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.train.determinism import deterministic

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import gather_words, together
+from paceline.config.choices import STRATEGY_INFO, lacks_torch
+from paceline.config.mesh import mesh_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
-from paceline.ladder import LADDER
-from paceline.mesh import mesh_of
 from paceline.proofs.verify import setup
 from paceline.proofs.verify.causes import explain
 from paceline.proofs.verify.loop import run_loop
@@ -43,7 +43,6 @@ from paceline.proofs.verify.trial import (
     parameters_of,
 )
 from paceline.strategies.refusals import ELEMENT_WISE
-from paceline.torch_version import lacks_torch
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
@@ -153,18 +152,18 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
 
 
 def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
-    rung = LADDER[strategy]
+    info = STRATEGY_INFO[strategy]
     if why := lacks_torch(strategy):
         return why.removeprefix(f"strategy {strategy} ")
-    if rung.exact and policy == "sync":
+    if info.exact and policy == "sync":
         return "has local batch norm only"
-    if rung.sharded and optimizer not in ELEMENT_WISE:
+    if info.sharded and optimizer not in ELEMENT_WISE:
         return f"shards parameters, and {optimizer.__name__} may use a whole one"
-    if world.mesh is not None and not rung.on_mesh:
+    if world.mesh is not None and not info.on_mesh:
         return "cannot train a part of a model"
-    if rung.one_process and world.data.size > 1:
+    if info.one_process and world.data.size > 1:
         return "is single-process"
-    if rung.several_gpus and torch.cuda.device_count() < 2:
+    if info.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
     return None
 

@@ -6,9 +6,9 @@ No torch here: settings that differ are reported before any process starts.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from paceline.config import TrainConfig
+from paceline.config.choices import EXACT, SLOW
+from paceline.config.settings import TrainConfig
 from paceline.errors import UsageError, unknown
-from paceline.ladder import EXACT, SLOW
 
 FIXED = {
     "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",

@@ -18,13 +18,22 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
+from paceline.config.choices import (
+    COMPRESS,
+    DEFAULT,
+    DEFAULT_ALONE,
+    EXACT,
+    SLOW,
+    STRATEGY_INFO,
+    LauncherName,
+    StrategyName,
+    steps_or_seconds,
+    wrong_between_hosts,
+)
+from paceline.config.mesh import Mesh, mesh_of
 from paceline.disk.owners import NotOurs
 from paceline.disk.reading import decode_toml
 from paceline.errors import UsageError, unknown
-from paceline.ladder import COMPRESS, DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
-from paceline.launchers import LauncherName
-from paceline.mesh import Mesh, mesh_of
-from paceline.rhythm import steps_or_seconds
 
 DEFAULT_BATCH_SIZE = 64
 OPTIMIZERS = ("adamw", "sgd")
@@ -312,7 +321,7 @@ def strategy_options(config: TrainConfig) -> dict[str, Any]:
     """What was asked for of settings that only some strategies have, by name."""
     # not vars(): msgspec leaves what a file does not set to the class
     asked = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
-    names = {name for rung in LADDER.values() for name in rung.options}
+    names = {name for info in STRATEGY_INFO.values() for name in info.options}
     return {name: asked[name] for name in sorted(names) if asked[name] is not None}
 
 
@@ -519,9 +528,9 @@ _NOT_NEGATIVE = (
 def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
     again = compute.checkpoint_activations is not None
-    rung = LADDER.get(config.strategy or "")
-    moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are gathered, or copied
-    hooked = rung is not None and rung.hooked
+    info = STRATEGY_INFO.get(config.strategy or "")
+    moves = info is not None and (info.sharded or info.several_gpus)  # weights are gathered, or copied
+    hooked = info is not None and info.hooked
     _refuse({
         "exact-with-compile": compute.compile and exact,
         "exact-with-cuda-graphs": compute.cuda_graphs and exact,
@@ -547,8 +556,8 @@ def _refuse(contradictions: Mapping[str, bool], **fields: Any) -> None:
 def _check_network(config: TrainConfig) -> None:
     asked, name = config.network, config.strategy or DEFAULT
     given = [setting for setting in SLOW if getattr(asked, setting) is not None]
-    own = name not in LADDER or "compress" in LADDER[name].options
-    owners = [owner for owner, rung in LADDER.items() if "compress" in rung.options]
+    own = name not in STRATEGY_INFO or "compress" in STRATEGY_INFO[name].options
+    owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.options]
     _refuse({
         "exact-on-slow-network": bool(given) and name in EXACT,
         "not-for-slow-network": bool(given) and not own,
@@ -568,8 +577,8 @@ def _check_mesh(config: TrainConfig) -> None:
         raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
-    rung, asked = LADDER.get(name), [key for key in SLOW if getattr(config.network, key)]
-    on_mesh = [name for name, rung in LADDER.items() if rung.on_mesh]
+    info, asked = STRATEGY_INFO.get(name), [key for key in SLOW if getattr(config.network, key)]
+    on_mesh = [name for name, info in STRATEGY_INFO.items() if info.on_mesh]
     several = mesh.shares_model
     stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
     _refuse({
@@ -580,7 +589,7 @@ def _check_mesh(config: TrainConfig) -> None:
         "mesh-with-recomputation": several and compute.checkpoint_activations is not None,
         "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
         "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
-        "strategy-not-on-mesh": several and rung is not None and not rung.on_mesh,
+        "strategy-not-on-mesh": several and info is not None and not info.on_mesh,
         "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
         "mesh-with-slow-network": several and bool(asked),
         "mesh-with-compile": several and compute.compile,
@@ -623,5 +632,5 @@ def check_values(config: TrainConfig) -> None:
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
         own = ", or any other as module:name, e.g. torch.optim:RMSprop"
         raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=own)
-    if config.strategy is not None and config.strategy not in LADDER:
-        raise unknown("strategy", config.strategy, LADDER)
+    if config.strategy is not None and config.strategy not in STRATEGY_INFO:
+        raise unknown("strategy", config.strategy, STRATEGY_INFO)
