@@ -10,7 +10,7 @@ COMMANDS = ("finding", "run_state", "status", "logs", "hang", "cancel", "ledger"
             "launch", "check", "elsewhere", "runs", "export", "huggingface", "analyze")  # fmt: skip
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "observe/*.py", "checkpoint/*.py", "train/*.py",
-    "config.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
+    "config/settings.py", *(f"launch/{name}.py" for name in ("submission", "tail", "hosts")), "host/sweep.py",
     "host/machine_log.py", "view/*.py",
     "guard/report.py", "worker/attach.py", "agent/*.py", "proofs/ledger/*.py", "bench/runs.py",
     "view/rank_logs.py", "view/analysis.py",
