@@ -6,11 +6,12 @@ import importlib
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from tests import warm
 
-from paceline.cli import COMMANDS
+from paceline.cli import COMMANDS, train
 from paceline.cli.commands import command_line
 from paceline.cli.launch import known_options
 from paceline.cli.options import SHORTEST, built
@@ -151,3 +152,18 @@ def test_the_help_of_a_command_imports_no_torch() -> None:
     code = "import sys; from paceline.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
     done = warm.run(["-c", f"{code}sys.exit('torch' in sys.modules)"], torch=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help", "--config", "FILE"], ["--resume", "auto", "--run-dir", "RUN", "--help"]])
+def test_the_help_shows_what_the_file_gives_in_place_of_the_defaults(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[data]\nbatch_size = 32\n[optimizer]\nlr = 0.25\n[compute]\ncompile = true\n[run]\nseed = 7\n")
+    with pytest.raises(SystemExit) as end:
+        train.main([{"FILE": str(file), "RUN": str(tmp_path)}.get(word, word) for word in words])
+    assert end.value.code == ExitCode.DONE
+    entries = re.split(r"\n(?=  \S)", capsys.readouterr().out)
+    values = {entry.split()[0]: re.search(r"\(in\s+config\.toml:\s+(.*)\)", entry) for entry in entries}
+    values = {name: value[1] for name, value in values.items() if value}
+    assert values == {"--batch-size": "32", "--lr": "0.25", "--compile": "true", "--seed": "7"}

@@ -70,6 +70,7 @@ class Option:
     default: Any  # MISSING: it is required
     text: str  # its help, without the default
     short: str = ""  # -o
+    in_file: str = ""  # the value in the file of settings, if it is not the default
 
     @property
     def is_flag(self) -> bool:
@@ -126,8 +127,9 @@ class Option:
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
         """Add it to a group of a parser. The help omits a `hidden` option."""
-        default = f" (default: {self.default_shown})" if self.default_shown else ""
-        how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else (self.text + default).replace("%", "%%")}
+        default = self.in_file or (f"default: {self.default_shown}" if self.default_shown else "")
+        text = f"{self.text} ({default})" if default else self.text
+        how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
         if self.is_flag:
             action = add_argument(self.name, dest=self.dest, action=argparse.BooleanOptionalAction, **how)
         elif self.names:
@@ -157,9 +159,6 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return f"{self.about}\n\n{super().format_help()}"
 
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file, flush=True)  # `main` handles a closed pipe
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(code="wrong-command-line", prog=self.prog, message=message)
 
@@ -176,18 +175,18 @@ class CommandLine:
     common: str = ""  # options that --help shows, for a command with many
     config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
-    def options(self) -> list[Option]:
-        """All options and arguments."""
-        found = [*self._options(self.settings, "")]
+    def options(self, file: str = "", settings: Any = None) -> list[Option]:
+        """All options and arguments; `settings` are the values in a `file`."""
+        found = [*self._options(self.settings, "", file, settings)]
         found += [Option("--config", "config", self.settings, [Path], [], None, self.config)] if self.config else []
         return sorted(found, key=lambda one: 99 if one.names else self.arguments.index(one.name))
 
-    def _options(self, kind: type, prefix: str) -> Iterator[Option]:
+    def _options(self, kind: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
         hints = get_type_hints(kind)
         for one in dataclasses.fields(kind):
-            hint, dest = hints[one.name], prefix + one.name
+            hint, dest, value = hints[one.name], prefix + one.name, getattr(settings, one.name, one.default)
             if dataclasses.is_dataclass(hint):
-                yield from self._options(hint, f"{dest}.")  # pyright: ignore[reportArgumentType]
+                yield from self._options(hint, f"{dest}.", file, value)  # pyright: ignore[reportArgumentType]
                 continue
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             choices = [str(word) for each in kinds if get_origin(each) is Literal for word in get_args(each)]
@@ -195,7 +194,8 @@ class CommandLine:
             owner = next(each for each in kind.__mro__ if one.name in vars(each).get("__annotations__", {}))
             name = one.name if one.name in self.arguments else "--" + one.name.replace("_", "-")
             text = one.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, one.name]
-            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""))
+            in_file = f"in {file}: {_shown(value)}" if value != one.default else ""
+            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""), in_file)
 
     def groups(self, options: Sequence[Option]) -> list[tuple[str, type, list[Option]]]:
         """(title, class, options) of each group, the command's own first."""
@@ -214,7 +214,9 @@ class CommandLine:
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
         named = [one for one in options if one.names]
-        common = self.common.split() if len(named) > SHORTEST and not whole else [one.name[2:] for one in named]
+        common = [one.name[2:] for one in named]
+        if len(named) > SHORTEST and not whole:
+            common = [*self.common.split(), *(one.name[2:] for one in named if one.in_file)]
         note = f"{len(named) - len(common)} more options: {self.prog} --help-all" if len(named) > len(common) else ""
         if whole and any(one.is_flag for one in named):
             note = "An option without a value has an opposite: --no-NAME."
@@ -223,7 +225,8 @@ class CommandLine:
                          formatter_class=partial(_HelpFormatter, width=width))  # fmt: skip
         about, *others = (textwrap.fill(words, width) for words in paragraphs(self.settings))
         parser.about = "\n\n".join([about, "\n  ".join(("Examples:", *self.examples)), *others])
-        parser.add_argument(*HELP, action="help", help=argparse.SUPPRESS)
+        for name in HELP:
+            parser.add_argument(name, dest="help", action="store_const", const=name, help=argparse.SUPPRESS)
         arguments = parser.add_argument_group("Arguments")
         for one in options:
             if not one.names:
@@ -239,7 +242,15 @@ class CommandLine:
         return built(self.settings, self.given(words))
 
     def given(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, by `Option.dest`. --help prints the help and exits with code 0.
+        """The values from the command line, as `values`. --help prints the help and exits with code 0."""
+        given = self.values(words)
+        if asked := given.get("help"):
+            self.print_help(asked)
+            raise SystemExit(0)
+        return given
+
+    def values(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values from the command line, by `Option.dest`; `help` is the option that asks for the help, if any.
 
         Raises:
             UsageError: an option is unknown, a value is invalid, or one is missing.
@@ -247,17 +258,31 @@ class CommandLine:
         options = self.options()
         # argparse knows --run-dir; --run_dir means the same
         words = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in words]
-        found, left = self.parser(options, whole="--help-all" in words).parse_known_intermixed_args(words)
+        found, left = self.parser(options, whole=False).parse_known_intermixed_args(words)
+        given = {dest: value for dest, value in vars(found).items() if value is not None}
+        if "help" in given:
+            return given
         if wrong := [word for word in left if word.startswith("-")]:
             names = [name for one in options for name in one.names]
             raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
         if left:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=left[0])
-        given = {dest: value for dest, value in vars(found).items() if value is not None}
         for one in options:  # argparse's `required` would report this before an unknown option
             if one.default is MISSING and one.dest not in given:
                 raise UsageError(code="missing-argument", prog=self.prog, value=one.shown, about=one.text)
         return given
+
+    def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
+        """Print the help that --help or --help-all asks for; `file` with its `settings` replaces the defaults."""
+        parser = self.parser(self.options(file, settings), whole=asked == "--help-all")
+        print(parser.format_help(), end="", flush=True)  # `main` handles a closed pipe
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:

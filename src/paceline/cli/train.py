@@ -94,19 +94,19 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         UsageError: if the file or a value is wrong.
     """
     line = command_line("train")
-    try:
-        given = line.given(arguments)
-    except SystemExit as end:
-        if end.code == 0 and ":" in arguments[0]:  # --help, asked with a task
-            print(told(arguments[0]))
-        raise
-    path = given.pop("config", None)
+    given = line.values(arguments)
+    asked_help, path = given.pop("help", None), given.pop("config", None)
     resumed = None if path else _resumed_config(given)
     path = real_path(path) if path else resumed
     default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
     config = built(TrainConfig, given, default)
+    if asked_help:
+        line.print_help(asked_help, path.name if path else "", default)
+        if ":" in (config.task or ""):
+            print(told(str(config.task)))
+        raise SystemExit(0)
     try:
         check_values(config)
     except UsageError as error:
