@@ -17,14 +17,15 @@ from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gp
 from paceline.cli.options import HELP
 from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
 from paceline.config.choices import untested_torch
-from paceline.config.settings import ClusterConfig
+from paceline.config.settings import ClusterConfig, load
 from paceline.contract.birth import BOOTSTRAP
 from paceline.contract.job import JobSpec
 from paceline.contract.windows import Windows
+from paceline.disk.reading import real_path
 from paceline.errors import ExitCode, UsageError
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
-from paceline.observe.folder import create_attempt_dir, new_run_dir
+from paceline.observe.folder import CONFIG, create_attempt_dir, new_run_dir
 from paceline.observe.terminal import say
 from paceline.worker.bootstrap import worker_command
 from paceline.worker.foreign import launched
@@ -99,7 +100,8 @@ def main(arguments: Sequence[str]) -> int:
     if cluster.dry_run:
         return show(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
-    with taken_run_dir(run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
+    resume = holds_session_of(job, run_dir, trust=options.script.trust)
+    with taken_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if here:
             job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
@@ -112,6 +114,21 @@ def main(arguments: Sequence[str]) -> int:
         code = start(cluster, job)  # node 0's agent takes the lock
     say(f"run folder {run_dir}")
     return code
+
+
+def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
+    """Whether the folder holds the run of a session in the job's script: with resume=True, the session continues it.
+
+    A session without resume=True raises an error. Under --check no session continues its run.
+
+    Raises:
+        UsageError: others could have written the folder's config.toml, or it is not valid.
+    """
+    if run_dir is None or BOOTSTRAP not in job.argv or not os.path.lexists(config := real_path(run_dir) / CONFIG):
+        return False
+    script, *words = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
+    names = {f"{words[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
+    return load(config, ours=not trust).task in names  # of a session the name of its file
 
 
 def known_options() -> dict[str, bool]:
