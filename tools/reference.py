@@ -15,8 +15,7 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli import COMMANDS
-from paceline.cli.commands import command_line
+from paceline.cli import COMMANDS, command_line
 from paceline.cli.options import Option, paragraphs
 from paceline.config.choices import LAUNCHER_SETTINGS
 
@@ -77,7 +76,7 @@ def commands() -> str:
         for _, group, _ in found:
             users.setdefault(group, []).append(name)
     shared = {group for group, names in users.items() if len(names) > 1}
-    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {text}" for name, text in COMMANDS.items())
+    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {command.line}" for name, command in COMMANDS.items())
     parts = [HEAD.format(index=index)]
     for name, line in lines.items():
         about, *more = paragraphs(line.settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import sys
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.cli import COMMANDS, train
-from paceline.cli.commands import command_line
+from paceline.cli import COMMANDS, command_line, command_main, train
 from paceline.cli.launch import known_options
 from paceline.cli.options import SHORTEST, built
 from paceline.cli.torchrun import our_words, read_words
@@ -26,7 +24,7 @@ commands = pytest.mark.parametrize("command", COMMANDS)
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(f"paceline.cli.{command}").main([flag])
+        command_main(command)([flag])
     assert end.value.code == ExitCode.DONE
     return capsys.readouterr().out
 

@@ -1,6 +1,6 @@
 """How a run ended that its ranks did not live to say."""
 
-from paceline.cli.train_start import failed_summary
+from paceline.cli.train import failed_summary
 from paceline.config.settings import DataConfig, TrainConfig
 from paceline.observe.events import Step
 from paceline.observe.summary import Summary, write_summary

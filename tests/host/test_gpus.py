@@ -12,7 +12,7 @@ from tests.errors import raises
 from tests.host.test_gpu_trouble import Driver, running
 
 from paceline.cli import train
-from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
+from paceline.cli.options import check_gpus, nproc_auto, usable_gpus
 from paceline.host import gpus
 from paceline.host.gpus import cores_near, count_gpus, gpus_here, show_own_mig
 

@@ -17,7 +17,7 @@ from tests.launch.launch_harness import PRELUDE, Launch, wait_until
 from tests.launch.terminals import shown_by_a_launch
 from tests.small_mnist import small_mnist as small_mnist
 
-from paceline.cli.train_start import may_preload
+from paceline.cli.train import may_preload
 from paceline.config.settings import LaunchConfig, TrainConfig
 from paceline.contract.birth import at_import
 from paceline.contract.job import JobSpec

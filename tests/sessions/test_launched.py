@@ -10,9 +10,8 @@ from tests import warm
 from tests.errors import ended_with
 
 from paceline.cli import logs, status
-from paceline.cli.finding import attempts, home
 from paceline.cli.hang import _newest_verdict
-from paceline.cli.run_state import run_state
+from paceline.cli.run_state import attempts, home, run_state
 from paceline.disk.reading import decode_toml
 from paceline.errors import ExitCode
 from paceline.observe.folder import LAUNCHED, create_attempt_dir, launched_attempt

@@ -20,7 +20,7 @@ from textual.widgets import Static
 
 from paceline.cli import main
 from paceline.cli import watch as command
-from paceline.cli.finding import NOTHING, Means
+from paceline.cli.run_state import NOTHING, Access
 from paceline.contract.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.observe.events import Started, Step
 from paceline.observe.machine import GpuUse, MachineUse, RankUse, file_name
@@ -275,7 +275,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, Means(("ssh",), slurm=False))
+    watched = command._Run(training, Access(("ssh",), slurm=False))
     told = Deeds(watched.look, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:

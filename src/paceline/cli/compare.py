@@ -11,9 +11,9 @@ from paceline.bench.advice import advise
 from paceline.bench.compare import REFERENCE, Row, compared_rows, print_compared
 from paceline.bench.rounds import MeasuredRounds, ProcessSet
 from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
+from paceline.cli import command_line
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
+from paceline.cli.options import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
 from paceline.config.choices import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO, lacks_torch
 from paceline.config.mesh import Mesh, mesh_of, meshes_of
 from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values

@@ -10,8 +10,8 @@ from typing import Literal, NoReturn
 
 from rich.console import Console
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_positive, command_words
+from paceline.cli import command_line
+from paceline.cli.options import check_positive, command_words
 from paceline.doctor.report import as_json, print_checks, run_checks
 from paceline.doctor.session import PROGRAM, host_programs
 from paceline.doctor.survey import Wanted, survey

@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
-from paceline.cli.flags import print_json
-from paceline.cli.run_state import standing
+from paceline.cli import command_line
+from paceline.cli.options import print_json
+from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, standing
 from paceline.contract.evidence import Evidence
 from paceline.disk import writing
 from paceline.disk.reading import names
@@ -61,20 +60,20 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _report(run_dir: Path, means: Means) -> HangReport:
+def _report(run_dir: Path, access: Access) -> HangReport:
     """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest recorded one.
 
     Raises:
         UsageError: if it has no start yet, or its newest verdict cannot be read.
     """
-    state = standing(run_dir, means).state
+    state = standing(run_dir, access).state
     if not attempts(run_dir):
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = means != NOTHING  # a question is a file, and we write into no run of others
+    may_ask = access != NOTHING  # a question is a file, and we write into no run of others
     told = ask_agent(attempts(run_dir)[-1]) if state == "running" and may_ask else None
     if told is not None:
         return HangReport(str(run_dir), state, True, _live_words(told), "", told)
-    state = standing(run_dir, means).state  # it may have ended meanwhile
+    state = standing(run_dir, access).state  # it may have ended meanwhile
     silent = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
     unheard = silent if state == "running" else ""
     folder = _newest_verdict(run_dir)

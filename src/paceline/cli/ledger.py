@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_out_file, write_json
+from paceline.cli import command_line
+from paceline.cli.options import check_out_file, write_json
 from paceline.config.settings import batch_shape, check_values, load
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_folder, real_path

@@ -1,5 +1,9 @@
-"""`paceline logs RUN`: shows what a run's workers have printed."""
+"""`paceline logs` shows what a run's workers have printed; `paceline analyze` prints throughput and loss of any log."""
 
+from __future__ import annotations
+
+import math
+import os
 import re
 import sys
 import time
@@ -8,18 +12,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, NewestRunFlags, existing_run, numbered_attempts
-from paceline.cli.run_state import standing
-from paceline.disk.reading import is_file
+from paceline.cli import command_line
+from paceline.cli.options import print_json
+from paceline.cli.run_state import Access, NewestRunFlags, existing_run, find_run, numbered_attempts, standing
+from paceline.disk.owners import note_strangers
+from paceline.disk.reading import is_file, is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import in_runs, named
 from paceline.launch.submission import last_submission
 from paceline.launch.tail import Tail
 from paceline.observe.summary import LIVE
-from paceline.observe.terminal import clock
+from paceline.observe.terminal import clean, clock
 from paceline.view.rank_logs import MAX_ALL_BYTES, LinesWanted, RankLine, RankLogs, Together, put_together, rank_logs
+
+if TYPE_CHECKING:
+    from paceline.view.analysis import Analysis
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
@@ -53,6 +62,16 @@ class LogsConfig(NewestRunFlags):
 
 
 @dataclass(frozen=True)
+class AnalyzeConfig:
+    """Print throughput and loss from the log of any training, or from a run."""
+
+    logs: tuple[str, ...]
+    """log files (torch's examples, progress bars, Hugging Face's Trainer, `loss=0.1`), or runs"""
+    json: bool = False
+    """print a JSON list with an entry per log"""
+
+
+@dataclass(frozen=True)
 class _Asked:
     """The flags, understood."""
 
@@ -69,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config: LogsConfig = command_line("logs").parse(arguments)
     asked = _understood(config)
-    run_dir, means = existing_run(config)
+    run_dir, access = existing_run(config)
     logs = _logs(run_dir, asked)
     if not logs and not config.follow:
         raise _nothing(run_dir, config, asked)
@@ -79,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _print_all(found, asked)
         if config.follow:
-            _follow(run_dir, means, asked, found)
+            _follow(run_dir, access, asked, found)
     except KeyboardInterrupt:
         if not config.follow:
             raise
@@ -179,7 +198,7 @@ def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
     sys.stdout.flush()
 
 
-def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
+def _follow(run_dir: Path, access: Access, asked: _Asked, found: RankLogs) -> None:
     tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
     waiting, looked = list[RankLine](), 0.0
 
@@ -197,7 +216,7 @@ def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None
     while True:
         ended = False
         if time.monotonic() > looked + LOOK_SECONDS:
-            ended = standing(run_dir, means).state not in LIVE
+            ended = standing(run_dir, access).state not in LIVE
             looked = time.monotonic()
         newest = _logs(run_dir, asked)
         if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # another start
@@ -208,3 +227,63 @@ def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None
         if ended:
             return
         time.sleep(POLL_SECONDS)
+
+
+def analyze(arguments: Sequence[str]) -> int:
+    """Run `paceline analyze ARGUMENTS`."""
+    config: AnalyzeConfig = command_line("analyze").parse(arguments)
+    if not config.logs:
+        raise UsageError(code="no-log-named")
+    analyses = [analyzed(asked) for asked in config.logs]
+    if config.json:
+        print_json(analyses)
+    else:
+        print("\n\n".join(clean(_analysis_page(analysis)) for analysis in analyses))
+    return ExitCode.DONE
+
+
+def analyzed(asked: str) -> Analysis:
+    """The values of a log or a run.
+
+    Raises:
+        UsageError: it contains no values, or cannot be read.
+    """
+    from paceline.view.analysis import EXAMPLES, Analyzer
+
+    analyzer = Analyzer(asked)
+    try:
+        if os.path.lexists(asked) and not is_folder(Path(asked)):
+            analyzer.add_log(real_path(Path(asked)))
+        else:
+            run_dir = find_run(asked)
+            note_strangers(run_dir)
+            analyzer.add_run(run_dir)
+    except OSError as error:
+        raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None
+    analysis = analyzer.result
+    if not analysis.values:
+        expected = "\n  ".join(EXAMPLES.values())
+        seen = f": {plural(analysis.lines, 'line')}, the first {analysis.first_line!r}" if analysis.lines else ""
+        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
+    return analysis
+
+
+def _analysis_page(analysis: Analysis) -> str:
+    from statistics import median
+
+    from paceline.view.words import last_bars
+
+    formats = ", ".join(f"{name} {count:,}" for name, count in analysis.formats.items())
+    lines = [f"{analysis.name}: {plural(analysis.lines, 'line')} ({formats}); {plural(len(analysis.ranks), 'rank')}"]
+    if not any(name.endswith(("/s", "(counted)")) for name in analysis.values):
+        lines.append("no throughput: no line has samples/s. `paceline launch` records the times of lines to count with")
+    lines += [f"{rank and f'rank {rank}: '}{plural(count, 'loss', 'losses')} not finite"
+              for rank, count in analysis.not_finite.items()]  # fmt: skip
+    for name, values in analysis.values.items():
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        spread = f"median {median(finite):.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
+        lines.append(
+            f"{name:13} first {values[0]:.4g}, last {values[-1]:.4g}, {spread}; {plural(len(values), 'value')}"
+        )
+        lines.append(f"{'':13} {last_bars(values[:: max(1, len(values) // 60)], 60)}")
+    return "\n".join(lines)

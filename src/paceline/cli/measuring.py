@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.bench.rounds import MeasuredRounds, ProcessSet, measure_rounds
 from paceline.bench.spec import LOOKED_AT
-from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
+from paceline.cli.options import check_out_file, check_positive, print_json, write_json
 from paceline.config import settings as configuration
 from paceline.config.settings import TrainConfig, absolute_task, check_values, task_options
 from paceline.disk.reading import real_path

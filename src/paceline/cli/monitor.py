@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import command_words, print_json
+from paceline.cli import command_line
+from paceline.cli.options import command_words, print_json, ssh_command
 from paceline.contract.variables import RUN_ID
 from paceline.disk.owners import user_name
 from paceline.errors import ExitCode, UsageError
@@ -157,10 +157,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _there(host: str, ssh: Sequence[str], python: str) -> MachineNow:
     """Another machine, as the same command sees it there."""
-    name, _, port = host.partition(":")
-    where = ("-p", port, "--", name) if port.isdecimal() else ("--", host)
-    command = shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once"))
-    argv = (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
+    argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

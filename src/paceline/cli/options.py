@@ -1,4 +1,4 @@
-"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass.
+"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass; common checks.
 
 The type of a field defines the values of its option. int, float, str, Path, Literal, or a union of these: one value.
 bool: no value, and --no-NAME is the opposite. tuple[str, ...]: the option is repeatable. The text below a field is the
@@ -10,8 +10,11 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
 import re
+import shlex
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import UsageError, unknown
+import msgspec
+
+from paceline.disk.reading import real_path
+from paceline.errors import UsageError, plural, unknown
+from paceline.host.cgroup import usable_cores
+from paceline.host.gpus import SHARE_GPUS, count_gpus
+from paceline.observe.terminal import escaped
 
 WIDTH = 100  # most columns of the help
 SHORTEST = 20  # with so many options or fewer, --help shows all of them
@@ -323,3 +332,144 @@ def built(kind: type, given: Mapping[str, Any], default: Any = None, prefix: str
         elif default is not None:
             values[one.name] = before
     return kind(**values)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Refuse numbers below 1 in these fields of a command's settings; None and words are none.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 1:
+            raise UsageError(code="below-one", setting=name, value=value)
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers from 1 on, ascending, each once.
+
+    Raises:
+        UsageError: says how they are written.
+    """
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise UsageError(code="not-whole-numbers", setting=flag, value=text)
+    return numbers
+
+
+def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
+    """Names out of `choices` that were given separated by commas, each once.
+
+    Raises:
+        UsageError: for a name that is no choice, or none at all.
+    """
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
+        if name not in choices:
+            raise unknown(kind, name, choices)
+    if not names:
+        raise UsageError(code="nothing-named", kind=kind, allowed=[*choices])
+    return names
+
+
+def command_words(flag: str, text: str) -> tuple[str, ...]:
+    """The words of a command that a flag gives.
+
+    Raises:
+        UsageError: there are none, or a quote is left open.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(code="not-a-command", setting=flag, value=text, reason=str(error)) from None
+    if not words:
+        raise UsageError(code="empty-command", setting=flag)
+    return words
+
+
+def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
+    """The command line that runs a shell command on a host, `name` or `name:port`, without prompts."""
+    name, _, port = host.partition(":")
+    where = ("-p", port, "--", name) if port.isdecimal() else ("--", host)
+    return (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
+
+
+def threads_of(asked: int | None) -> int:
+    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
+    users = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(users) if users.isdecimal() else 0)
+
+
+def usable_gpus(device: str) -> int | None:
+    """How many GPUs of this machine ranks may use; with --device cpu none. None: only the workers can know.
+
+    Raises:
+        UsageError: --device cuda where there is none.
+    """
+    gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
+    if device == "cuda" and gpus == 0:
+        raise UsageError(code="no-cuda")
+    return gpus
+
+
+def nproc_auto(device: str) -> int:
+    """What `--nproc auto` means here: one for each GPU, or each core.
+
+    Raises:
+        UsageError: there are GPUs, and only the workers can count them; or as `usable_gpus`.
+    """
+    gpus = usable_gpus(device)
+    if gpus is None:
+        raise UsageError(code="gpus-uncountable")
+    return gpus or usable_cores()
+
+
+def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+    """Refuse more workers than this machine has GPUs, where the `backend` wants one for each; without any, the CPU
+    computes.
+
+    Raises:
+        UsageError: says how many there are.
+    """
+    if gpus and nproc > gpus and backend not in SHARE_GPUS:
+        raise UsageError(
+            code="too-few-gpus", asked=asked, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
+        )
+
+
+def check_out_file(flag: str, path: Path | None) -> None:
+    """Refuse a file that could not be written after hours of work.
+
+    Raises:
+        UsageError: says what is in the way.
+    """
+    if path and path.is_dir():
+        raise UsageError(code="out-is-a-folder", setting=flag, value=path)
+    if path and not path.absolute().parent.is_dir():
+        raise UsageError(code="out-folder-missing", setting=flag, value=path, folder=path.absolute().parent)
+
+
+def out_path(flag: str, path: Path) -> Path:
+    """The file that is to be replaced: a link of that name, which others may have put there, not what it leads to.
+
+    Raises:
+        UsageError: as `check_out_file`; or there is something that is no plain file.
+    """
+    check_out_file(flag, path)
+    if path.exists() and not path.is_file():  # /dev/null would be a file from then on
+        raise UsageError(code="out-not-a-file", setting=flag, value=path)
+    return real_path(path.parent) / path.name
+
+
+def write_json(path: Path, found: object) -> None:
+    """Write results as JSON that people can read, too."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+
+
+def print_json(found: object) -> None:
+    """Print results as JSON, without anything that could steer a terminal."""
+    sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")

@@ -1,26 +1,30 @@
-"""`paceline report RUN [RUN ...]`: one page that explains a run, or compares several."""
+"""`paceline report` writes a page that explains or compares runs; `paceline trace` writes a trace for Perfetto."""
 
+import os
 import shlex
-import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import find_run, newest_run
-from paceline.cli.flags import out_path
-from paceline.cli.run_state import standing
+import msgspec
+
+from paceline.cli import command_line
+from paceline.cli.options import out_path
+from paceline.cli.run_state import find_run, newest_run, standing
 from paceline.disk import writing
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_file
 from paceline.errors import ExitCode, PacelineError, UsageError
+from paceline.observe.events import Checkpointed, Evaluated
 from paceline.observe.terminal import clean
-from paceline.view.explain import drawings
-from paceline.view.page import MARK, report_page
-from paceline.view.run import WholeRun, whole_run
+from paceline.view.rank_log import PHASES, RankLog
+from paceline.view.run import WholeRun, thinned, whole_run
 
 MOST_RUNS, MARK_BYTES = 16, 4096
+MOST_STEPS = 4000  # of a rank; in a longer run, steps are left out evenly, those in detail never
+MICRO = 1e6  # microseconds in a second
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,25 @@ class ReportConfig:
     """show the report in a browser"""
 
 
+@dataclass(frozen=True)
+class TraceConfig:
+    """Write a run's steps, phases and collectives as a trace for ui.perfetto.dev or chrome://tracing."""
+
+    run: str
+    """run folder, or the beginning of its name under runs/"""
+    out: Path = field(default=Path("trace.json"), metadata={"short": "-o"})
+    """file to write"""
+    overwrite: bool = False
+    """replace an existing file"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline report ARGUMENTS`."""
+    import webbrowser
+
+    from paceline.view.explain import drawings
+    from paceline.view.page import report_page
+
     config: ReportConfig = command_line("report").parse(arguments)
     if len(config.runs) > MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
@@ -65,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a file that is something else than a page of ours: it would be lost."""
+    """Raise UsageError if the file exists and is not a report: it would be lost."""
+    from paceline.view.page import MARK
+
     with suppress(OSError):
         if is_file(out):
             with out.open("rb") as file:
@@ -81,3 +104,87 @@ def _read(folder: Path) -> WholeRun:
     except PacelineError as error:
         run.state, run.words = "unknown", str(error)
     return run
+
+
+def trace(arguments: Sequence[str]) -> int:
+    """Run `paceline trace ARGUMENTS`."""
+    config: TraceConfig = command_line("trace").parse(arguments)
+    folder, out = find_run(config.run), out_path("--out", config.out)
+    note_strangers(folder)
+    if os.path.lexists(out) and not config.overwrite:
+        raise UsageError(code="trace-exists", out=config.out)
+    run = whole_run(folder)
+    found = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: of a large run they are millions
+    if not any(one.startswith(b'{"ph":"X"') for one in found):
+        raise UsageError(code="nothing-to-trace", run=config.run)
+    try:
+        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(found) + b"]}\n")
+    except OSError as error:
+        raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
+    for words in run.missing:
+        print(f"left out: {words}")
+    print(clean(f"{len(found):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
+    return ExitCode.DONE
+
+
+def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
+    """All events of the trace, in no particular order.
+
+    Format: Chrome's Trace Event Format, complete events (`X`) in microseconds; a process is a host, a thread a rank.
+    """
+    hosts = [*dict.fromkeys(run.hosts.values())]
+    began = min((log.started[0].unix_time for log in run.ranks.values() if log.started), default=0.0)
+    for number, host in enumerate(hosts):
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": clean(host)}}
+    for rank, log in run.ranks.items():
+        if not log.started:
+            continue
+        host = log.started[-1].host
+        where = {"pid": hosts.index(host) if host in hosts else len(hosts)}
+        for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
+            yield {"ph": "M", "name": "thread_name", **where, "tid": tid, "args": {"name": name}}
+        for name, at, seconds, kind, args in (*_of_steps(log), *_beside_steps(log)):
+            tid = 2 * rank + (kind == "collective")
+            times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
+            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **where, "tid": tid, **times, "args": args}
+    for node, found in run.machines.items():
+        for one in found:
+            counters = {"cores busy": one.cores_busy, "memory GB": one.memory_bytes / 1e9}
+            at = round((one.unix_time - began) * MICRO, 1)
+            for name, value in counters.items():
+                yield {"ph": "C", "name": name, "pid": node, "ts": at, "args": {name: value}}
+
+
+Span = tuple[str, float, float, str, dict[str, Any]]
+
+
+def _of_steps(log: RankLog) -> Iterator[Span]:
+    """Steps, their phases, and of those in detail the collectives: name, unix time, seconds, kind, more."""
+    steps, seen = log.steps, set[int]()
+    for one in log.traced.values():
+        lasts = sum(seconds for _, _, seconds in one.phases)
+        yield f"step {one.step}", one.unix_time, lasts, "step", {}
+        for name, at, seconds in one.phases:
+            yield name, one.unix_time + at, seconds, "phase", {}
+        for name, at, seconds, size in one.calls:
+            yield name, one.unix_time + at, seconds, "collective", {"bytes": size, "seen to be over": seconds >= 0}
+        seen.add(one.step)
+    for row in thinned(log.rows, MOST_STEPS):
+        if steps.step[row] in seen:
+            continue
+        at = steps.ended[row] - steps.seconds[row]
+        told = {"loss": steps.loss[row]} if steps.loss[row] == steps.loss[row] else {}
+        yield f"step {steps.step[row]}", at, steps.seconds[row], "step", told
+        for name, column in zip(PHASES, steps.phases, strict=True):
+            if column[row] > 0:
+                yield name, at, column[row], "phase", {}
+                at += column[row]
+
+
+def _beside_steps(log: RankLog) -> Iterator[Span]:
+    for at, event in log.told:
+        if isinstance(event, Evaluated):
+            yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)
+        elif isinstance(event, Checkpointed):
+            told = {"failure": event.failure, "bytes": event.size_bytes}
+            yield f"checkpoint of step {event.step}", at, event.stall_seconds, "checkpoint", told

@@ -14,9 +14,9 @@ from paceline.bench.rounds import MeasuredRounds, ProcessSet, folder_of
 from paceline.bench.runs import At, Run, Runs, comparable, over_network, read_run, read_runs, weight_bytes
 from paceline.bench.scale import Scaled, lost_of, parts_of, print_scaled
 from paceline.bench.spec import NO_EXCHANGE, Candidate
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_gpus, check_positive, usable_gpus, whole_numbers
+from paceline.cli import command_line
 from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
+from paceline.cli.options import check_gpus, check_positive, usable_gpus, whole_numbers
 from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
 from paceline.config.mesh import OF_BATCH, Mesh, strategy_on
 from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values

@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
+from paceline.cli import command_line
+from paceline.cli.options import check_out_file, check_positive, chosen_names, whole_numbers, write_json
 from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.config.mesh import Mesh
 from paceline.config.settings import settings_given
@@ -77,8 +77,9 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    own, words = split_words(arguments)
-    config: VerifyConfig = command_line("verify").parse(own)
+    own_words = [*arguments, "--"].index("--")
+    config: VerifyConfig = command_line("verify").parse(arguments[:own_words])
+    words = list(arguments[own_words + 1 :])
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cli import command_line
 from paceline.cli.cancel import ask_to_stop
-from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import run_state, standing
+from paceline.cli.run_state import (
+    NOTHING,
+    Access,
+    NewestRunFlags,
+    attempts,
+    existing_run,
+    run_state,
+    standing,
+)
 from paceline.contract.evidence import CHECKPOINT_ASK
 from paceline.disk import writing
 from paceline.errors import ExitCode, UsageError
@@ -40,8 +47,8 @@ class WatchConfig(NewestRunFlags):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watch ARGUMENTS`."""
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, means = existing_run(config)
-    run = _Run(run_dir, means)
+    run_dir, access = existing_run(config)
+    run = _Run(run_dir, access)
     try:
         if run.standing.state in LIVE:
             if sys.stdout.isatty() and sys.stdin.isatty():
@@ -63,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
 class _Run:
     """One run, looked at and acted upon."""
 
-    def __init__(self, run_dir: Path, means: Means) -> None:
-        self.run_dir, self.means, self.may_act = run_dir, means, means != NOTHING
+    def __init__(self, run_dir: Path, access: Access) -> None:
+        self.run_dir, self.access, self.may_act = run_dir, access, access != NOTHING
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
@@ -79,12 +86,12 @@ class _Run:
 
     def _goes_on(self, now: float) -> bool:
         self._ended_seconds = now
-        return standing(self.run_dir, self.means).state in LIVE
+        return standing(self.run_dir, self.access).state in LIVE
 
     def _standing(self) -> RunState:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return run_state(self.run_dir, self.means)
+        return run_state(self.run_dir, self.access)
 
     def close(self) -> None:
         """Let go of its files."""
@@ -119,7 +126,7 @@ class _Run:
     def stop(self) -> str:
         """Ask for the end."""
         self._newest()
-        ask_to_stop(self.run_dir, self.means)
+        ask_to_stop(self.run_dir, self.access)
         return "asked to stop: it saves its state first"
 
     def _newest(self) -> Path:

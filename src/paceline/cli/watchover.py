@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.commands import command_line
+from paceline.cli import command_line
 from paceline.contract.birth import BOOTSTRAP, WorkerBirth
 from paceline.contract.job import NodePlan, NodeRanks
 from paceline.contract.windows import Windows

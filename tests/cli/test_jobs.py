@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.errors import ended_with, raises
 
-from paceline.cli.elsewhere import check_cluster
+from paceline.cli.jobs import check_cluster
 from paceline.config.settings import ClusterConfig
 from paceline.observe.folder import lock_run_dir
 
