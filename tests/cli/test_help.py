@@ -13,7 +13,7 @@ from tests import warm
 from paceline.cli import COMMANDS, command_line, command_main, train
 from paceline.cli.launch import known_options
 from paceline.cli.options import SHORTEST, built
-from paceline.cli.torchrun import our_words, read_words
+from paceline.cli.torchrun import read_arguments
 from paceline.cli.watchover import split_script
 from paceline.config.settings import TrainConfig
 from paceline.errors import ExitCode, UsageError
@@ -42,8 +42,8 @@ def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str
         words = words[words.index("paceline") + 1 :]
         assert words.pop(0) == command, example
         if command == "launch":
-            typed = read_words(words, {}, known_options())
-            words, script = our_words(typed), [*typed.script]
+            typed = read_arguments(words, {}, known_options())
+            words, script = typed.ours, [*typed.script]
         elif command == "watchover":
             words, script = split_script(words)
         else:

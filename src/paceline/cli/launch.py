@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from paceline.cli import command_line
 from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir
 from paceline.cli.options import HELP, check_positive, nproc_auto, threads_of, usable_gpus
-from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
+from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch
 from paceline.config.settings import ClusterConfig, load
 from paceline.contract.birth import BOOTSTRAP
@@ -85,10 +85,10 @@ class LaunchScript:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
-    typed = read_words(arguments, os.environ, known_options())
-    by_torchrun = typed.script and typed.for_torchrun
-    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else our_words(typed))
-    words = script_words(typed)
+    typed = read_arguments(arguments, os.environ, known_options())
+    by_torchrun = typed.rest and typed.need_torchrun
+    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else typed.ours)
+    words = typed.script
     _check_script(options.script)
     if by_torchrun:
         return _hand_over(typed, dry_run=options.cluster.dry_run)
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     for line in untested_torch():
         say(line)
-    if unused := ignored(typed):
-        say(f"ignored: {unused}")
+    if typed.ignored:
+        say(f"ignored: {typed.ignored}")
     job = _script_job(options, words)
     job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
@@ -154,11 +154,11 @@ def known_options() -> dict[str, bool]:
     return takes_value | dict.fromkeys(HELP, False)
 
 
-def _hand_over(typed: Typed, *, dry_run: bool) -> int:
+def _hand_over(typed: LaunchArguments, *, dry_run: bool) -> int:
     """Become torchrun, which starts several nodes by its own options: our agents would have no common secret."""
-    command, env = torchrun_command(typed, sys.executable)
+    command, env = typed.torchrun_command(sys.executable)
     if typed.value("--no-python") is None:
-        worker_command(script_words(typed))  # for its errors
+        worker_command(typed.script)  # for its errors
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:
         say(f"torchrun starts this, with paceline's guard in front of the script: {shown}")

@@ -1,5 +1,6 @@
 """`paceline report` writes a page that explains or compares runs; `paceline trace` writes a trace for Perfetto."""
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from paceline.view.rank_log import PHASES, RankLog
 from paceline.view.run import WholeRun, thinned, whole_run
 
 MOST_RUNS, MARK_BYTES = 16, 4096
-MOST_STEPS = 4000  # of a rank; in a longer run, steps are left out evenly, those in detail never
+MOST_STEPS = 4000  # of a rank in a trace, spread evenly over a longer run, besides those recorded in detail
 MICRO = 1e6  # microseconds in a second
 
 
@@ -68,13 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     folders = [find_run(name) for name in config.runs] or [newest_run()]
     if len({*folders}) < len(folders):
         raise UsageError("a run is named twice: each is compared with others")
-    strange = [note_strangers(folder) for folder in folders]
-    out = out_path("--out", config.out or Path("report.html") if config.out or len(folders) > 1 or any(strange)
-                   else folders[0] / "report.html")  # fmt: skip
+    are_foreign = [note_strangers(folder) for folder in folders]  # without `any`: it warns of each
+    name = "report.html"
+    out = config.out or (Path(name) if len(folders) > 1 or any(are_foreign) else folders[0] / name)
+    out = out_path("--out", out)
     _check_out(out)
     runs = [_read(folder) for folder in folders]
-    told = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
-    text = report_page(runs, told, drawings(runs[0]) if config.explain else ())
+    command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
+    text = report_page(runs, command, drawings(runs[0]) if config.explain else ())
     try:
         writing.replace(out, text.encode("utf-8", "replace"))
     except OSError as error:
@@ -99,8 +101,7 @@ def _check_out(out: Path) -> None:
 def _read(folder: Path) -> WholeRun:
     run = whole_run(folder)
     try:
-        found = standing(folder)
-        run.state, run.words = found.state, found.words
+        run.state, run.words, *_ = standing(folder)
     except PacelineError as error:
         run.state, run.words = "unknown", str(error)
     return run
@@ -114,16 +115,16 @@ def trace(arguments: Sequence[str]) -> int:
     if os.path.lexists(out) and not config.overwrite:
         raise UsageError(code="trace-exists", out=config.out)
     run = whole_run(folder)
-    found = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: of a large run they are millions
-    if not any(one.startswith(b'{"ph":"X"') for one in found):
+    events = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: a large run has millions
+    if not any(event.startswith(b'{"ph":"X"') for event in events):
         raise UsageError(code="nothing-to-trace", run=config.run)
     try:
-        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(found) + b"]}\n")
+        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(events) + b"]}\n")
     except OSError as error:
         raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
-    for words in run.missing:
-        print(f"left out: {words}")
-    print(clean(f"{len(found):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
+    for missing in run.missing:
+        print(f"left out: {missing}")
+    print(clean(f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
     return ExitCode.DONE
 
 
@@ -140,51 +141,51 @@ def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
         if not log.started:
             continue
         host = log.started[-1].host
-        where = {"pid": hosts.index(host) if host in hosts else len(hosts)}
+        process = {"pid": hosts.index(host) if host in hosts else len(hosts)}
         for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
-            yield {"ph": "M", "name": "thread_name", **where, "tid": tid, "args": {"name": name}}
-        for name, at, seconds, kind, args in (*_of_steps(log), *_beside_steps(log)):
+            yield {"ph": "M", "name": "thread_name", **process, "tid": tid, "args": {"name": name}}
+        for name, at, seconds, kind, args in (*_step_spans(log), *_other_spans(log)):
             tid = 2 * rank + (kind == "collective")
             times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
-            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **where, "tid": tid, **times, "args": args}
-    for node, found in run.machines.items():
-        for one in found:
-            counters = {"cores busy": one.cores_busy, "memory GB": one.memory_bytes / 1e9}
-            at = round((one.unix_time - began) * MICRO, 1)
+            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **process, "tid": tid, **times, "args": args}
+    for node, samples in run.machines.items():
+        for sample in samples:
+            counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}
+            at = round((sample.unix_time - began) * MICRO, 1)
             for name, value in counters.items():
                 yield {"ph": "C", "name": name, "pid": node, "ts": at, "args": {name: value}}
 
 
 Span = tuple[str, float, float, str, dict[str, Any]]
+"""name, unix time, seconds, category, further arguments"""
 
 
-def _of_steps(log: RankLog) -> Iterator[Span]:
-    """Steps, their phases, and of those in detail the collectives: name, unix time, seconds, kind, more."""
-    steps, seen = log.steps, set[int]()
-    for one in log.traced.values():
-        lasts = sum(seconds for _, _, seconds in one.phases)
-        yield f"step {one.step}", one.unix_time, lasts, "step", {}
-        for name, at, seconds in one.phases:
-            yield name, one.unix_time + at, seconds, "phase", {}
-        for name, at, seconds, size in one.calls:
-            yield name, one.unix_time + at, seconds, "collective", {"bytes": size, "seen to be over": seconds >= 0}
-        seen.add(one.step)
+def _step_spans(log: RankLog) -> Iterator[Span]:
+    """Steps and their phases; of the steps recorded in detail also the collectives."""
+    steps, detailed = log.steps, set[int]()
+    for step in log.traced.values():
+        yield f"step {step.step}", step.unix_time, sum(seconds for _, _, seconds in step.phases), "step", {}
+        for name, at, seconds in step.phases:
+            yield name, step.unix_time + at, seconds, "phase", {}
+        for name, at, seconds, size in step.calls:
+            args = {"bytes": size, "seen to be over": seconds >= 0}
+            yield name, step.unix_time + at, seconds, "collective", args
+        detailed.add(step.step)
     for row in thinned(log.rows, MOST_STEPS):
-        if steps.step[row] in seen:
+        if steps.step[row] in detailed:
             continue
-        at = steps.ended[row] - steps.seconds[row]
-        told = {"loss": steps.loss[row]} if steps.loss[row] == steps.loss[row] else {}
-        yield f"step {steps.step[row]}", at, steps.seconds[row], "step", told
+        at, loss = steps.ended[row] - steps.seconds[row], steps.loss[row]
+        yield f"step {steps.step[row]}", at, steps.seconds[row], "step", {} if math.isnan(loss) else {"loss": loss}
         for name, column in zip(PHASES, steps.phases, strict=True):
             if column[row] > 0:
                 yield name, at, column[row], "phase", {}
                 at += column[row]
 
 
-def _beside_steps(log: RankLog) -> Iterator[Span]:
+def _other_spans(log: RankLog) -> Iterator[Span]:
     for at, event in log.told:
         if isinstance(event, Evaluated):
             yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)
         elif isinstance(event, Checkpointed):
-            told = {"failure": event.failure, "bytes": event.size_bytes}
-            yield f"checkpoint of step {event.step}", at, event.stall_seconds, "checkpoint", told
+            args = {"failure": event.failure, "bytes": event.size_bytes}
+            yield f"checkpoint of step {event.step}", at, event.stall_seconds, "checkpoint", args
