@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from tests import warm
 
-from paceline.config.choices import STRATEGY_INFO
+from paceline.config.strategies import STRATEGY_INFO
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.config.choices import STRATEGY_INFO
+from paceline.config.strategies import STRATEGY_INFO
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

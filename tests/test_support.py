@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from paceline.config.choices import STRATEGY_INFO
+from paceline.config.strategies import STRATEGY_INFO
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"

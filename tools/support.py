@@ -34,8 +34,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 import paceline
 from paceline.cli import train as command
 from paceline.cli.train import check_training
-from paceline.config.choices import STRATEGY_INFO
 from paceline.config.settings import TrainConfig, check_values
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.worker.imports import import_all
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.choices import DEFAULT, DEFAULT_ALONE, STRATEGY_INFO
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, STRATEGY_INFO
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
@@ -65,7 +65,7 @@ def extended(tmp_path: Path) -> Path:
     for name in changed:
         shutil.copytree(STRATEGIES.parent / name, package / name)
     (package / "strategies" / "mine.py").write_text((STRATEGIES / "manual.py").read_text().replace("manual", "mine"))
-    table, line = package / "config" / "choices.py", '    "manual": StrategyInfo(),\n'
+    table, line = package / "config" / "strategies.py", '    "manual": StrategyInfo(),\n'
     table.write_text(table.read_text().replace(line, line + line.replace("manual", "mine")))
     return package
 
@@ -101,7 +101,7 @@ def test_a_strategy_of_one_file_and_one_line_is_found_everywhere(extended: Path,
     paceline("compare", TASK, "--strategies", "mine", *quick, "--out", "compared.json")
     assert "mine" in {row["strategy"] for row in json.loads((tmp_path / "compared.json").read_text())["rows"]}
 
-    spec = importlib.util.spec_from_file_location("extended_table", extended / "config" / "choices.py")
+    spec = importlib.util.spec_from_file_location("extended_table", extended / "config" / "strategies.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up

@@ -166,7 +166,7 @@ def test_train_says_how_to_use_all_gpus(
     lines: int,
 ) -> None:
     driver(monkeypatch, *[H100] * count)
-    monkeypatch.setattr(train, "start_here", lambda config: (Path(), 0))
+    monkeypatch.setattr(train, "_train_here", lambda config: (Path(), 0))
     monkeypatch.setattr(train, "launch", lambda job, config: (Path(), 0))
     assert train.main(["mnist-cnn", *words]) == 0
     assert capfd.readouterr().err.count("--nproc auto") == lines

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline import BatchPlan, Loading, World, evaluate, fit, load_steps, train_step
-from paceline.config.choices import FOR_SEVERAL, STRATEGY_INFO
+from paceline.config.strategies import FOR_SEVERAL, STRATEGY_INFO
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
 from paceline.train.optimizer import Schedule

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.bench.compare import Row
-from paceline.config.choices import EXACT
+from paceline.config.strategies import EXACT
 from paceline.errors import plural
 
 WORTH = 1.05  # times the speed of one process; less is not worth a second process

@@ -7,8 +7,8 @@ import msgspec
 from rich.table import Table
 
 from paceline.bench.spec import NO_EXCHANGE, Measurement, Memory, NotMeasured
-from paceline.config.choices import EXACT
 from paceline.config.mesh import strategy_on
+from paceline.config.strategies import EXACT
 from paceline.errors import plural
 from paceline.observe.tables import table_console
 

@@ -14,9 +14,10 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.cli import command_line
 from paceline.cli.measurement import MeasurementConfig, check_measurement, measured, publish, shared_cores, train_config
 from paceline.cli.options import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
-from paceline.config.choices import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO, lacks_torch
+from paceline.config.choices import lacks_torch
 from paceline.config.mesh import Mesh, mesh_of, meshes_of
 from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 

@@ -1,4 +1,4 @@
-"""`paceline doctor`: checks that these machines are fit to train on, and says what is wrong and how to fix it."""
+"""`paceline doctor`: checks that these machines are fit to train on, and lists the faults and their fixes."""
 
 import os
 import shutil

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli import command_line
 from paceline.cli.options import print_json
-from paceline.cli.run_state import Access, NewestRunFlags, existing_run, find_run, numbered_attempts, standing
+from paceline.cli.run_state import NewestRunFlags, existing_run, find_run, numbered_attempts, standing
 from paceline.disk.owners import note_strangers
 from paceline.disk.reading import is_file, is_folder, real_path
 from paceline.errors import ExitCode, UsageError, plural
@@ -71,34 +71,14 @@ class AnalyzeConfig:
     """print a JSON list with an entry per log"""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The flags, understood."""
-
-    ranks: tuple[range, ...]  # empty: all
-    wanted: LinesWanted
-    attempt: int | None
-    times: bool
-
-    def has(self, rank: int) -> bool:
-        return not self.ranks or any(rank in several for several in self.ranks)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config: LogsConfig = command_line("logs").parse(arguments)
-    asked = _understood(config)
-    run_dir, access = existing_run(config)
-    logs = _logs(run_dir, asked)
-    if not logs and not config.follow:
-        raise _nothing(run_dir, config, asked)
-    found = RankLogs(logs)
-    if found.without_times and asked.wanted.since is not None:
-        raise UsageError(code="since-unknown-times", ranks=named(found.without_times))
+    shown = _ShownLogs(config, _ranks(config.rank), _wanted(config))
     try:
-        _print_all(found, asked)
+        shown.print_all()
         if config.follow:
-            _follow(run_dir, access, asked, found)
+            shown.follow()
     except KeyboardInterrupt:
         if not config.follow:
             raise
@@ -106,7 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _understood(config: LogsConfig) -> _Asked:
+def _wanted(config: LogsConfig) -> LinesWanted:
+    """The lines that the options ask for."""
     if config.follow and config.attempt is not None:
         raise UsageError(code="follow-with-attempt")
     if config.lines is not None and config.lines < 0:
@@ -119,23 +100,24 @@ def _understood(config: LogsConfig) -> _Asked:
             raise UsageError(code="grep-invalid", value=config.grep, reason=str(error)) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
-    wanted = LinesWanted(last if config.lines is None else config.lines, since, pattern)
-    return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
+    return LinesWanted(last if config.lines is None else config.lines, since, pattern)
 
 
 def _ranks(text: str) -> tuple[range, ...]:
+    """The ranks in --rank; empty: all."""
     if text == "all":
         return ()
-    found: list[range] = []
+    ranks: list[range] = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", word)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(code="logs-rank", value=text)
-        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(found)
+        ranks.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(ranks)
 
 
 def _since(text: str, now: float) -> float:
+    """The Unix time that --since specifies."""
     with suppress(ValueError, OverflowError, OSError):
         if (ago := AGO.fullmatch(text)) is not None:
             return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()
@@ -147,86 +129,96 @@ def _since(text: str, now: float) -> float:
     raise UsageError(code="since-not-a-time", value=text)
 
 
-def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
-    """The logs that are asked for; of a run that has no start yet, the job's own output, as rank 0's."""
-    folders = numbered_attempts(run_dir)
-    folder = folders.get(max(folders, default=0) if asked.attempt is None else asked.attempt)
-    submit_dir, submission = last_submission(run_dir)
-    if folder is not None:
-        found = rank_logs(folder)
-    elif submission is not None and submission.slurm_job and asked.attempt is None:
-        found = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
-    else:
-        found = {}
-    return {rank: path for rank, path in found.items() if asked.has(rank) and is_file(path)}
+class _ShownLogs:
+    """The logs of a run that the options select."""
 
+    def __init__(self, config: LogsConfig, ranks: tuple[range, ...], wanted: LinesWanted) -> None:
+        self._config, self._ranks, self._wanted = config, ranks, wanted
+        self._run_dir, self._access = existing_run(config)
+        paths = self._paths()
+        if not paths and not config.follow:
+            raise self._no_output()
+        self._logs = RankLogs(paths)
+        if self._logs.without_times and wanted.since is not None:
+            raise UsageError(code="since-unknown-times", ranks=named(self._logs.without_times))
 
-def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> UsageError:
-    folders = numbered_attempts(run_dir)
-    if asked.attempt is not None and asked.attempt not in folders:
-        return UsageError(code="no-such-attempt", value=asked.attempt, allowed=[*map(str, folders)] or ["(none yet)"])
-    if not folders:
-        return UsageError(code="not-started", run_dir=run_dir)
-    folder = folders[asked.attempt or max(folders)]
-    there = in_runs(map(str, rank_logs(folder))) or "(none)"
-    whose = "any rank" if config.rank == "all" else f"rank {config.rank}"
-    return UsageError(code="no-output", value=whose, folder=folder, allowed=there)
+    def _paths(self) -> dict[int, Path]:
+        """The log of each selected rank; of a run that has no start yet, the output of its Slurm job, as rank 0's."""
+        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        folder = folders.get(max(folders, default=0) if attempt is None else attempt)
+        submit_dir, submission = last_submission(self._run_dir)
+        paths: dict[int, Path] = {}
+        if folder is not None:
+            paths = rank_logs(folder)
+        elif submission is not None and submission.slurm_job and attempt is None:
+            paths = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
+        is_selected = {rank: not self._ranks or any(rank in several for several in self._ranks) for rank in paths}
+        return {rank: path for rank, path in paths.items() if is_selected[rank] and is_file(path)}
 
+    def _no_output(self) -> UsageError:
+        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        if attempt is not None and attempt not in folders:
+            return UsageError(code="no-such-attempt", value=attempt, allowed=[*map(str, folders)] or ["(none yet)"])
+        if not folders:
+            return UsageError(code="not-started", run_dir=self._run_dir)
+        folder = folders[attempt or max(folders)]
+        allowed = in_runs(map(str, rank_logs(folder))) or "(none)"
+        whose = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
+        return UsageError(code="no-output", value=whose, folder=folder, allowed=allowed)
 
-def _print_all(found: RankLogs, asked: _Asked) -> None:
-    missing = found.without_times
-    if len(found.logs) > 1 and missing:
-        whose = "these ranks" if len(missing) == len(found.logs) else named(missing)
-        print(
-            f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline ran "
-            "it): they are in the order of the ranks, not of time",
-            file=sys.stderr,
-        )
-    if cut := found.cut(asked.wanted):
-        print(
-            f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
-            file=sys.stderr,
-        )
-    _print(found.lines(asked.wanted), asked, prefixed=len(found.logs) > 1)
+    def print_all(self) -> None:
+        """Print the selected lines that are there."""
+        logs, missing = self._logs.logs, self._logs.without_times
+        if len(logs) > 1 and missing:
+            whose = "these ranks" if len(missing) == len(logs) else named(missing)
+            print(
+                f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline "
+                "ran it): they are in the order of the ranks, not of time",
+                file=sys.stderr,
+            )
+        if cut := self._logs.cut(self._wanted):
+            print(
+                f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
+                file=sys.stderr,
+            )
+        self._print(self._logs.lines(self._wanted), prefixed=len(logs) > 1)
 
+    def _print(self, lines: Iterable[Together], *, prefixed: bool) -> None:
+        for line in lines:
+            when = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
+            who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
+            sys.stdout.write(f"{when}{who}{line.text}\n")
+        sys.stdout.flush()
 
-def _print(lines: Iterable[Together], asked: _Asked, *, prefixed: bool) -> None:
-    for line in lines:
-        when = f"{clock(line.unix_time) or '-':19} " if asked.times else ""
-        who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
-        sys.stdout.write(f"{when}{who}{line.text}\n")
-    sys.stdout.flush()
+    def follow(self) -> None:
+        """Print new lines, also of later starts, until the run ends."""
+        tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
+        pattern, waiting, looked = self._wanted.pattern, list[RankLine](), 0.0
 
+        def show(*, to_the_end: bool = False) -> None:
+            for rank, tail in tails.items():
+                for text in tail.read(to_the_end=to_the_end).splitlines():
+                    if (pattern is None or pattern.search(text)) and (text.strip() or len(tails) == 1):
+                        waiting.append(RankLine(time.time(), rank, text))
+            due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
+            if due or to_the_end or len(tails) == 1:
+                self._print(put_together(waiting), prefixed=len(tails) > 1)
+                waiting.clear()
 
-def _follow(run_dir: Path, access: Access, asked: _Asked, found: RankLogs) -> None:
-    tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
-    waiting, looked = list[RankLine](), 0.0
-
-    def show(*, to_the_end: bool = False) -> None:
-        for rank, tail in tails.items():
-            for text in tail.read(to_the_end=to_the_end).splitlines():
-                wanted = asked.wanted.pattern is None or asked.wanted.pattern.search(text)
-                if wanted and (text.strip() or len(tails) == 1):
-                    waiting.append(RankLine(time.time(), rank, text))
-        due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
-        if due or to_the_end or len(tails) == 1:
-            _print(put_together(waiting), asked, prefixed=len(tails) > 1)
-            waiting.clear()
-
-    while True:
-        ended = False
-        if time.monotonic() > looked + LOOK_SECONDS:
-            ended = standing(run_dir, access).state not in LIVE
-            looked = time.monotonic()
-        newest = _logs(run_dir, asked)
-        if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # another start
-            show(to_the_end=True)
-            tails.clear()
-        tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
-        show(to_the_end=ended)
-        if ended:
-            return
-        time.sleep(POLL_SECONDS)
+        while True:
+            ended = False
+            if time.monotonic() > looked + LOOK_SECONDS:
+                ended = standing(self._run_dir, self._access).state not in LIVE
+                looked = time.monotonic()
+            newest = self._paths()
+            if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # a new start
+                show(to_the_end=True)
+                tails.clear()
+            tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
+            show(to_the_end=ended)
+            if ended:
+                return
+            time.sleep(POLL_SECONDS)
 
 
 def analyze(arguments: Sequence[str]) -> int:

@@ -17,9 +17,9 @@ from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.cli import command_line
 from paceline.cli.measurement import MeasurementConfig, check_measurement, measured, publish, shared_cores, train_config
 from paceline.cli.options import check_gpus, check_positive, usable_gpus, whole_numbers
-from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
 from paceline.config.mesh import OF_BATCH, Mesh, strategy_on
 from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values
+from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO, StrategyName
 from paceline.errors import ExitCode, UsageError, plural, unknown
 from paceline.host.cgroup import threads_per_rank, usable_cores
 

@@ -20,10 +20,11 @@ from paceline.cli import command_line
 from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir, world_size
 from paceline.cli.options import built, check_gpus, nproc_auto, threads_of, usable_gpus
 from paceline.config import settings as configuration
-from paceline.config.choices import DEFAULT_ALONE, EXACT, FOR_SEVERAL, STRATEGY_INFO, lacks_torch, untested_torch
+from paceline.config.choices import lacks_torch, untested_torch
 from paceline.config.definition import allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import ClusterConfig, TrainConfig, batch_shape, check_values, default_strategy
+from paceline.config.strategies import DEFAULT_ALONE, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.job import JobSpec
 from paceline.contract.variables import PRELOAD

@@ -1,4 +1,4 @@
-"""`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
+"""`paceline verify`: checks that N processes compute the same as one, in float64, tensor by tensor."""
 
 import shutil
 import sys
@@ -12,9 +12,9 @@ import msgspec
 
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, chosen_names, whole_numbers, write_json
-from paceline.config.choices import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.config.mesh import Mesh
 from paceline.config.settings import settings_given
+from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.contract.windows import AUTO, Windows
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
@@ -25,7 +25,7 @@ from paceline.verify.report import print_bits, print_report
 from paceline.verify.spec import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport
 
 WORKER = "paceline.proofs.verify.worker"
-STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
+STALL_SECONDS = 60.0  # of a loop, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
 
@@ -126,12 +126,12 @@ def main(arguments: Sequence[str]) -> int:
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
     """Run a loop on one process alone, then on each number of them: in float64, and under `exact` for the bits."""
     for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
-    usual = VerifyConfig(config.task)
-    if given := [name for name in for_tasks if getattr(config, name) != getattr(usual, name)]:
+    default = VerifyConfig(config.task)
+    if given := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
         raise UsageError(code="verify-option-of-task", setting=given[0].replace("_", "-"), task=config.task)
     most = max(ranks)
-    own = [LoopCase(most, exact=False, strategy=name) for name in strategies]
-    cases = [LoopCase(1, exact=False, plain=True), *own, LoopCase(most, exact=True, strategy="exact")]
+    compared = [LoopCase(most, exact=False, strategy=name) for name in strategies]
+    cases = [LoopCase(1, exact=False, plain=True), *compared, LoopCase(most, exact=True, strategy="exact")]
     spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
@@ -172,7 +172,7 @@ def _verify(
 
 
 def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
-    """Run the workers of one world size; the exit code, and what the agent says of an end that was none."""
+    """Run the workers of one world size; the exit code, and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
     stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO

@@ -35,9 +35,7 @@ ALIGNED = 64  # elements: shares and pieces begin at a cache line, for every typ
 
 
 def middle(node: tuple[int, int]) -> int:
-    """Where a node of the tree of exact sums is cut: at the largest power of two, as a binary counter carries.
-
-    A node is the leaves [first, stop), two or more.
+    """Where a node of two or more leaves is split: at the largest power of two, as a binary counter carries.
 
     middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
     """

@@ -23,7 +23,8 @@ from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
-from paceline.config.choices import EXACT, STRATEGY_INFO, options_of_others, steps_or_seconds, untested_torch
+from paceline.config.choices import steps_or_seconds, untested_torch
+from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
 from paceline.contract.birth import WorkerBirth
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import together
-from paceline.config.choices import StrategyName
+from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError, unknown

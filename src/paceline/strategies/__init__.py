@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from paceline.config.choices import STRATEGY_INFO
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.strategies.base import MakeOptimizer, Replica, Strategy
 
 STRATEGIES: dict[str, Strategy] = {name: getattr(import_module(f"{__name__}.{name}"), name) for name in STRATEGY_INFO}

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.buckets import sparse_gradient
-from paceline.config.choices import FOR_SEVERAL
+from paceline.config.strategies import FOR_SEVERAL
 from paceline.errors import UsageError
 from paceline.worker.world import World
 

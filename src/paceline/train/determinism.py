@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from paceline.config.choices import DEFAULT
+from paceline.config.strategies import DEFAULT
 from paceline.errors import PacelineError, TrainingError
 from paceline.worker.device import device_words
 from paceline.worker.imports import when_imported

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import check_equal, new_group, together, told_once
-from paceline.config.choices import STRATEGY_INFO, options_of_others
 from paceline.config.settings import (
     BatchShape,
     TrainConfig,
@@ -22,6 +21,7 @@ from paceline.config.settings import (
     strategy_options,
     task_options,
 )
+from paceline.config.strategies import STRATEGY_INFO, options_of_others
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch

@@ -8,7 +8,8 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
-from paceline.config.choices import EXACT, steps_or_seconds
+from paceline.config.choices import steps_or_seconds
+from paceline.config.strategies import EXACT
 from paceline.contract.evidence import Phase
 from paceline.data.loader import naming_lost_processes
 from paceline.errors import ExitCode, plural

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.checkpoint.resume import RunLocation
-from paceline.config.choices import options_of_others
 from paceline.config.mesh import strategy_on
 from paceline.config.settings import TrainConfig, batch_shape, task_options
+from paceline.config.strategies import options_of_others
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps

@@ -33,8 +33,8 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
 from paceline.config import settings as configuration
-from paceline.config.choices import EXACT
 from paceline.config.mesh import OF_MODEL, mesh_of
+from paceline.config.strategies import EXACT
 from paceline.host.gpu_use import ask_gpus
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground

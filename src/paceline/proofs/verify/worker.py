@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import gather_words, together
-from paceline.config.choices import STRATEGY_INFO, lacks_torch
+from paceline.config.choices import lacks_torch
 from paceline.config.mesh import mesh_of
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.proofs.verify import setup
