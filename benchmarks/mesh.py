@@ -31,10 +31,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from paceline import ArrayDataset, Task, World
+from paceline.config.mesh import mesh_of
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import Traffic
-from paceline.mesh import mesh_of
 from paceline.rank.guard import Guard
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES, Strategy

@@ -20,7 +20,7 @@ PLANTED = {
     "Rooms outside a rank import no torch, and none inside one": ("lab/scale.py", "def f():\n    import torch"),
     "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.rank.world"),
     "Rooms inside a rank import no launcher, no agent and no judge": ("train/step.py", "import paceline.guard.judge"),
-    "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config"),
+    "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config.settings"),
 }
 
 

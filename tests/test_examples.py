@@ -17,8 +17,7 @@ import pytest
 from tests import warm
 from tests.run_script import run_script
 
-from paceline.cli import train
-from paceline.cli.commands import command_line
+from paceline.cli import command_line, train
 from paceline.cli.watchover import split_script
 
 ROOT = Path(__file__).parents[1]

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.ladder import LADDER
+from paceline.config.strategies import STRATEGY_INFO
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 WIDTHS = {"report-light.png": 1440, "report-dark.png": 1440, "report-phone.png": 390}
-RUNGS = {f"ladder-{name}.svg" for name in LADDER if name != "dp"}  # dp needs several GPUs
+RUNGS = {f"ladder-{name}.svg" for name in STRATEGY_INFO if name != "dp"}  # dp needs several GPUs
 MOST_BYTES = {".png": 150_000, ".svg": 100_000}
 DRAWN = sorted(PICTURES.glob("*.svg"))
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from paceline.ladder import LADDER
+from paceline.config.strategies import STRATEGY_INFO
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -27,7 +27,7 @@ def support() -> ModuleType:
 
 def test_each_table_has_a_column_for_each_strategy_and_a_row_for_each_feature(support: ModuleType) -> None:
     for kind, (_, titles) in support.TABLES.items():
-        assert {*support.told(PAGE.read_text(), kind)} == {(title, name) for title in titles for name in LADDER}
+        assert {*support.told(PAGE.read_text(), kind)} == {(title, name) for title in titles for name in STRATEGY_INFO}
 
 
 def test_what_the_checks_of_settings_find_is_in_the_tables(

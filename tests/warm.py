@@ -53,7 +53,7 @@ STARTING = {"train", "launch", "verify", "compare", "scale"}  # commands that ma
 AFTER_START = {"PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}  # of a new interpreter; a fork can do it, too
 
 LIGHT = (
-    *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.elsewhere", "pytest"),
+    *("paceline.cli.train", "paceline.cli.launch", "paceline.cli.jobs", "pytest"),
     *("paceline.launch.supervise", "paceline.launch.agent.head", "paceline.launch.agent.follower"),
 )
 TORCH = (*LIGHT, "torch.distributed", "torch._dynamo", "safetensors.torch", "paceline.train.run", "hypothesis")

@@ -1,7 +1,7 @@
 """Write docs/reference/*.md: `python tools/reference.py`; `--check`: are they those of the program?
 
 commands.md     the options of each command, as --help-all has them
-settings.md     the keys of config.toml, from the docstrings of config.py
+settings.md     the keys of config.toml, from the docstrings of config/settings.py
 events.md       the records of a run folder, from runs/events.py and runs/machine.py
 """
 
@@ -15,10 +15,9 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli import COMMANDS
-from paceline.cli.commands import command_line
+from paceline.cli import COMMANDS, command_line
 from paceline.cli.options import Option, paragraphs
-from paceline.launchers import OWN
+from paceline.config.choices import LAUNCHER_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -35,7 +34,7 @@ commands: [exit codes](../exit-codes.md). `python tools/reference.py` writes thi
 SETTINGS = """# Settings
 
 The keys of a run's `config.toml`, and of the file that `paceline train --config FILE` reads. Written from the
-docstrings of `src/paceline/config.py` by `python tools/reference.py`; a test says when it is stale.
+docstrings of `src/paceline/config/settings.py` by `python tools/reference.py`; a test says when it is stale.
 
 - A key stands in the table of its section: `[data]`, then `batch_size = 64`. `task`, `strategy` and `set` stand above
   all tables.
@@ -82,7 +81,7 @@ def commands() -> str:
         for _, group, _ in found:
             users.setdefault(group, []).append(name)
     shared = {group for group, names in users.items() if len(names) > 1}
-    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {text}" for name, text in COMMANDS.items())
+    index = "\n".join(f"- [`paceline {name}`](#paceline-{name}): {command.line}" for name, command in COMMANDS.items())
     parts = [HEAD.format(index=index)]
     for name, line in lines.items():
         about, *more = paragraphs(line.settings)
@@ -174,13 +173,13 @@ def _type(annotation: ast.expr) -> str:
     words = re.sub(r"^tuple\[str, \.\.\.\]$", "list of str", words)
     if words not in COUNTS:
         words = re.sub(r"\b(Count|Few)\b", "int", words).replace("Seconds", "float")
-    words = words.replace("LauncherName", ", ".join(OWN))
+    words = words.replace("LauncherName", ", ".join(LAUNCHER_SETTINGS))
     return COUNTS.get(words, words).replace("StrategyName", "name of a strategy").replace("Path", "path")
 
 
 def settings() -> str:
     """The page of the settings."""
-    found = {record.name: record for record in records(SOURCE / "config.py")}
+    found = {record.name: record for record in records(SOURCE / "config" / "settings.py")}
     whole = found["TrainConfig"]
     sections = {name: kind for name, kind, _, _ in whole.fields if kind in found}
     own = [row for row in whole.fields if row[0] not in sections]

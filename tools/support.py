@@ -33,10 +33,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.cli import train as command
-from paceline.cli.train_checks import check_training
-from paceline.config import TrainConfig, check_values
+from paceline.cli.train import check_training
+from paceline.config.settings import TrainConfig, check_values
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
-from paceline.ladder import LADDER
 from paceline.rank.hooks import import_all
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,7 +139,7 @@ def train(strategy: str, options: str, size: int) -> None:
 
 def ranks_of(strategy: str, title: str, options: str = "") -> int:
     """On how many ranks a cell is trained."""
-    return 2 if title == SEVERAL or "mesh" in options or not LADDER[strategy].one_process else 1
+    return 2 if title == SEVERAL or "mesh" in options or not STRATEGY_INFO[strategy].one_process else 1
 
 
 @cache
@@ -350,11 +350,11 @@ def cell(kind: str, title: str, strategy: str) -> Found:
 def table(kind: str) -> str:
     """A row for each title, a column for each strategy; then the messages."""
     notes = dict[str, int]()
-    text = f"\n## {TABLES[kind][0]}\n\n| feature | {' | '.join(f'`{name}`' for name in LADDER)} |\n"
-    text += f"| {' | '.join(['---'] * (len(LADDER) + 1))} |\n"
+    text = f"\n## {TABLES[kind][0]}\n\n| feature | {' | '.join(f'`{name}`' for name in STRATEGY_INFO)} |\n"
+    text += f"| {' | '.join(['---'] * (len(STRATEGY_INFO) + 1))} |\n"
     for title in TABLES[kind][1]:
         marks = list[str]()
-        for name in LADDER:
+        for name in STRATEGY_INFO:
             code, words = cell(kind, title, name)
             marks.append(f"{code} [{notes.setdefault(words, len(notes) + 1)}]" if code else "yes")
         text += f"| {title} | {' | '.join(marks)} |\n"
@@ -391,7 +391,7 @@ def main(words: list[str]) -> int:
     """1 if --check finds other tables; `--check zero exact`: in the columns of these in the table of sessions."""
     imported()
     page = PAGE.read_text()
-    if "--check" in words and (names := [word for word in words if word in LADDER]):
+    if "--check" in words and (names := [word for word in words if word in STRATEGY_INFO]):
         wrong = {at: found for at, found in told(page, "loop").items()
                  if at[1] in names and found != cell("loop", *at)}  # fmt: skip
         print(*(f"{at}: the page says {found}: python tools/support.py" for at, found in wrong.items()), sep="\n")

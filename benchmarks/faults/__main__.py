@@ -18,8 +18,7 @@ from benchmarks.faults.run import Launcher, Score, run_fault
 from benchmarks.faults.table import markdown, print_table, ranks
 from rich.table import Table
 
-from paceline.cli.flags import check_out_file, check_positive, write_json
-from paceline.cli.options import CommandLine
+from paceline.cli.options import CommandLine, check_out_file, check_positive, write_json
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.job import Windows
 from paceline.runs.console import table_console

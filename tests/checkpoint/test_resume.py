@@ -15,7 +15,7 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk,
 from paceline.checkpoint.shards import fill, layout, rank_part
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
-from paceline.config import CheckpointConfig, TrainConfig
+from paceline.config.settings import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
 from paceline.protocol.control import WorkerBirth
 from paceline.rank.world import World

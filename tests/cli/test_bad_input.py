@@ -1,11 +1,15 @@
-"""Wrong use: exit code 2, in words, before torch is imported and before anything is started or written."""
+"""Wrong use: exit code 2 with an explanation, before torch is imported and before anything is started or written."""
 
+import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+from tests import warm
+from tests.errors import codes
 
 # Runs the command in a process of its own, and fails with 99 if that imported torch.
 WITHOUT_TORCH = """
@@ -17,65 +21,106 @@ except SystemExit as end:
     code = end.code
 sys.exit(99 if "torch" in sys.modules else code)
 """
+# Runs many commands in one process, and prints the exit code and the output of each.
+MANY = """
+import contextlib, io, json, sys
+from paceline.cli import main
+for arguments in json.loads(sys.argv[1]):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            code = main(arguments.split())
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps((99 if "torch" in sys.modules else code, shown.getvalue())))
+"""
+CNN, TWO = "train mnist-cnn", "train mnist-cnn --nproc 2"
+MINE = "train mine.py:task"
+ROWS = [  # arguments, code of the error, a part of its text
+    ("trian", "unknown-name", "'train'"),
+    ("train", "no-task", ""),
+    ("train mnist-cn", "unknown-name", "'mnist-cnn'"),
+    (f"{CNN} --strategy dpp", "wrong-command-line", "'dpp'"),
+    (f"{CNN} --epohs 3", "unknown-option", "--epochs?"),
+    (f"{CNN} --learning-rate 3", "unknown-option", "--lr?"),
+    (f"{CNN} --learning_rate=3", "unknown-option", "--lr?"),
+    (f"{CNN} --num-processes 2", "unknown-option", "--nproc?"),
+    (f"{CNN} --n_epochs 2", "unknown-option", "--epochs?"),
+    ("launch --num-processes 2 -- x.py", "unknown-option", "--nproc?"),
+    ("launch --nproc 2 -- no_such.py --learning-rate 3", "", "no_such.py"),
+    (f"{CNN} --lr fast", "wrong-command-line", "--lr"),
+    (f"{CNN} --batch-size 0", "not-positive", "--batch-size"),
+    (f"{CNN} --epochs -1", "not-positive", "--epochs"),
+    (f"{CNN} --lr nan", "not-positive", "--lr"),
+    (f"{CNN} --nproc 0", "not-positive", "--nproc"),
+    (f"{CNN} --nproc two", "wrong-command-line", "--nproc"),
+    (f"{CNN} --device tpu", "wrong-command-line", "--device"),
+    (f"{CNN} --device cuda", "no-cuda", ""),
+    (f"{CNN} --stem small", "task-option", "--stem"),
+    (f"{TWO} --strategy single", "strategy-of-one-process", ""),
+    (f"{TWO} --strategy dp", "strategy-of-one-process", "manual, bucketed, ddp"),
+    (f"{CNN} --nproc 4 --virtual-ranks 2", "processes-without-work", "--virtual-ranks 2"),
+    (f"{CNN} --global-batch 100 --batch-size 8 --accumulation 2", "batch-does-not-fit", ""),
+    (f"{CNN} --data-dir /nowhere", "", "/nowhere"),
+    (f"{CNN} --config /nowhere.toml", "config-unreadable", "/nowhere.toml"),
+    (f"{CNN} --config", "wrong-command-line", "--config"),
+    ("train no.such.module:task", "no-such-module-file", "'no'"),
+    ("train paceline.nope:task", "no-such-module-file", "'paceline.nope'"),
+    ("train nofile.py:task", "no-such-task-file", ""),
+    ("train nofile.py:", "not-a-name", ""),
+    (f"{TWO} --run-dir /proc/run", "run-dir-not-writable", ""),
+    (f"{TWO} --run-dir full", "run-dir-not-empty", ""),
+    (f"{MINE} --resume auto", "resume-without-run-dir", ""),
+    (f"{MINE} --fresh --run-dir new", "option-needs-resume", ""),
+    (f"{MINE} --allow-change lr --run-dir new", "option-needs-resume", ""),
+    (f"{MINE} --resume auto --run-dir full --nproc 2", "not-a-run", ""),
+    (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
+    (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
+    (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
+    *((f"{TWO} --stall-after={value}", "", "--stall-after") for value in ("0", "-3", "abc", "nan", "1e3", "")),
+    ("launch --stall-after never -- script.py", "", "--stall-after"),
+    (f"{CNN} --stall-after 5", "stall-after-without-agent", "--nproc"),
+    (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),
+    ("launch --collectives shard -- script.py", "wrong-command-line", "'shard'"),
+    ("launch --collectives shared --nodes 2 --on print -- script.py", "collectives-not-shared", "2 nodes"),
+    ("launch --collectives shared --nodes 1 --on print -- script.py", "collectives-not-shared", "--agent paceline"),
+    ("launch --collectives shared -- echo", "collectives-not-shared", "torch, shared"),
+    ("verify mnist-cn", "unknown-name", "'mnist-cnn'"),
+    ("verify mnist-cnn --ranks 1,x", "not-whole-numbers", ""),
+    ("verify mnist-cnn --ranks 0", "not-whole-numbers", ""),
+    ("verify mnist-cnn --strategies ddp,megatron", "unknown-name", "'megatron'"),
+    ("verify mnist-cnn --optimizers lion", "unknown-name", "'lion'"),
+    ("verify mnist-cnn --json nowhere/x.json", "out-folder-missing", ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("", "usage"),
-        ("trian", "Did you mean 'train'"),
-        ("train", "no task given"),
-        ("train mnist-cn", "Did you mean 'mnist-cnn'"),
-        ("train mnist-cnn --strategy dpp", "unknown choice"),
-        ("train mnist-cnn --epohs 3", "Did you mean --epochs?"),
-        ("train mnist-cnn --learning-rate 3", "paceline train has no --learning-rate. Did you mean --lr?"),
-        ("train mnist-cnn --learning_rate=3", "Did you mean --lr?"),
-        ("train mnist-cnn --num-processes 2", "Did you mean --nproc?"),
-        ("train mnist-cnn --n_epochs 2", "Did you mean --epochs?"),
-        ("launch --num-processes 2 -- x.py", "paceline launch has no --num-processes. Did you mean --nproc?"),
-        ("launch --nproc 2 -- no_such.py --learning-rate 3", "there is no script"),
-        ("train mnist-cnn --lr fast", "--lr"),
-        ("train mnist-cnn --batch-size 0", "--batch-size must be greater than 0, got 0"),
-        ("train mnist-cnn --epochs -1", "--epochs"),
-        ("train mnist-cnn --lr nan", "--lr"),
-        ("train mnist-cnn --nproc 0", "--nproc"),
-        ("train mnist-cnn --nproc two", "--nproc"),
-        ("train mnist-cnn --device tpu", "--device"),
-        ("train mnist-cnn --device cuda", "[no-cuda]"),
-        ("train mnist-cnn --stem small", "has no --stem"),
-        ("train mnist-cnn --nproc 2 --strategy single", "single-process"),
-        ("train mnist-cnn --nproc 2 --strategy dp", "manual, bucketed, ddp"),
-        ("train mnist-cnn --nproc 4 --virtual-ranks 2", "--virtual-ranks 2"),
-        ("train mnist-cnn --global-batch 100 --batch-size 8 --accumulation 2", "does not fit"),
-        ("train mnist-cnn --data-dir /nowhere", "does not exist"),
-        ("train mnist-cnn --config /nowhere.toml", "No such file"),
-        ("train mnist-cnn --config", "--config: expected one argument"),
-        ("train no.such.module:task", "there is no module 'no'"),
-        ("train paceline.nope:task", "there is no module 'paceline.nope'"),
-        ("train nofile.py:task", "there is no file"),
-        ("train nofile.py:", "[not-a-name]"),
-        ("train mnist-cnn --run-dir /proc/run", "cannot be written"),
-        ("train mnist-cnn --nproc 2 --run-dir full", "[run-dir-not-empty]"),
-        ("verify mnist-cn", "Did you mean 'mnist-cnn'"),
-        ("verify mnist-cnn --ranks 1,x", "[not-whole-numbers]"),
-        ("verify mnist-cnn --ranks 0", "[not-whole-numbers]"),
-        ("verify mnist-cnn --strategies ddp,megatron", "unknown strategy 'megatron'"),
-        ("verify mnist-cnn --optimizers lion", "unknown optimizer"),
-        ("verify mnist-cnn --json nowhere/x.json", "does not exist"),
-    ],
-)
-def test_is_told_before_anything_is_started(paceline, tmp_path, arguments, words):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "events-0.jsonl").write_text("")
-    run = paceline(*arguments.split(), command=("-c", WITHOUT_TORCH))
-    if "/proc/run" in arguments:  # a world of one finds it when it makes the folder
-        assert run.returncode in (2, 99)
-    else:
-        assert run.returncode == 2, run.stdout + run.stderr
-    said = " ".join((run.stdout + run.stderr).split())
-    assert words in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "runs").exists()
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """The exit code and the output of each command in ROWS; none of them has written a file."""
+    folder = tmp_path_factory.mktemp("wrong")
+    files = {"script.py": "", "mine.py": "task = None", "full/events-0.jsonl": "", "full/thesis.tex": "precious"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    arguments = [row[0] for row in ROWS]
+    done = warm.run(["-c", MANY, json.dumps(arguments)], cwd=folder, env={**os.environ}, torch=False)
+    assert done.returncode == 0, done.stderr
+    assert {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()} == files
+    assert sorted(path.name for path in folder.iterdir()) == ["full", "mine.py", "script.py"]
+    return dict(zip(arguments, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "code", "part"), ROWS, ids=[row[0] for row in ROWS])
+def test_wrong_use_is_an_error_before_anything_is_started(ended, arguments, code, part):
+    exit_code, shown = ended[arguments]
+    assert exit_code == 2, shown
+    assert codes(shown) == [code] * bool(code) and part in " ".join(shown.split()), shown
+    assert "Traceback" not in shown
+
+
+def test_without_a_command_the_usage_is_shown(paceline):
+    run = paceline(command=("-c", WITHOUT_TORCH))
+    assert run.returncode == 2 and "usage" in run.stdout
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "magic"])
@@ -103,24 +148,22 @@ def test_a_port_that_is_taken(paceline, small_mnist):
     assert "Traceback" not in run.stderr
 
 
-def test_a_partly_set_environment_is_no_world_of_one(paceline):
-    run = paceline("train", "mnist-cnn", env={"RANK": "0", "WORLD_SIZE": "2"})
-    assert run.returncode == 2
-    assert "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in run.stderr
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "x"}
 
 
-def test_nproc_within_a_launcher_that_decided_otherwise(paceline):
-    env = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }
-    run = paceline("train", "mnist-cnn", "--nproc", 2, env=env, command=("-c", WITHOUT_TORCH))
-    assert run.returncode == 2
-    assert "[nproc-within-launcher]" in run.stderr
+@pytest.mark.parametrize(
+    ("words", "env", "code", "part"),
+    [
+        ("", {"RANK": "0", "WORLD_SIZE": "2"}, "", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("--nproc 2", {**RANK, "MASTER_PORT": "1"}, "nproc-within-launcher", ""),
+        ("--stall-after 5", {"RANK": "0", "WORLD_SIZE": "1"}, "stall-after-without-agent", "paceline watchover"),
+    ],
+)
+def test_what_a_rank_of_another_launcher_cannot_do_is_an_error(paceline, words, env, code, part):
+    command = ("-c", WITHOUT_TORCH) if code else ("-m", "paceline")
+    run = paceline("train", "mnist-cnn", *words.split(), env=env, command=command)
+    assert (run.returncode, codes(run.stderr)) == (2, [code] * bool(code)), run.stderr
+    assert part in " ".join(run.stderr.split())
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

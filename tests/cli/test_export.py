@@ -16,7 +16,7 @@ from tests.cli.tasks_to_export import Odd, Wrapped
 from tests.errors import raises
 from tests.sessions.test_resume import start
 
-from paceline.cli import export
+from paceline.cli.checkpoint import export
 from paceline.errors import UsageError
 from paceline.runs.reading import names
 from paceline.runs.summary import Summary, read_summary, write_summary
@@ -56,7 +56,7 @@ def test_of_a_run_that_was_broken_off_the_newest_checkpoint_is_taken_or_the_one_
     run: Path, tmp_path: Path, words: list[str], step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "w.safetensors"
-    assert export.main([str(run), "-o", str(out), *words]) == 0
+    assert export([str(run), "-o", str(out), *words]) == 0
     assert f"step {step} of run: 1 tensor written to {out}\n" in capsys.readouterr().out
     data = b"".join(
         (run / "checkpoints" / f"step-0000000{step}" / f"shard-{rank}-of-2.safetensors").read_bytes()[128:]
@@ -70,11 +70,11 @@ def test_a_damaged_one_is_passed_over_and_told_and_refused_where_it_is_named(
 ) -> None:
     file = run / "checkpoints" / "step-00000003" / "shard-0-of-2.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert export.main([str(run), "-o", str(tmp_path / "w.pt")]) == 0
+    assert export([str(run), "-o", str(tmp_path / "w.pt")]) == 0
     shown = capsys.readouterr()
     assert "step 2 of run" in shown.out and re.search("step-00000003 .*: shard-0-of-2", shown.err)
     with raises("step-not-exported", which="the checkpoint of step 3 is damaged: "):
-        export.main([str(run), "--step", "3", "-o", str(tmp_path / "other.pt")])
+        export([str(run), "--step", "3", "-o", str(tmp_path / "other.pt")])
     assert names(tmp_path) == ["run", "w.pt"]
 
 
@@ -83,7 +83,7 @@ def test_the_final_weights_have_every_name_and_the_digest_of_the_summary(
     whole: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "head.weight" not in load_file(whole / "model.safetensors")  # stored once
-    assert export.main([str(whole), "-o", str(tmp_path / name)]) == 0
+    assert export([str(whole), "-o", str(tmp_path / name)]) == 0
     summary = read_summary(whole)
     assert summary is not None and digest(capsys.readouterr().out) == summary.weights_sha256
     found = load_file(tmp_path / name) if name == "w.safetensors" else torch.load(tmp_path / name, weights_only=True)
@@ -93,17 +93,17 @@ def test_the_final_weights_have_every_name_and_the_digest_of_the_summary(
 def test_weights_that_are_not_those_of_the_summary_are_refused(whole: Path, tmp_path: Path) -> None:
     save(Odd().state_dict(), whole / "model.safetensors")
     with raises("weights-damaged", name="model.safetensors"):
-        export.main([str(whole), "-o", str(tmp_path / "w.pt")])
+        export([str(whole), "-o", str(tmp_path / "w.pt")])
     (whole / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(UsageError, match=r"model.safetensors is damaged"):
-        export.main([str(whole), "-o", str(tmp_path / "w.pt")])
+        export([str(whole), "-o", str(tmp_path / "w.pt")])
 
 
 def test_the_best_weights_of_a_run_are_exported_by_their_name(whole: Path, tmp_path: Path) -> None:
     with raises("unknown-name", value="model-best.safetensors", allowed=["model.safetensors"]):
-        export.main([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")])
+        export([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")])
     shutil.copy(whole / "model.safetensors", whole / "model-best.safetensors")
-    assert export.main([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")]) == 0
+    assert export([str(whole), "--step", "best", "-o", str(tmp_path / "w.pt")]) == 0
     assert torch.load(tmp_path / "w.pt").keys() == Odd().state_dict().keys()
 
 
@@ -138,13 +138,13 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
     (tmp_path / "there.pt").write_text("precious")
     before = names(tmp_path)
     with raises(code, **fields):
-        export.main(words.split())
+        export(words.split())
     assert names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
 
 
 def test_a_file_is_replaced_when_that_is_asked_for(run: Path, tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_text("old")
-    assert export.main([str(run), "-o", str(tmp_path / "w.pt"), "--overwrite"]) == 0
+    assert export([str(run), "-o", str(tmp_path / "w.pt"), "--overwrite"]) == 0
     assert [*torch.load(tmp_path / "w.pt")] == ["w"]
 
 
@@ -156,8 +156,8 @@ def test_a_folder_that_others_can_write_is_believed_by_trust_only(
         request.getfixturevalue("whole")
     run.chmod(0o777)
     with pytest.raises(UsageError, match="can be written by everybody"):
-        export.main([str(run), "-o", str(tmp_path / "w.pt")])
-    assert export.main([str(run), "-o", str(tmp_path / "w.pt"), "--trust"]) == 0
+        export([str(run), "-o", str(tmp_path / "w.pt")])
+    assert export([str(run), "-o", str(tmp_path / "w.pt"), "--trust"]) == 0
 
 
 # ---- real runs -------------------------------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
     done = paceline("train", f"{TASK}:odd", "--strategy", strategy, *words, ranks=ranks)
     assert done.returncode == 0, done.stderr
     run, out = tmp_path / "run", tmp_path / "w.safetensors"
-    assert export.main([str(run), "--step", "4", "-o", str(out)]) == 0
+    assert export([str(run), "--step", "4", "-o", str(out)]) == 0
     summary, final, found = read_summary(run), load(run / "model.safetensors", ours=True), load_file(out)
     assert summary is not None and digest(capsys.readouterr().out) == summary.weights_sha256
     assert final.keys() == found.keys() and all(torch.equal(final[name], found[name]) for name in final)
     Odd().load_state_dict(found, strict=True)
-    assert export.main([str(run), "--step", "2", "-o", str(out), "--overwrite"]) == 0
+    assert export([str(run), "--step", "2", "-o", str(out), "--overwrite"]) == 0
     assert digest(capsys.readouterr().out) != summary.weights_sha256
 
 
@@ -186,18 +186,18 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
 def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert start(1, run, 13, "raise").returncode == 1
-    assert export.main([str(run), "-o", str(tmp_path / "early.pt"), "--model", "2"]) == 0
+    assert export([str(run), "-o", str(tmp_path / "early.pt"), "--model", "2"]) == 0
     assert "step 13 of run: 2 tensors" in capsys.readouterr().out
     assert start(2, run).returncode == 0
     for number, name in ((1, "model.safetensors"), (2, "model-2.safetensors")):
         final = load(run / name, ours=True)
         for words in ([], ["--step", "24"]):
             out = tmp_path / f"{number}-{len(words)}.safetensors"
-            assert export.main([str(run), "--model", str(number), "-o", str(out), *words]) == 0
+            assert export([str(run), "--model", str(number), "-o", str(out), *words]) == 0
             found = load_file(out)
             assert found.keys() == final.keys() and all(torch.equal(found[n], final[n]) for n in final)
     with pytest.raises(UsageError, match=r"unknown model '3'.*Choose from: 1, 2"):
-        export.main([str(run), "--model", "3", "--step", "24", "-o", str(tmp_path / "3.pt")])
+        export([str(run), "--model", "3", "--step", "24", "-o", str(tmp_path / "3.pt")])
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_hugging_face_reads_what_was_exported_for_it(
     words = ("--strategy", "zero", "--global-batch", 12, "--steps", 2, "--run-dir", run)
     done = paceline("train", f"{TASK}:wrapped", *words, env={"HF_HUB_OFFLINE": "1"}, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert export.main([str(run), "--format", "huggingface", "-o", str(out)]) == 0
+    assert export([str(run), "--format", "huggingface", "-o", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "the model is the attribute lm of the module" in shown and "left out, as no part of it: scale\n" in shown
     from transformers import AutoModelForCausalLM
@@ -225,18 +225,18 @@ def test_hugging_face_reads_what_was_exported_for_it(
     assert model.lm_head.weight is model.transformer.wte.weight
 
     again = tmp_path / "again"
-    assert export.main([str(run), "--format", "huggingface", "--config", str(out), "-o", str(again)]) == 0
+    assert export([str(run), "--format", "huggingface", "--config", str(out), "-o", str(again)]) == 0
     assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     (out / "mine.txt").write_text("precious")
-    assert export.main([str(run), "--format", "huggingface", "-o", str(out), "--overwrite"]) == 0
+    assert export([str(run), "--format", "huggingface", "-o", str(out), "--overwrite"]) == 0
     assert (out / "mine.txt").read_text() == "precious"
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []  # noqa: PTH208
     with pytest.raises(UsageError, match=r"the model of .*odd holds 0 Hugging Face models, not one"):
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(text.replace(":wrapped", ":odd"))
-        export.main([str(run), "--format", "huggingface", "-o", str(tmp_path / "odd")])
+        export([str(run), "--format", "huggingface", "-o", str(tmp_path / "odd")])
     save({name: tensor for name, tensor in Wrapped().state_dict().items() if "wpe" not in name}, run / "part")
     os.replace(run / "part", run / "model-best.safetensors")  # noqa: PTH105
     with pytest.raises(UsageError, match=r"do not contain a GPT2LMHeadModel: .* not found"):
         words = ("--format", "huggingface", "--config", str(again), "--step", "best")
-        export.main([str(run), *words, "-o", str(tmp_path / "odd")])
+        export([str(run), *words, "-o", str(tmp_path / "odd")])

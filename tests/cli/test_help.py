@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from tests import warm
 
-from paceline.cli import COMMANDS
-from paceline.cli.commands import command_line
+from paceline.cli import COMMANDS, command_line, command_main, train
 from paceline.cli.launch import known_options
 from paceline.cli.options import SHORTEST, built
-from paceline.cli.torchrun import our_words, read_words
+from paceline.cli.torchrun import read_arguments
 from paceline.cli.watchover import split_script
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
 from paceline.errors import ExitCode, UsageError
 
 COLUMNS = 100
@@ -25,7 +24,7 @@ commands = pytest.mark.parametrize("command", COMMANDS)
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(f"paceline.cli.{command}").main([flag])
+        command_main(command)([flag])
     assert end.value.code == ExitCode.DONE
     return capsys.readouterr().out
 
@@ -43,8 +42,8 @@ def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str
         words = words[words.index("paceline") + 1 :]
         assert words.pop(0) == command, example
         if command == "launch":
-            typed = read_words(words, {}, known_options())
-            words, script = our_words(typed), [*typed.script]
+            typed = read_arguments(words, {}, known_options())
+            words, script = typed.ours, [*typed.script]
         elif command == "watchover":
             words, script = split_script(words)
         else:
@@ -151,3 +150,18 @@ def test_the_help_of_a_command_imports_no_torch() -> None:
     code = "import sys; from paceline.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
     done = warm.run(["-c", f"{code}sys.exit('torch' in sys.modules)"], torch=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help", "--config", "FILE"], ["--resume", "auto", "--run-dir", "RUN", "--help"]])
+def test_the_help_shows_what_the_file_gives_in_place_of_the_defaults(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[data]\nbatch_size = 32\n[optimizer]\nlr = 0.25\n[compute]\ncompile = true\n[run]\nseed = 7\n")
+    with pytest.raises(SystemExit) as end:
+        train.main([{"FILE": str(file), "RUN": str(tmp_path)}.get(word, word) for word in words])
+    assert end.value.code == ExitCode.DONE
+    entries = re.split(r"\n(?=  \S)", capsys.readouterr().out)
+    values = {entry.split()[0]: re.search(r"\(in\s+config\.toml:\s+(.*)\)", entry) for entry in entries}
+    values = {name: value[1] for name, value in values.items() if value}
+    assert values == {"--batch-size": "32", "--lr": "0.25", "--compile": "true", "--seed": "7"}

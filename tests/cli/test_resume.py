@@ -108,29 +108,6 @@ def test_another_run_is_refused_before_anything_starts(resume, tmp_path, argumen
     assert (f"{tmp_path}/run/checkpoints/step-00000012" in run.stderr) == code.startswith("another-run")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ("--resume auto", "resume-without-run-dir"),
-        ("--fresh --run-dir new", "option-needs-resume"),
-        ("--allow-change lr --run-dir new", "option-needs-resume"),
-        ("--resume auto --run-dir full --nproc 2", "not-a-run"),
-        ("--run-dir full --nproc 2", "run-dir-not-empty"),
-        ("--strategy exact --batchnorm sync", "exact-with-sync-batchnorm"),
-        ("--strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm"),
-    ],
-)
-def test_what_contradicts_itself_or_would_write_over_something_is_refused(paceline, tmp_path, arguments, code):
-    (tmp_path / "mine.py").write_text(TASK)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("precious")
-    before = contents(tmp_path)
-    run = paceline("train", "mine.py:task", *arguments.split(), command=("-c", WITHOUT_TORCH))
-    ended_with(run, code)
-    assert contents(tmp_path) == before
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_second_run_in_the_folder_names_the_first(resume, tmp_path):
     lock = lock_run_dir(tmp_path / "run")
     try:

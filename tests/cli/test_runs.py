@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from tests.errors import raises
 
-from paceline.cli import runs
 from paceline.cli.run_state import run_state
+from paceline.cli.status import list_runs
 from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.events import Evaluated, Started, Step
 from paceline.runs.folder import create_attempt_dir
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert runs.main([str(folder)]) == 0
+    assert list_runs([str(folder)]) == 0
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -77,7 +77,7 @@ def test_a_person_sees_each_run_in_a_line_the_newest_first_and_why_it_has_failed
 
 
 def test_a_program_gets_what_status_says_of_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main([str(folder), "--json"]) == 0
+    assert list_runs([str(folder), "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out, type=list[RunState])
     assert found == [run_state(folder / name) for name in ("failed", "broken-off", "whole", "stopped")]
     assert (found[2].metrics, found[2].epochs, found[2].world_size) == (DONE.test_metrics, 2.0, 3)
@@ -98,12 +98,12 @@ def test_the_last_start_counts_and_scores_of_the_one_before_are_shown(folder: Pa
 
 
 def test_no_runs_are_told(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.main([str(folder / "no-run")]) == 0
+    assert list_runs([str(folder / "no-run")]) == 0
     assert "no runs in" in capsys.readouterr().err
     with raises("no-folder-of-runs"):
-        runs.main([str(tmp_path / "nowhere")])
+        list_runs([str(tmp_path / "nowhere")])
     with raises("run-not-folder-of-runs"):
-        runs.main([str(folder / "whole")])
+        list_runs([str(folder / "whole")])
 
 
 HOSTILE: dict[str, Any] = {
@@ -123,7 +123,7 @@ def test_what_others_have_written_neither_ends_the_list_nor_steers_the_terminal(
     os.mkfifo(folder / "pipe" / "config.toml")
     (folder / "pipe" / "checkpoints").touch()  # no folder: its state cannot be told
     (folder / "closed" / "attempt-1" / "events-0.jsonl").mkdir(parents=True)
-    assert runs.main([str(folder)]) == runs.main([str(folder), "--json"]) == 0
+    assert list_runs([str(folder)]) == list_runs([str(folder), "--json"]) == 0
     out = capsys.readouterr().out
     assert len(out) < 40_000 and not {"\x1b", "\x07"} & {*out}
     assert all(name in out for name in ("whole", "stopped", "failed", "broken-off", "pipe", "closed"))
@@ -131,7 +131,7 @@ def test_what_others_have_written_neither_ends_the_list_nor_steers_the_terminal(
 
 def test_that_others_could_have_written_a_run_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "whole").chmod(0o777)
-    runs.main([str(folder)])
+    list_runs([str(folder)])
     told = capsys.readouterr().err
     assert f"{folder / 'whole'} can be written by everybody" in told and "shown read-only" in told
 

@@ -19,8 +19,7 @@ from tests.errors import raises
 
 from paceline.cli import cancel, logs, status
 from paceline.cli import run_state as run_state_module
-from paceline.cli.finding import Means, find_run
-from paceline.cli.run_state import run_state
+from paceline.cli.run_state import Access, find_run, run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
@@ -193,7 +192,7 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_submission(next_submit_dir(run), Submission(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
-    found = run_state(run, Means(slurm=True))
+    found = run_state(run, Access(slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
     assert "Slurm is not asked about job 12" in run_state(run).words
 
@@ -213,9 +212,9 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     words = (str(tmp_path / "ssh"), "-F", "my config")
     submission = Submission(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
     write_submission(next_submit_dir(run), submission)
-    means, flag = Means(words), ["--ssh", shlex.join(words)]
-    assert run_state(run, means).state == "running"
-    found = run_state(run, Means(("/no/ssh",)))  # what stands written down is told, and not run
+    access, flag = Access(words), ["--ssh", shlex.join(words)]
+    assert run_state(run, access).state == "running"
+    found = run_state(run, Access(("/no/ssh",)))  # what stands written down is told, and not run
     assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
     with raises("agent-of-another-run"):
         write_roster(run, os.getpid(), host="n2")
@@ -223,9 +222,9 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     write_roster(run, agent.pid, host="n2")
     assert cancel.main([str(run), *flag]) == 0
     assert agent.wait(5) == 75
-    assert run_state(run, means).state == "lost"  # it has left no summary
+    assert run_state(run, access).state == "lost"  # it has left no summary
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    assert run_state(run, means).state == "unknown"
+    assert run_state(run, access).state == "unknown"
 
 
 def test_a_process_that_does_not_hold_the_run_is_left_alone(

@@ -1,7 +1,7 @@
 """How a run ended that its ranks did not live to say."""
 
-from paceline.cli.train_start import failed_summary
-from paceline.config import DataConfig, TrainConfig
+from paceline.cli.train import failed_summary
+from paceline.config.settings import DataConfig, TrainConfig
 from paceline.runs.events import Step
 from paceline.runs.summary import Summary, write_summary
 from paceline.runs.writers import EventWriter

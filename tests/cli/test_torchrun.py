@@ -8,25 +8,14 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
 from paceline.cli.launch import known_options
-from paceline.cli.torchrun import (
-    FLAGS,
-    NO_VARIABLE,
-    SHORT,
-    TORCHRUN,
-    Typed,
-    ignored,
-    our_words,
-    read_words,
-    script_words,
-    torchrun_command,
-)
+from paceline.cli.torchrun import FLAGS, NO_VARIABLE, SHORT, TORCHRUN, LaunchArguments, read_arguments
 
 NODES = "--nnodes 2 --node-rank 1 --master-addr n1 --master-port 29500"
 RUN = ("python", "-P", "-m", "torch.distributed.run")
 
 
-def typed(line: str, environ: dict[str, str] | None = None) -> Typed:
-    return read_words(line.split(), environ or {}, known_options())
+def typed(line: str, environ: dict[str, str] | None = None) -> LaunchArguments:
+    return read_arguments(line.split(), environ or {}, known_options())
 
 
 def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
@@ -61,8 +50,8 @@ def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:
 )
 def test_torchruns_words_become_ours(line: str, own: str, script: str) -> None:
     found = typed(line)
-    assert (" ".join(our_words(found)), " ".join(script_words(found))) == (own, script)
-    assert not found.for_torchrun
+    assert (" ".join(found.ours), " ".join(found.script)) == (own, script)
+    assert not found.need_torchrun
 
 
 def test_torchruns_variables_count_as_its_options_which_win() -> None:
@@ -74,19 +63,19 @@ def test_torchruns_variables_count_as_its_options_which_win() -> None:
         "PET_RDZV_CONF": "x",
     }
     found = typed("train.py", environ)
-    assert our_words(found) == ["--nproc=4"] and script_words(found) == ("train.py",)
-    assert not found.for_torchrun and ignored(found).startswith("PET_RDZV_CONF: ")
-    assert our_words(typed("--nproc 2 train.py", environ)) == ["--nproc", "2"]
-    assert our_words(typed("--nproc-per-node 3 train.py", environ)) == ["--nproc=3"]
-    assert typed("--nnodes 2 train.py", environ).for_torchrun
+    assert found.ours == ["--nproc=4"] and found.script == ("train.py",)
+    assert not found.need_torchrun and found.ignored.startswith("PET_RDZV_CONF: ")
+    assert typed("--nproc 2 train.py", environ).ours == ["--nproc", "2"]
+    assert typed("--nproc-per-node 3 train.py", environ).ours == ["--nproc=3"]
+    assert typed("--nnodes 2 train.py", environ).need_torchrun
 
 
 def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
-    said = ignored(typed("--rdzv-backend c10d --rdzv-conf a=b -r3 --start-method fork --log-dir x --tee 3 a.py"))
+    said = typed("--rdzv-backend c10d --rdzv-conf a=b -r3 --start-method fork --log-dir x --tee 3 a.py").ignored
     assert said.startswith("--rdzv-backend, --rdzv-conf: the ranks meet by themselves; --redirects: ")
     assert "--start-method: " in said and "\n" not in said and "--tee" not in said and "--log-dir" not in said
-    assert ignored(typed("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py")) == ""
-    assert ignored(typed("--local-ranks-filter 0,1 a.py")) == "--local-ranks-filter: --show knows all ranks, or rank 0"
+    assert typed("--standalone --nnodes 1 --nproc-per-node 2 --tee 3 a.py").ignored == ""
+    assert typed("--local-ranks-filter 0,1 a.py").ignored == "--local-ranks-filter: --show knows all ranks, or rank 0"
 
 
 @pytest.mark.parametrize(
@@ -114,8 +103,8 @@ def test_what_has_no_meaning_here_is_said_in_one_line() -> None:
 def test_what_contradicts_or_means_nothing_is_refused(line: str, code: str, fields: dict[str, str]) -> None:
     with raises(code, **fields):
         found = typed(line)
-        script_words(found)
-        torchrun_command(found, "python") if found.for_torchrun else our_words(found)
+        assert found.script
+        found.torchrun_command("python") if found.need_torchrun else found.ours
 
 
 @pytest.mark.parametrize(
@@ -130,17 +119,17 @@ def test_several_nodes_by_torchruns_words_are_torchruns_with_the_guard_in_front(
     line: str, behind: tuple[str, str, str]
 ) -> None:
     found = typed(line, {"PET_RUN_PATH": "1"})
-    command, env = torchrun_command(found, "python")
+    command, env = found.torchrun_command("python")
     options, guard, script = (words.split() for words in behind)
     nodes = ("--nnodes=2", "--node-rank=1", "--master-addr=n1", "--master-port=29500")
-    assert found.for_torchrun and env == {"PET_RUN_PATH": "0"}
+    assert found.need_torchrun and env == {"PET_RUN_PATH": "0"}
     assert command == (*RUN, *nodes, *options, "-m", "paceline", "watchover", "--end", *guard, *script)
 
 
 def test_elastic_nodes_and_gpus_that_each_rank_sees_as_the_first_are_torchruns_too() -> None:
-    assert typed("--nnodes 1:4 --rdzv-endpoint n1 a.py").for_torchrun
-    assert typed("--virtual-local-rank a.py").for_torchrun
-    command, env = torchrun_command(typed("--nnodes=1:4 --threads-per-rank 2 --no-python ./run.sh"), "python")
+    assert typed("--nnodes 1:4 --rdzv-endpoint n1 a.py").need_torchrun
+    assert typed("--virtual-local-rank a.py").need_torchrun
+    command, env = typed("--nnodes=1:4 --threads-per-rank 2 --no-python ./run.sh").torchrun_command("python")
     assert command == (*RUN, "--nnodes=1:4", "--no-python", "./run.sh") and env == {"OMP_NUM_THREADS": "2"}
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from tests.errors import codes
 
-from paceline.config import load
+from paceline.config.settings import load
 from paceline.runs.events import Samples, Step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(90), pytest.mark.sample(2)]

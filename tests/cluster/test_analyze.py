@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.cluster.slurm import Slurm
 
-from paceline.cli.analyze import analyzed
+from paceline.cli.logs import analyzed
 
 SCRIPT = """
 import os, sys

@@ -12,7 +12,7 @@ from tests.errors import raises
 from tests.host.test_gpu_trouble import Driver, running
 
 from paceline.cli import train
-from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
+from paceline.cli.options import check_gpus, nproc_auto, usable_gpus
 from paceline.host import gpus
 from paceline.host.gpus import cores_near, count_gpus, gpus_here, show_own_mig
 
@@ -166,7 +166,7 @@ def test_train_says_how_to_use_all_gpus(
     lines: int,
 ) -> None:
     driver(monkeypatch, *[H100] * count)
-    monkeypatch.setattr(train, "start_here", lambda config: (Path(), 0))
+    monkeypatch.setattr(train, "_train_here", lambda config: (Path(), 0))
     monkeypatch.setattr(train, "launch", lambda job, config: (Path(), 0))
     assert train.main(["mnist-cnn", *words]) == 0
     assert capfd.readouterr().err.count("--nproc auto") == lines

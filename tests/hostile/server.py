@@ -75,4 +75,4 @@ def run(words: list[str], out: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:] or [f"paceline.cli.{name}" for name in COMMANDS if name not in ("faults",)])
+    serve(sys.argv[1:] or [f"paceline.cli.{one.settings.partition('.')[0]}" for one in COMMANDS.values()])

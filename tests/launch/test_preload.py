@@ -17,8 +17,8 @@ from tests.launch.launch_harness import PRELUDE, Launch, wait_until
 from tests.launch.terminals import shown_by_a_launch
 from tests.small_mnist import small_mnist as small_mnist
 
-from paceline.cli.train_start import may_preload
-from paceline.config import LaunchConfig, TrainConfig
+from paceline.cli.train import may_preload
+from paceline.config.settings import LaunchConfig, TrainConfig
 from paceline.protocol.control import at_import
 from paceline.protocol.job import JobSpec
 

@@ -15,8 +15,8 @@ from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
-from paceline.mesh import Mesh
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.sharing import ALONE, Wish, share_model

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline import World
 from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.mesh import Mesh
 from paceline.parallel.tensor_plan import find_plan, shards_of
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES

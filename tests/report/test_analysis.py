@@ -15,7 +15,7 @@ import pytest
 from tests.errors import raises
 from tests.rendered import rendered
 
-from paceline.cli import analyze
+from paceline.cli import logs
 from paceline.report.analysis import EXAMPLES, Analysis, Reading, logged, read_line
 from paceline.report.run import whole_run
 from paceline.runs.attempt import TimesWriter
@@ -32,7 +32,7 @@ def classic(epoch: int, number: int, loss: float) -> str:
 
 def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
     (folder / "train.log").write_text("".join(f"{line}\n" for line in lines))
-    return analyze.analyzed(str(folder / "train.log"))
+    return logs.analyzed(str(folder / "train.log"))
 
 
 def test_the_loss_of_a_log_is_read_line_by_line(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_one_rank_and_the_throughput_of_all(tmp_path: Path) 
 
 def test_losses_that_are_not_finite_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.log").write_text("0: loss: 2\n1: loss: nan\n0: loss: inf\n1: loss: inf\n0: loss: 1\n")
-    assert analyze.main([str(tmp_path / "train.log")]) == 0
+    assert logs.analyze([str(tmp_path / "train.log")]) == 0
     rendered(capsys.readouterr().out.replace(str(tmp_path), ""))
 
 
@@ -59,7 +59,7 @@ def test_memory_is_bounded_by_the_length_of_lines(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("x" * 10_000_000 + "\nloss: 1 " + "y" * 3_000_000 + "\n10%|#| 1/9 [0:1<0:1]\r20%|#| 2/9 [0:1<0:1]\n")
     tracemalloc.start()
-    found = analyze.analyzed(str(log))
+    found = logs.analyzed(str(log))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4_000_000
@@ -70,15 +70,15 @@ def test_an_unknown_format_is_refused_with_its_first_line(tmp_path: Path) -> Non
     log = tmp_path / "x.log"
     log.write_text("\n\x1b[2Jhello\nworld\n")
     with raises("no-known-line", asked=str(log)) as caught:
-        analyze.main([str(log)])
+        logs.analyze([str(log)])
     assert all(part in caught.value.fields["seen"] for part in ("3 lines", "'hello'"))
     log.write_text("")
     with raises("no-known-line", seen=""):
-        analyze.main([str(log)])
+        logs.analyze([str(log)])
     with raises("unknown-name", kind="run"):
-        analyze.main([str(tmp_path / "nix")])
+        logs.analyze([str(tmp_path / "nix")])
     with raises("not-a-run-folder"):
-        analyze.main([str(tmp_path)])
+        logs.analyze([str(tmp_path)])
 
 
 def test_a_run_gives_the_same_answers_by_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,14 +96,14 @@ def test_a_run_gives_the_same_answers_by_its_events(tmp_path: Path, capsys: pyte
             writer.write(Evaluated(100, {"loss": 0.2, "accuracy": 0.9}, 0.1))
             writer.write(Started(2, rank, 2, "n1", 1, "cpu", 0.0, start_step=100))
             writer.write(Ended(100, 100.0))
-    assert analyze.main([str(run), "--json"]) == 0
+    assert logs.analyze([str(run), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     losses = found["values"]["loss"]
     assert losses.pop(49) is None  # skipped: not finite
     assert losses == pytest.approx(LOSSES[:49] + LOSSES[50:])
     assert found["values"]["samples/s"] == pytest.approx([640] * 200)
     assert found["values"]["test loss"] == [0.2]
-    assert analyze.main([str(run)]) == 0
+    assert logs.analyze([str(run)]) == 0
     assert "test loss     first 0.2" in capsys.readouterr().out
 
 
@@ -129,7 +129,7 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
             writer.look(last=True)
             now += 2.0
     writer.close()
-    rates = analyze.analyzed(str(run)).values["samples/s (counted)"]
+    rates = logs.analyzed(str(run)).values["samples/s (counted)"]
     assert len(rates) == 33 + 2
     assert rates == pytest.approx([32] * len(rates))
     figures, sentence = logged(whole_run(run))
@@ -147,7 +147,7 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path, small_mnist:
         script = (str(Path(__file__).parent / "classic_mnist.py"), str(small_mnist))
         done = subprocess.run([*words, *script], stdout=file, stderr=file, timeout=50)
     assert done.returncode == 0, log.read_text()
-    found = analyze.analyzed(str(log))
+    found = logs.analyzed(str(log))
     assert found.ranks == (["0", "1"] if tee else [])
     assert {"classic", "key and value"} == {*found.formats}
     # without --tee two ranks may write into one line, which then tells less

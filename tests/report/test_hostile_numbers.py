@@ -15,8 +15,8 @@ import pytest
 from tests.errors import raises
 from tests.report.folders import make_run
 
-from paceline.cli import report, trace
-from paceline.cli.trace import trace_events
+from paceline.cli.report import main as report
+from paceline.cli.report import trace, trace_events
 from paceline.errors import UsageError
 from paceline.report import run as reading
 from paceline.report.analysis import Analyzer
@@ -118,7 +118,7 @@ def test_a_link_in_the_folder_leads_the_page_nowhere(
         thesis.write_text("thesis")
     monkeypatch.chdir(folder)
     try:
-        command.main(["."])
+        command(["."])
     except UsageError as refused:
         assert "already exists" in str(refused)
     assert thesis.read_text() == "thesis" if there else not os.path.lexists(thesis)
@@ -130,7 +130,7 @@ def test_a_name_does_not_steer_the_terminal(
 ) -> None:
     folder = make_run(tmp_path / "\x1b[2Jrun", steps=12)
     monkeypatch.chdir(tmp_path)
-    command.main([folder.name, *(["-o", f"{folder.name}.json"] if command is trace else [])])
+    command([folder.name, *(["-o", f"{folder.name}.json"] if command is trace else [])])
     assert "run" in (shown := capsys.readouterr().out) and "\x1b" not in shown
 
 
@@ -139,4 +139,4 @@ def test_a_pipe_or_device_is_not_replaced(command: Any, tmp_path: Path) -> None:
     folder, pipe = make_run(tmp_path / "run", steps=12), tmp_path / "pipe"
     os.mkfifo(pipe)
     with raises("out-not-a-file"):
-        command.main([str(folder), "-o", str(pipe), *(["--overwrite"] if command is trace else [])])
+        command([str(folder), "-o", str(pipe), *(["--overwrite"] if command is trace else [])])

@@ -10,12 +10,12 @@ import pytest
 from tests.errors import raises
 from tests.report.folders import make_run
 
-from paceline.cli import trace
+from paceline.cli.report import trace
 from paceline.runs.machine import ClockAhead
 
 
 def written(folder: Path, out: Path) -> list[dict[str, object]]:
-    assert trace.main([str(folder), "-o", str(out), "--overwrite"]) == 0
+    assert trace([str(folder), "-o", str(out), "--overwrite"]) == 0
     return json.loads(out.read_text())["traceEvents"]
 
 
@@ -49,10 +49,10 @@ def test_bad_input(tmp_path: Path) -> None:
     folder, there = make_run(tmp_path / "run"), tmp_path / "there.json"
     there.write_text("mine")
     with raises("trace-exists", out=there):
-        trace.main([str(folder), "-o", str(there)])
+        trace([str(folder), "-o", str(there)])
     with raises("unknown-name", kind="run"):
-        trace.main([str(tmp_path / "no")])
+        trace([str(tmp_path / "no")])
     for path in folder.glob("events-*"):
         path.write_text("")
     with raises("nothing-to-trace"):
-        trace.main([str(folder), "-o", str(tmp_path / "new.json")])
+        trace([str(folder), "-o", str(tmp_path / "new.json")])

@@ -19,7 +19,7 @@ from textual.widgets import Static
 
 from paceline.cli import main
 from paceline.cli import watch as command
-from paceline.cli.finding import NOTHING, Means
+from paceline.cli.run_state import NOTHING, Access
 from paceline.protocol.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.report.live import GrowingFile, LiveReader, RankNow, RunNow
 from paceline.report.watch_app import Actions, Details, RankTable, WatchApp
@@ -278,7 +278,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, Means(("ssh",), slurm=False))
+    watched = command._Run(training, Access(("ssh",), slurm=False))
     told = Actions(watched.look, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from tests.errors import ended_with
 from tests.run_script import run_script
 from tests.starts import start_steps
 
-from paceline.cli import export
+from paceline.cli.checkpoint import export
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.summary import read_summary
 from paceline.train.weights import load
@@ -40,7 +40,7 @@ def test_they_are_those_of_the_plain_loop_after_a_resume_on_other_ranks(tmp_path
         assert weights.keys() == right and int(weights["seen"]) == 96 and int(weights["steps"]) == 12
         assert weights["mean"].dtype == torch.complex128
         # what is exported from the last checkpoint is the same
-        assert export.main([str(run), "-o", str(tmp_path / f"{first}.pt")]) == 0
+        assert export([str(run), "-o", str(tmp_path / f"{first}.pt")]) == 0
         exported = torch.load(tmp_path / f"{first}.pt", weights_only=True)
         assert all(torch.equal(exported[name], weights[name]) for name in weights)
     assert digests[0] == digests[1]

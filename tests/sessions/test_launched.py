@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from tests import warm
+from tests.errors import ended_with
 
 from paceline.cli import logs, status
-from paceline.cli.finding import attempts, home
 from paceline.cli.hang import _newest_verdict
-from paceline.cli.run_state import run_state
+from paceline.cli.run_state import attempts, home, run_state
+from paceline.errors import ExitCode
 from paceline.report.outcome import failures
 from paceline.report.page import repeat
 from paceline.report.run import whole_run
@@ -40,9 +41,9 @@ with paceline.session(sys.argv[1], keep=2) as s:
 """
 
 
-def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "mine.py").write_text(SCRIPT)
-    command = ("-m", "paceline", "launch", "--nproc", "2", "--run-dir", "launched", "--", "mine.py", *words)
+def launch(folder: Path, *words: str, script: str = SCRIPT, name: str = "mine.py") -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(script)
+    command = ("-m", "paceline", "launch", "--nproc", "2", "--run-dir", "launched", "--", name, *words)
     return warm.run(command, cwd=folder, torch=False)
 
 
@@ -102,6 +103,23 @@ def test_a_session_in_the_folder_of_its_launch_uses_the_same_attempt(tmp_path: P
     run = tmp_path / "launched"
     assert [path.name for path in attempts(run)] == ["attempt-1"] and not (run / "attempt-1" / LAUNCHED).exists()
     assert run_state(run).state == "done" and (run / "model.safetensors").is_file()
+
+
+@pytest.mark.ranks
+def test_a_session_that_resumes_starts_again_in_the_folder_of_its_launch(tmp_path: Path) -> None:
+    resumes, run = SCRIPT.replace("keep=2", "keep=2, resume=True"), tmp_path / "launched"
+    assert launch(tmp_path, "launched", "fails", script=resumes).returncode == ExitCode.FAILED
+    done = launch(tmp_path, "launched", script=resumes)
+    assert done.returncode == ExitCode.DONE, done.stdout + done.stderr
+    found = run_state(run)
+    assert (found.state, found.step, found.attempts) == ("done", 8, 2)
+    weights = (run / "model.safetensors").read_bytes()
+    # the same script without resume=True, another script, and a script without a session: each is a different run
+    assert launch(tmp_path, "launched").returncode == ExitCode.USAGE
+    for name, script in (("other.py", resumes), ("plain.py", "print('started')")):
+        ended_with(launch(tmp_path, "launched", script=script, name=name), "run-dir-holds-run")
+    assert len(attempts(run)) == 3
+    assert (run / "model.safetensors").read_bytes() == weights and run_state(run).state == "done"
 
 
 def test_reports_of_hangs_are_those_of_the_launch(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.errors import raises
 
 import paceline
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
 from paceline.errors import UsageError
 
 RENAMED = {"threads_per_rank": "threads"}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
+from paceline.config.choices import lacks_torch
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Spec
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
-from paceline.torch_version import lacks_torch
 
 pytestmark = pytest.mark.sample(2)
 

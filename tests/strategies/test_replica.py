@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline import BatchPlan, Loading, World, evaluate, fit, load_steps, train_step
+from paceline.config.strategies import FOR_SEVERAL, STRATEGY_INFO
 from paceline.data.arrays import ArrayDataset
-from paceline.ladder import FOR_SEVERAL, LADDER
 from paceline.strategies import STRATEGIES
 from paceline.train.optimizer import Schedule
 
@@ -41,7 +41,7 @@ def test_the_step_is_the_gradient_of_the_global_mean(world, name):
     wanted = torch.autograd.grad(mean, list(plain.parameters()))
     result = train_step(replica, step, loss)
     assert result.loss == pytest.approx(float(mean.detach()), rel=1e-6)
-    assert replica.sharded == LADDER[name].sharded
+    assert replica.sharded == STRATEGY_INFO[name].sharded
     weights = replica.weights()
     for (n, p), g in zip(plain.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(weights[n], p.detach() - 0.1 * g)

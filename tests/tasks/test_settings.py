@@ -10,7 +10,7 @@ from tests.cli.conftest import paceline as paceline
 from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.errors import codes, ended_with, raises
 
-from paceline.config import TrainConfig, dump, load
+from paceline.config.settings import TrainConfig, dump, load
 from paceline.tasks import load_task
 from paceline.tasks.settings import converted, defined, settings_in, told
 

@@ -12,7 +12,7 @@ from tests.starts import start_steps
 
 from paceline.compute.precision import lacks_bf16
 from paceline.compute.resources import complaints, own_seat
-from paceline.config import ComputeConfig, LaunchConfig, TrainConfig, check_values
+from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
 from paceline.train.computing import _chosen, take_threads
 from paceline.train.costs import WARM_UP_STEPS, Waiting

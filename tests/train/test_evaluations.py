@@ -15,8 +15,8 @@ from tests.errors import raises
 from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
+from paceline.config.choices import steps_or_seconds
 from paceline.errors import ExitCode
-from paceline.rhythm import steps_or_seconds
 from paceline.runs import events, trackers
 from paceline.runs.summary import Summary, read_summary
 from paceline.train.evaluations import Best

@@ -15,7 +15,7 @@ from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.starts import start_steps
 from torch import Tensor
 
-from paceline.config import OptimizerConfig
+from paceline.config.settings import OptimizerConfig
 from paceline.errors import UsageError
 from paceline.runs.events import Step, read_events
 from paceline.seeding import derive, random_stream

@@ -14,7 +14,7 @@ from tests.starts import start_steps
 from torch.utils.data import DataLoader
 
 from paceline.cli import ledger
-from paceline.config import BatchShape, TrainConfig
+from paceline.config.settings import BatchShape, TrainConfig
 from paceline.data.loader import Loading
 from paceline.errors import UsageError
 from paceline.rank.world import World

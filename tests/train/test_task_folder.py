@@ -4,7 +4,7 @@ from tests import warm
 
 LOOK = """
 import os, sys
-from paceline.config import absolute_task
+from paceline.config.settings import absolute_task
 from paceline.tasks import load_task
 task = load_task(absolute_task(sys.argv[1]), {})
 print(sys.path.index(os.getcwd()) if os.getcwd() in sys.path else "not there", len(sys.path))
@@ -26,7 +26,7 @@ def test_the_working_folder_is_in_the_path_for_a_module_in_it_only(tmp_path):
 
 
 def test_a_module_is_written_down_with_the_folder_that_it_was_found_in(tmp_path, monkeypatch):
-    from paceline.config import absolute_task
+    from paceline.config.settings import absolute_task
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pkg").mkdir()

@@ -12,10 +12,10 @@ from paceline import BatchPlan, Loading, load_steps, train_step
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import new_group
+from paceline.config.mesh import Mesh
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError
-from paceline.mesh import Mesh
 from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
 from paceline.strategies import STRATEGIES

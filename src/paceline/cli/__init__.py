@@ -1,50 +1,138 @@
-"""The commands. Each is a module with `main(arguments) -> exit code`, imported only when it is called."""
+"""The commands: how each is typed, and its function `main(arguments) -> exit code`, imported only when called."""
 
-import importlib
+from __future__ import annotations
+
 import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ExitCode, unknown
 from paceline.protocol.control import WorkerBirth, hold_standard_descriptors
 from paceline.rank.environment import understood
 
+if TYPE_CHECKING:
+    from paceline.cli.options import CommandLine
+
+
+class Command(NamedTuple):
+    """A command, before its module is imported."""
+
+    line: str  # what `paceline --help` shows
+    settings: str  # module.Class of its settings
+    arguments: str  # fields of the settings that are given without a name
+    examples: tuple[str, str]  # without `paceline NAME`, if they begin with it
+    main: str = "main"  # its function in that module
+    behind: str = ""  # as the rest in `CommandLine`
+    common: str = ""
+    config: str = ""
+
+
 GROUPS = {
     "run": {
-        "train": "train a model on one process or many",
-        "launch": "start any script that torchrun could, on one machine or many",
-        "watchover": "guard ranks that torchrun, srun or mpirun started",
-        "join": "add this host to a running multi-node job",
-        "cancel": "stop a run after it has saved its state",
-        "doctor": "check that machines are fit to train on, and list the fixes",
+        "train": Command(
+            "train a model on one process or many", "train.TrainConfig", "task",
+            ("mnist-cnn --nproc 2 --run-dir runs/first", "mnist-cnn --nproc 2 --run-dir runs/first --resume auto"),
+            common="config strategy set batch-size global-batch virtual-ranks lr precision epochs steps run-dir "
+            "checkpoint-every resume nproc device on nodes hosts",
+            config="TOML file with settings, e.g. the config.toml of a run; options override it",
+        ),
+        "launch": Command(
+            "start any script that torchrun could, on one machine or many", "launch.LaunchScript", "",
+            ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"), behind="SCRIPT [ARGUMENTS]",
+            common="nproc show run-dir max-restarts stall-after on-drift check on nodes hosts env dry-run detach",
+        ),
+        "watchover": Command(
+            "guard ranks that torchrun, srun or mpirun started", "watchover.WatchoverConfig", "",
+            ("torchrun --nproc-per-node 4 -m paceline watchover train.py --epochs 5",
+             "srun python -m paceline watchover -m my_package.train --epochs 5"), behind="SCRIPT [ARGUMENTS]",
+        ),
+        "join": Command(
+            "add this host to a running multi-node job", "cancel.JoinConfig", "run",
+            ("runs/first", "runs/first --nproc 4"), "join",
+        ),
+        "cancel": Command(
+            "stop a run after it has saved its state", "cancel.CancelConfig", "run", ("runs/first", "runs/first --now")
+        ),
+        "doctor": Command(
+            "check that machines are fit to train on, and list the fixes", "doctor.DoctorConfig", "",
+            ("--nproc 2", "--on ssh --hosts n1,n2 --nproc 8"),
+        ),
     },
     "inspect": {
-        "status": "show the progress or the outcome of a run",
-        "runs": "list the runs of a folder with their progress",
-        "watch": "watch a run live, rank by rank; show stacks, save, stop",
-        "report": "write an HTML report of a run, or compare several",
-        "logs": "show the output of a run's ranks",
-        "hang": "show which rank is blocking a run, with every rank's stack",
-        "monitor": "show live use of cores, memory, network and GPUs, by process",
-        "analyze": "print throughput and loss of any training log or run",
-        "trace": "write a Perfetto trace of a run, with every rank on one clock",
+        "status": Command(
+            "show the progress or the outcome of a run", "status.StatusConfig", "run",
+            ("runs/first", "runs/first --json"),
+        ),
+        "runs": Command(
+            "list the runs of a folder with their progress", "status.RunsConfig", "folder",
+            ("", "/shared/runs --json"), "list_runs",
+        ),
+        "watch": Command(
+            "watch a run live, rank by rank; show stacks, save, stop", "watch.WatchConfig", "run",
+            ("runs/first", "first"),
+        ),
+        "report": Command(
+            "write an HTML report of a run, or compare several", "report.ReportConfig", "runs",
+            ("runs/first --open", "runs/first runs/second -o compared.html"),
+        ),
+        "logs": Command(
+            "show the output of a run's ranks", "logs.LogsConfig", "run",
+            ("runs/first --rank 0 --lines 100", "runs/first --grep loss --follow"),
+        ),
+        "hang": Command(
+            "show which rank is blocking a run, with every rank's stack", "hang.HangConfig", "run",
+            ("runs/first", "runs/first --json"),
+        ),
+        "monitor": Command(
+            "show live use of cores, memory, network and GPUs, by process", "monitor.MonitorConfig", "",
+            ("", "--hosts n1,n2 --once"),
+        ),
+        "analyze": Command(
+            "print throughput and loss of any training log or run", "logs.AnalyzeConfig", "logs",
+            ("train.log", "runs/first --json"), "analyze",
+        ),
+        "trace": Command(
+            "write a Perfetto trace of a run, with every rank on one clock", "report.TraceConfig", "run",
+            ("runs/first", "runs/first -o first.json --overwrite"), "trace",
+        ),
     },
     "check and measure": {
-        "verify": "check that N processes compute the same as one",
-        "compare": "measure every strategy (speed, memory, bytes, bits), and recommend one",
-        "scale": "measure scaling and lost time, and estimate a step on more machines",
-        "ledger": "check that each sample was used once per epoch, over all attempts",
+        "verify": Command(
+            "check that N processes compute the same as one", "verify.VerifyConfig", "task",
+            ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), behind="[-- ARGUMENTS]",
+        ),
+        "compare": Command(
+            "measure every strategy (speed, memory, bytes, bits), and recommend one", "compare.CompareConfig", "task",
+            ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"),
+        ),
+        "scale": Command(
+            "measure scaling and lost time, and estimate a step on more machines", "scale.ScaleConfig", "task",
+            ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"),
+            common="runs ranks strategy mesh mode batch-size network steps rounds config device set out json",
+        ),
+        "ledger": Command(
+            "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
+            ("runs/first", "runs/first --json ledger.json"),
+        ),
     },
     "checkpoints": {
-        "checkpoint": "list a run's checkpoints, and check every byte of them",
-        "export": "write a run's weights for plain torch or Hugging Face",
+        "checkpoint": Command(
+            "list a run's checkpoints, and check every byte of them", "checkpoint.CheckpointsConfig", "action run",
+            ("list runs/first", "verify runs/first"),
+        ),
+        "export": Command(
+            "write a run's weights for plain torch or Hugging Face", "checkpoint.ExportConfig", "run",
+            ("runs/first -o model.safetensors", "runs/first --step best -o best.pt"), "export",
+        ),
     },
-}
-"""What `paceline --help` shows under each heading: command -> its line."""
-COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+}  # fmt: skip
+"""The commands under each heading of `paceline --help`."""
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 HELP = """Distributed PyTorch training with the result of a single process, and an answer when it hangs.
 
@@ -62,20 +150,41 @@ usage: paceline COMMAND [OPTIONS]
 """
 
 
+def command_line(name: str) -> CommandLine:
+    """The options and arguments of `paceline NAME`."""
+    from paceline.cli.options import CommandLine
+
+    command = COMMANDS[name]
+    module, _, settings = command.settings.partition(".")
+    kind = getattr(import_module(f"paceline.cli.{module}"), settings)
+    examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
+    arguments = tuple(command.arguments.split())
+    return CommandLine(
+        f"paceline {name}", kind, arguments, examples, command.behind, command.common, command.config
+    )  # fmt: skip
+
+
+def command_main(name: str) -> Callable[[Sequence[str]], int]:
+    """The function that runs `paceline NAME ARGUMENTS`, and returns its exit code."""
+    command = COMMANDS[name]
+    return getattr(import_module(f"paceline.cli.{command.settings.partition('.')[0]}"), command.main)
+
+
 def _reader_is_gone() -> bool:
-    """Whether nobody reads what we print any more, as with `| head`; then the rest goes nowhere."""
-    asked = select.poll()
-    asked.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in asked.poll(0)):
+    """Whether no process reads our output any more, as with `| head`; then the rest of it is discarded."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
-def _listed() -> str:
-    """The commands, by group."""
-    lines = {title: "\n".join(f"  {name:11}{line}" for name, line in group.items()) for title, group in GROUPS.items()}
-    return "\n\n".join(f"{title}:\n{text}" for title, text in lines.items())
+def _command_list() -> str:
+    return "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:11}{command.line}" for name, command in group.items())
+        for title, group in GROUPS.items()
+    )
 
 
 def entry() -> None:
@@ -93,14 +202,14 @@ def _train_as_rank(settings: Path) -> int:
 
     A rank does what `cli.train` would do, without its imports of options and launchers, which would delay all ranks.
     """
-    from paceline.cli.train_checks import check_guard
-    from paceline.config import check_values, load
+    from paceline.config.settings import check_values, load
+    from paceline.protocol.job import Windows
     from paceline.rank.hooks import TRAINING, import_all
     from paceline.runs.reading import real_path
 
     config = load(real_path(settings), ours=True)
     check_values(config)
-    check_guard(config)
+    Windows.parse(config.guard.stall_after)
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
@@ -122,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         attach()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
-        print(HELP.format(commands=_listed()), end="")
+        print(HELP.format(commands=_command_list()), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":
         from paceline import __version__
@@ -136,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", arguments[0], COMMANDS)
         if birth is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
             return _train_as_rank(Path(arguments[2]))
-        return importlib.import_module(f"paceline.cli.{arguments[0]}").main(arguments[1:])
+        return command_main(arguments[0])(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
         if birth is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE

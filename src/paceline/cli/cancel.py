@@ -1,5 +1,6 @@
-"""`paceline cancel RUN`: ends a run, wherever it was started, and says what it has saved."""
+"""`paceline cancel` stops a run after it has saved its state; `paceline join` adds this host to a running job."""
 
+import os
 import shlex
 import sys
 import time
@@ -8,20 +9,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, RunFlags, agent_runs, existing_run, head_roster, home, is_locked, signal_agent
-from paceline.cli.run_state import standing
+from paceline.cli import command_line
+from paceline.cli.options import check_positive
+from paceline.cli.run_state import (
+    Access,
+    RunFlags,
+    agent_runs,
+    attempts,
+    existing_run,
+    head_roster,
+    home,
+    is_locked,
+    resume_command,
+    signal_agent,
+    standing,
+)
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.plan import Submission, last_submission
 from paceline.launch.slurm import queue
-from paceline.protocol.job import STOP_GRACE_SECONDS
+from paceline.protocol.job import STOP_GRACE_SECONDS, NodePlan
 from paceline.runs.console import clean
-from paceline.runs.folder import CHECKPOINTS, LOCK
-from paceline.runs.reading import read
+from paceline.runs.folder import CHECKPOINTS, INVITATION, LOCK
+from paceline.runs.owners import Unreadable
+from paceline.runs.reading import decode, read
 from paceline.runs.summary import LIVE
 
 POLL_SECONDS = 0.5
 END_SECONDS = STOP_GRACE_SECONDS + 15.0
+MAX_BYTES = 1 << 20  # of an invitation
 
 
 @dataclass(frozen=True)
@@ -32,25 +47,38 @@ class CancelConfig(RunFlags):
     """stop immediately, without a checkpoint"""
 
 
+@dataclass(frozen=True)
+class JoinConfig(RunFlags):
+    """Add this host to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
+
+    Run the command on the new host, in a folder from which RUN is the same folder as on the other hosts. The run
+    saves its state after the current step and continues with one more host. Ctrl-C removes the host again after a
+    step.
+    """
+
+    nproc: int | None = None
+    """worker processes on this host (default: the --nproc of the run)"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline cancel ARGUMENTS`."""
     config: CancelConfig = command_line("cancel").parse(arguments)
-    run_dir, means = existing_run(config, act=True)
-    found = standing(run_dir, means)
-    if found.state not in LIVE:
-        words = f" ({found.words})" if found.words else ""
-        print(clean(f"there is nothing to cancel: the run is {found.state}{words}"), file=sys.stderr)
-        return ExitCode.FAILED if found.state == "unknown" else ExitCode.DONE
-    ask_to_stop(run_dir, means, now=config.now)
-    return _wait(run_dir, means)
+    run_dir, access = existing_run(config, act=True)
+    state, words, *_ = standing(run_dir, access)
+    if state not in LIVE:
+        words = f" ({words})" if words else ""
+        print(clean(f"there is nothing to cancel: the run is {state}{words}"), file=sys.stderr)
+        return ExitCode.FAILED if state == "unknown" else ExitCode.DONE
+    ask_to_stop(run_dir, access, now=config.now)
+    return _wait(run_dir, access)
 
 
-def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
-    """Have Slurm or the run's agent end it after it has saved its state, or `now`; its end is not waited for.
+def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
+    """Ask Slurm or the run's agent to end the run after it has saved its state, or `now`; do not wait for the end.
 
     Raises:
-        UsageError: what is recorded as its job or its agent is something else.
-        TrainingError: it cannot be told from here.
+        UsageError: the recorded job or agent belongs to something else.
+        TrainingError: the agent cannot be reached from here.
     """
     folder, submission = last_submission(home(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
@@ -59,12 +87,12 @@ def ask_to_stop(run_dir: Path, means: Means, *, now: bool = False) -> None:
             raise UsageError(code="slurm-job-of-another-run", slurm_job=slurm_job, folder=folder)
         queue.cancel(slurm_job, now=now)
     else:
-        _stop_agent(run_dir, submission, means, now=now)
+        _stop_agent(run_dir, submission, access, now=now)
 
 
-def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, now: bool) -> None:
+def _stop_agent(run_dir: Path, submission: Submission | None, access: Access, *, now: bool) -> None:
     roster = head_roster(run_dir)
-    if roster is None or not agent_runs(run_dir, roster, submission, means.ssh):
+    if roster is None or not agent_runs(run_dir, roster, submission, access.ssh):
         try:
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
@@ -73,18 +101,18 @@ def _stop_agent(run_dir: Path, submission: Submission | None, means: Means, *, n
             f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else f"it has no agent, {holder} has it"
         )
         raise TrainingError(code="cannot-stop-from-here", who=who)
-    told = signal_agent(run_dir, roster, submission, means.ssh)
+    told = signal_agent(run_dir, roster, submission, access.ssh)
     if now:  # a second signal ends the time to save
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        told = signal_agent(run_dir, roster, submission, means.ssh)
+        told = signal_agent(run_dir, roster, submission, access.ssh)
     if not told:
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
-def _wait(run_dir: Path, means: Means) -> int:
+def _wait(run_dir: Path, access: Access) -> int:
     print("asked to stop; waiting for its end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_SECONDS
-    while (end := standing(run_dir, means)).state in LIVE or is_locked(run_dir):
+    while (end := standing(run_dir, access)).state in LIVE or is_locked(run_dir):
         if time.monotonic() > deadline:
             print(f"it has not ended after {END_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr)
             return ExitCode.FAILED
@@ -94,6 +122,28 @@ def _wait(run_dir: Path, means: Means) -> int:
     if not saved:
         print("it has saved nothing")
     elif end.state != "done":
-        again = f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"
-        print(f"saved at step {saved[0].step}; to go on: {again}")
+        again = resume_command(run_dir)
+        print(f"saved at step {saved[0].step}" + (f"; to go on: {again}" if again else ""))
     return ExitCode.DONE
+
+
+def join(arguments: Sequence[str]) -> int:
+    """Run `paceline join ARGUMENTS`."""
+    config: JoinConfig = command_line("join").parse(arguments)
+    check_positive(config, "nproc")
+    run_dir, access = existing_run(config, act=True)  # its invitation is run here: no other user may have written it
+    run = shlex.quote(str(run_dir))
+    file = next((attempt / INVITATION for attempt in reversed(attempts(run_dir))), run_dir / INVITATION)
+    try:
+        decode(file, NodePlan, limit_bytes=MAX_BYTES, ours=True)
+    except FileNotFoundError:
+        state = standing(run_dir, access).state
+        if state in LIVE:
+            why = "was not started with --nodes MIN:MAX, or is only just starting"
+        else:
+            why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
+        raise UsageError(code="run-takes-no-hosts", run=run, why=why) from None
+    except Unreadable as error:
+        raise UsageError(code="invitation-unreadable", reason=str(error)) from None
+    words = ["--plan", str(file), "--join", *(("--nproc", str(config.nproc)) if config.nproc else ())]
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent", *words])

@@ -1,26 +1,35 @@
-"""`paceline checkpoint`: lists a run's checkpoints, whether they are whole, and from which one it would go on."""
+"""`paceline checkpoint` lists and verifies the checkpoints of a run; `paceline export` writes its weights to a file."""
+
+from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.manager import Checkpoints, Entry
-from paceline.cli.commands import command_line
-from paceline.errors import ExitCode, UsageError
+from paceline.cli import command_line
+from paceline.cli.options import check_out_file, check_positive
+from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown
+from paceline.runs import writing
 from paceline.runs.console import clock, table_console
-from paceline.runs.owners import note_strangers
-from paceline.runs.reading import is_folder, real_path
+from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
+from paceline.runs.owners import check_ours, note_strangers
+from paceline.runs.reading import is_file, is_folder, names, real_path
+from paceline.runs.summary import read_summary
 
-MOST = 50
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Weights = Mapping[str, Tensor]
+
+MOST = 50  # checkpoints that are listed
 
 
 @dataclass(frozen=True)
@@ -33,27 +42,42 @@ class CheckpointsConfig:
     """run folder, or its checkpoints folder"""
 
 
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a run's weights for plain torch or Hugging Face, from a checkpoint of any strategy."""
+
+    run: str
+    """run folder, or the beginning of its name under runs/"""
+    out: Path = field(metadata={"short": "-o"})
+    """file to write; for huggingface, a folder"""
+    step: int | Literal["best"] | None = None
+    """step of the checkpoint; best: the weights of --keep-best (default: the final weights, else the newest valid
+    checkpoint)"""
+    model: int = 1
+    """number of the model, from 1, in the order of s.prepare, for a session with several"""
+    format: Literal["safetensors", "torch", "huggingface"] | None = None
+    """format of the file. huggingface: a folder for `from_pretrained`. Default: safetensors for a file of that name,
+    otherwise torch"""
+    config: Path | None = None
+    """huggingface: folder of the model's config.json (default: the config of the task's model)"""
+    overwrite: bool = False
+    """replace an existing file"""
+    trust: bool = False
+    """use a run folder that another user owns or could have written"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline checkpoint ARGUMENTS`."""
     words = [word for word in arguments if not word.startswith("-")]
     if words and words[0] not in ("list", "verify") and (len(words) == 1 or is_folder(Path(words[0]))):
         raise UsageError(code="checkpoint-without-action", run=shlex.quote(words[0]), allowed=["list", "verify"])
     config: CheckpointsConfig = command_line("checkpoint").parse(arguments)
-    checkpoints, entries, ours = _find(real_path(config.run))
-    console = table_console()
-    if config.action == "list":
-        _list(console, checkpoints, entries)
-        return ExitCode.DONE
-    return _verify(console, checkpoints, entries, ours=ours)
-
-
-def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
-    """The checkpoints of a run, the newest last, and whether it is the caller's."""
+    run = real_path(config.run)
     if not is_folder(run):
         raise UsageError(code="no-such-folder", folder=run)
-    root = run / "checkpoints" if is_folder(run / "checkpoints") else run
-    shown = note_strangers(root)
-    checkpoints = Checkpoints(root, trust=shown)
+    root = run / CHECKPOINTS if is_folder(run / CHECKPOINTS) else run
+    is_foreign = note_strangers(root)
+    checkpoints = Checkpoints(root, trust=is_foreign)
     try:
         entries = checkpoints.entries()[::-1]
     except OSError as error:
@@ -63,35 +87,43 @@ def _find(run: Path) -> tuple[Checkpoints, list[Entry], bool]:
         entries = entries[-MOST:]
     if not entries:
         raise UsageError(code="no-checkpoints", run=run)
-    return checkpoints, entries, not shown
+    if config.action == "list":
+        return _list(checkpoints, entries)
+    return _verify(checkpoints, entries, is_foreign=is_foreign)
 
 
-def _list(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]) -> None:
-    table = Table("step", "when", "size", "world size", "virtual ranks", "state")
+def _list(checkpoints: Checkpoints, entries: Sequence[Entry]) -> int:
+    from rich.table import Table
+    from rich.text import Text
+
+    console, table = table_console(), Table("step", "when", "size", "world size", "virtual ranks", "state")
     for step, path in entries:
-        found = _judged(checkpoints, path, hashed=False)
-        if isinstance(found, Manifest):
-            size_bytes = sum(file.bytes for file in found.files)
-            numbers = (f"{size_bytes:,} bytes", str(found.world_size), str(found.virtual_ranks))
+        result = _check(checkpoints, path, hashed=False)
+        if isinstance(result, Manifest):
+            size_bytes = sum(file.bytes for file in result.files)
+            numbers = (f"{size_bytes:,} bytes", str(result.world_size), str(result.virtual_ranks))
             table.add_row(str(step), _when(path), *numbers, "sizes are right")
-        elif found:
-            table.add_row(str(step), _when(path), "", "", "", Text(f"damaged: {found}"))
+        elif result:
+            table.add_row(str(step), _when(path), "", "", "", Text(f"damaged: {result}"))
     console.print(table)
     console.print("`paceline checkpoint verify` reads the contents as well")
+    return ExitCode.DONE
 
 
-def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry], *, ours: bool) -> int:
+def _verify(checkpoints: Checkpoints, entries: Sequence[Entry], *, is_foreign: bool) -> int:
+    from rich.text import Text
+
+    console, damaged = table_console(), 0
     newest_whole: Path | None = None
-    damaged = 0
     for _, path in entries:
-        found = _judged(checkpoints, path, hashed=True)
-        if isinstance(found, Manifest):
+        result = _check(checkpoints, path, hashed=True)
+        if isinstance(result, Manifest):
             newest_whole = path
             console.print(f"{path.name}  whole")
-        elif found:
+        elif result:
             damaged += 1
-            console.print(Text(f"{path.name}  damaged: {found}"), soft_wrap=True)
-    if newest_whole and not ours:
+            console.print(Text(f"{path.name}  damaged: {result}"), soft_wrap=True)
+    if newest_whole and is_foreign:
         console.print("they are not yours, or others could have written them: none is resumed from without --trust")
     elif newest_whole:
         console.print(f"a resumed run goes on from {newest_whole.name}")
@@ -100,8 +132,8 @@ def _verify(console: Console, checkpoints: Checkpoints, entries: Sequence[Entry]
     return ExitCode.FAILED if damaged else ExitCode.DONE
 
 
-def _judged(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | str:
-    """The manifest, or what is wrong in words; no words if the run has deleted the checkpoint meanwhile."""
+def _check(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | str:
+    """The manifest, or the damage; an empty text if the run has deleted the checkpoint meanwhile."""
     try:
         return checkpoints.check(path, files=None if hashed else ())
     except Damaged as error:
@@ -113,3 +145,175 @@ def _when(path: Path) -> str:
         return clock(path.lstat().st_mtime)
     except OSError:  # deleted meanwhile
         return ""
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Run `paceline export ARGUMENTS`."""
+    from paceline.cli.run_state import find_run
+
+    config: ExportConfig = command_line("export").parse(arguments)
+    check_positive(config, "model")
+    run_dir, out = find_run(config.run), real_path(config.out)
+    if not config.trust:
+        check_ours(run_dir)
+    kind = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
+    _check_out(config, out, kind)
+    from paceline.checkpoint.shards import sha256_of  # imports torch
+
+    write = _writer(config, run_dir, out, kind)  # its errors come before minutes of reading
+    weights, where = _weights(config, run_dir)
+    try:
+        weights = write(weights)
+    except OSError as error:
+        raise PacelineError(str(error)) from None
+    print(f"{where}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
+    return ExitCode.DONE
+
+
+def _writer(config: ExportConfig, run_dir: Path, out: Path, kind: str) -> Callable[[Weights], Weights]:
+    """What writes weights in a format, and returns those that it has written."""
+    if kind == "huggingface":
+        return partial(_save_pretrained, _hugging_face_model(run_dir, config.config, trust=config.trust), out)
+    from paceline.train.weights import save
+
+    def write(weights: Weights) -> Weights:
+        if kind == "torch":
+            save(weights, out, pickled=True)
+        else:  # which holds no memory twice: a tied tensor is written under each of its names
+            save({name: tensor.clone() for name, tensor in weights.items()}, out)
+        return weights
+
+    return write
+
+
+def _check_out(config: ExportConfig, out: Path, kind: str) -> None:
+    if kind != "huggingface":
+        check_out_file("--out", out)
+        if config.config is not None:
+            raise UsageError(code="config-without-huggingface")
+    elif is_file(out) or not is_folder(out.parent):
+        raise UsageError(code="out-not-a-folder", value=config.out)
+    if not config.overwrite and (is_file(out) or names(out)):
+        raise UsageError(code="out-exists", out=config.out)
+
+
+def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
+    """The weights that are asked for, under all their names, and where they are from, as text.
+
+    Raises:
+        UsageError: if they are not there, damaged or not to be trusted.
+    """
+    summary = read_summary(run_dir)
+    if config.step == "best":
+        return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"
+    if config.step is None and summary is not None and summary.exit == ExitCode.DONE:
+        name = WEIGHTS if config.model == 1 else f"model-{config.model}.safetensors"
+        sha256 = summary.weights_sha256 if config.model == 1 else None
+        return _saved_weights(config, run_dir, name, sha256), f"the final weights of {run_dir.name}"
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
+    steps = {str(entry.step): entry.path for entry in reversed(checkpoints.entries())}
+    if config.step is not None and str(config.step) not in steps:
+        raise unknown("checkpoint of step", str(config.step), steps or ["(it has none)"])
+    try:
+        if config.step is None:
+            newest = checkpoints.newest_valid(lambda words: print(f"paceline: {words}", file=sys.stderr))
+        else:
+            newest = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
+        if newest is None:
+            raise UsageError(code="nothing-to-export", run_dir=run_dir)
+        from paceline.checkpoint.export import of_checkpoint
+
+        return of_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
+    except Damaged as error:
+        which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
+        raise UsageError(code="step-not-exported", which=which, reason=str(error), run_dir=run_dir) from None
+
+
+def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
+    """The weights in a file that the run itself has written."""
+    from paceline.checkpoint.shards import sha256_of
+    from paceline.train.weights import load as load_weights
+
+    there = [name for name in names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
+    if name not in there:
+        raise unknown("weights of the run", name, there or ["(it has saved none)"])
+    weights = load_weights(run_dir / name, ours=not config.trust)
+    if sha256 is not None and sha256_of(weights) != sha256:
+        raise UsageError(code="weights-damaged", name=name)
+    return weights
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(code="no-transformers") from None
+    return transformers
+
+
+def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
+    """The Hugging Face model that a folder's config.json describes, or else the one in the model of the run's task.
+
+    Raises:
+        UsageError: if there is none, several, or the run is not to be trusted.
+    """
+    from paceline.config.settings import load, task_options
+    from paceline.tasks import TASKS, check_task, load_task
+
+    transformers = _transformers()
+    if folder is not None:
+        if not is_file(folder / "config.json"):
+            raise UsageError(code="no-hf-config", folder=folder)
+        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        model_class: Any = getattr(transformers, next(iter(config.architectures or []), ""), None)
+        if model_class is None:
+            raise UsageError(code="no-hf-class", folder=folder)
+        return model_class(config)
+    settings, advice = load(run_dir / CONFIG, ours=not trust), "name the folder of its config.json: --config FOLDER"
+    task, options = str(settings.task), task_options(settings)
+    if task not in TASKS and ":" not in task:
+        raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)
+    check_task(task, options)
+    models: dict[str, Any] = {}
+    for name, module in load_task(task, options).make_model().named_modules():
+        is_inner = any(name.startswith(f"{outer}." if outer else "") for outer in models)
+        if isinstance(module, transformers.PreTrainedModel) and not is_inner:
+            models[name] = module
+    if len(models) != 1:
+        raise UsageError(code="several-hf-models", task=task, count=len(models), advice=advice)
+    return next(iter(models.values()))
+
+
+def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tensor]:
+    """Write a model's config, and those of the weights that are its own, into the folder `out`; return these weights.
+
+    Raises:
+        UsageError: if they are not this model's.
+        OSError: if they cannot be written.
+    """
+    first, *others = model.state_dict()
+    prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]
+    prefixes = [prefix for prefix in prefixes if all(prefix + other in weights for other in others)]
+    if len(prefixes) != 1:
+        kind = type(model).__name__
+        if prefixes:
+            raise UsageError(code="several-hf-copies", count=len(prefixes), kind=kind, one=first)
+        raise UsageError(code="no-hf-model-in-weights", kind=kind, one=first)
+    (prefix,) = prefixes
+    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    try:
+        model.load_state_dict(own, assign=True)
+    except RuntimeError as error:
+        raise UsageError(code="hf-weights-do-not-fit", reason=str(error)) from None
+    model.tie_weights()
+    _transformers().utils.logging.disable_progress_bar()
+    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        model.save_pretrained(folder)
+        writing.make_folder(out, exist_ok=True)
+        for name in names(Path(folder)):
+            writing.rename(Path(folder, name), out / name)
+    if prefix:
+        print(f"the model is the attribute {prefix[:-1]} of the module that was trained")
+    if left := [name for name in weights if not name.startswith(prefix)]:
+        print(f"left out, as no part of it: {first_few(left, 5)}")
+    return own

@@ -7,20 +7,18 @@ from functools import partial
 import msgspec
 import psutil
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
-from paceline.cli.measuring import Measuring, check_measuring, crowd, measured, publish, settings_of
-from paceline.config import DEFAULT_BATCH_SIZE, TrainConfig, check_values
+from paceline.cli import command_line
+from paceline.cli.measurement import MeasurementConfig, check_measurement, measured, publish, shared_cores, train_config
+from paceline.cli.options import check_gpus, check_positive, chosen_names, nproc_auto, usable_gpus, whole_numbers
+from paceline.config.choices import lacks_torch
+from paceline.config.mesh import Mesh, mesh_of, meshes_of
+from paceline.config.settings import DEFAULT_BATCH_SIZE, TrainConfig, check_values
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.compare import REFERENCE, Row, advise, compared_rows, print_compared
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, NotMeasured
 from paceline.lab.rounds import MeasuredRounds, ProcessSet
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
-from paceline.mesh import Mesh, mesh_of, meshes_of
-from paceline.torch_version import lacks_torch
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class CompareConfig:
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
     """samples of each rank and step, separated by commas; all strategies run at each size (default: 64)"""
-    how: Measuring = field(default_factory=Measuring)
+    how: MeasurementConfig = field(default_factory=MeasurementConfig)
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -57,122 +55,115 @@ def main(arguments: Sequence[str]) -> int:
     config: CompareConfig = command_line("compare").parse(arguments)
     how = config.how
     check_positive(config, "nproc")
-    check_measuring(how)
-    asked = chosen_names("strategy", config.strategies, ["all", *LADDER])
-    if "all" in asked:
-        asked = [name for name in LADDER if name != DEFAULT_ALONE]
+    check_measurement(how)
+    strategies = chosen_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
+    if "all" in strategies:
+        strategies = [name for name in STRATEGY_INFO if name != DEFAULT_ALONE]
     batches = whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
-    settings = settings_of(config.task, how)
+    settings = train_config(config.task, how)
     gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
     nproc = config.nproc or nproc_auto(settings.launch.device)
     check_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
-    threads = how.threads_per_rank or settings.launch.threads_per_rank
-    usual = threads or threads_per_rank(cores, nproc)
-    refused = [NotMeasured(name, name, nproc, batches[0], why) for name in asked if (why := _not_run(name, nproc))]
-    run = [name for name in asked if name not in {failure.strategy for failure in refused}]
+    asked_threads = how.threads_per_rank or settings.launch.threads_per_rank
+    threads = asked_threads or threads_per_rank(cores, nproc)
+    reasons = {name: _why_not(name, nproc) for name in strategies}
+    refused = [NotMeasured(name, name, nproc, batches[0], why) for name, why in reasons.items() if why]
+    strategies = [name for name, why in reasons.items() if not why]
     meshes = _meshes(config, nproc, settings)
     sequence = config.sequence_parallel or settings.launch.sequence_parallel
-    groups = _groups(run, meshes, nproc, batches, usual, threads or 1, sequence=sequence)
-    with measured(groups, settings, how, memory=True) as (found, _):
+    groups = _groups(strategies, meshes, nproc, batches, threads, asked_threads or 1, sequence=sequence)
+    with measured(groups, settings, how, memory=True) as (rounds, _):
         pass
-    if found.code != ExitCode.DONE:
-        return found.code
-    # memory of this machine for each rank; of GPUs only torch knows it
-    room_bytes = None if gpus else psutil.virtual_memory().total // nproc
-    compared = _compared(config, found, refused, batches[0], room_bytes, cores, usual)
+    if rounds.code != ExitCode.DONE:
+        return rounds.code
+    # memory of this machine for each rank; that of GPUs only torch knows
+    memory = None if gpus else psutil.virtual_memory().total // nproc
+    compared = _compared(config, rounds, refused, batches[0], memory, cores, threads)
     publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
-    ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in run or row.mesh)]
-    return ExitCode.DONE if ran or not (run or meshes) else ExitCode.FAILED
+    ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
+    return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
 
 
 def _meshes(config: CompareConfig, nproc: int, settings: TrainConfig) -> list[Mesh]:
-    """Those to measure: as asked for, else that of --config, which a run on a mesh may have left.
+    """The meshes to measure: as asked for, else that of --config.
 
     Raises:
-        UsageError: a mesh that has not as many places as there are processes, or that no training could have.
+        UsageError: the product of a mesh is not the number of processes, or no training could use it.
     """
-    if AUTO in config.meshes and nproc == 1:
+    if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
     asked = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
-    found = [mesh for one in asked for mesh in (meshes_of(nproc) if one == AUTO else [mesh_of(one, nproc)])]
-    for mesh in found:
+    meshes = [mesh for text in asked for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
+    for mesh in meshes:
         launch = replace(settings.launch, mesh=str(mesh))
         if mesh.of("pipeline") == 1:
             launch = replace(launch, schedule_pipeline=None, stages_at=None)
         if mesh.of("tensor") == 1:
             launch = replace(launch, sequence_parallel=False)
         check_values(replace(settings, launch=launch, strategy=_strategy_for(mesh)))
-    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in found):
+    if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="sequence-parallel-without-meshes")
-    return list({str(mesh): mesh for mesh in found}.values())
+    return list({str(mesh): mesh for mesh in meshes}.values())
 
 
 def _strategy_for(mesh: Mesh) -> str:
     return "fsdp" if mesh.of("shard") > 1 else DEFAULT
 
 
-def _not_run(strategy: str, nproc: int) -> str:
-    """Why a strategy is not measured; empty if it is."""
-    rung = LADDER[strategy]
-    if not rung.one_process or strategy == DEFAULT_ALONE:
+def _why_not(strategy: str, nproc: int) -> str:
+    """Why a strategy cannot be measured; empty if it can."""
+    info = STRATEGY_INFO[strategy]
+    if not info.one_process or strategy == DEFAULT_ALONE:
         return lacks_torch(strategy)
-    where = " on a machine with several GPUs" if rung.several_gpus else ""
+    where = " on a machine with several GPUs" if info.several_gpus else ""
     return f"is single-process, but --nproc is {nproc}: `paceline train --strategy {strategy}`{where}"
 
 
 def _groups(
-    run: Sequence[str],
-    meshes: Sequence[Mesh],
-    nproc: int,
-    batches: Sequence[int],
-    threads: int,
-    exact_threads: int,
-    *,
-    sequence: bool,
-) -> list[ProcessSet]:
+    strategies: Sequence[str], meshes: Sequence[Mesh], nproc: int, batches: Sequence[int], threads: int,
+    exact_threads: int, *, sequence: bool,
+) -> list[ProcessSet]:  # fmt: skip
     """One process as the base line, with a rank's cores and with all of them; the strategies, and their limit."""
-    one, many = list[Candidate](), list[Candidate]()
+    alone, together = list[Candidate](), list[Candidate]()
     for batch in batches:
-        one.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))
+        alone.append(Candidate(f"single-b{batch}", DEFAULT_ALONE, batch, threads))
         if nproc > 1:
-            one.append(Candidate(f"single-all-b{batch}", DEFAULT_ALONE, batch * nproc, threads * nproc))
-        if {*run} & {*EXACT}:
-            one.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
-        for name in (name for name in run if name != DEFAULT_ALONE):
-            many.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
-        for mesh in meshes:  # of the same global batch: where fewer ranks share it, in several turns
+            alone.append(Candidate(f"single-all-b{batch}", DEFAULT_ALONE, batch * nproc, threads * nproc))
+        if {*strategies} & {*EXACT}:
+            alone.append(Candidate(f"{REFERENCE}-b{batch}", EXACT[0], batch, exact_threads, nproc))
+        for name in (name for name in strategies if name != DEFAULT_ALONE):
+            together.append(Candidate(f"{name}-b{batch}", name, batch, exact_threads if name in EXACT else threads))
+        for mesh in meshes:  # of the same global batch: if fewer ranks share it, in several turns
             apart = sequence and mesh.of("tensor") > 1
             name = f"{mesh}-b{batch}"
-            many.append(Candidate(name, _strategy_for(mesh), batch, threads, nproc, str(mesh), apart))
+            together.append(Candidate(name, _strategy_for(mesh), batch, threads, nproc, str(mesh), apart))
         if nproc > 1:
-            many.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
-    if nproc == 1:
-        return [ProcessSet(1, [*one, *many])]
-    return [ProcessSet(1, one), ProcessSet(nproc, many)]
+            together.append(Candidate(f"limit-b{batch}", NO_EXCHANGE, batch, threads))
+    return [ProcessSet(1, alone), ProcessSet(nproc, together)] if nproc > 1 else [ProcessSet(1, [*alone, *together])]
 
 
 def _compared(
-    config: CompareConfig, found: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, room_bytes: int | None,
+    config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[NotMeasured], batch: int, memory: int | None,
     cores: int, threads: int,
 ) -> Compared:  # fmt: skip
-    rows = compared_rows(found.rounds, f"single-b{batch}", config.how.steps)
+    rows = compared_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
     chosen = [row for row in rows if row.batch_size == batch and row.strategy not in (DEFAULT_ALONE, NO_EXCHANGE)]
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
-    best = max(alone, key=lambda row: row.rate.median, default=None)
-    advice = advise(chosen, best, room_bytes)
-    notes = [*comparison_notes(rows, cores, threads), *found.notes()]
-    return Compared(config.task, rows, [*refused, *found.failures], advice, notes)
+    advice = advise(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
+    notes = [*comparison_notes(rows, cores, threads), *rounds.notes()]
+    return Compared(config.task, rows, [*refused, *rounds.failures], advice, notes)
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
-    """Notes on the machine, and on what the rows leave out."""
+    """Notes on the machine, and on the time that the rows do not include."""
+    notes: list[str] = []
     ranks = max((row.world_size for row in rows), default=1)
-    notes = [
-        f"processes were ready after {launch:.1f} s ({size} of them); first step: the strategy applied to the model, "
-        "and one step"
-        for size, launch in sorted({row.world_size: row.launch_seconds for row in rows}.items())
-    ][-1:]
-    if crowded := crowd(ranks, threads, cores):
-        notes.append(f"{crowded}: more than can run at once")
+    if launches := [row.launch_seconds for row in rows if row.world_size == ranks]:
+        notes.append(
+            f"processes were ready after {launches[-1]:.1f} s ({ranks} of them); first step: the strategy applied to "
+            "the model, and one step"
+        )
+    if shared := shared_cores(ranks, threads, cores):
+        notes.append(f"{shared}: more than can run at once")
     return notes

@@ -1,4 +1,4 @@
-"""`paceline doctor`: checks that these machines are fit to train on, and says what is wrong and how to fix it."""
+"""`paceline doctor`: checks that these machines are fit to train on, and lists the faults and their fixes."""
 
 import os
 import shutil
@@ -10,8 +10,8 @@ from typing import Literal, NoReturn
 
 from rich.console import Console
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_positive, command_words
+from paceline.cli import command_line
+from paceline.cli.options import check_positive, command_words
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
 from paceline.lab.doctor.survey import PROGRAM, Wanted, host_programs, survey

@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
-from paceline.cli.flags import print_json
-from paceline.cli.run_state import standing
+from paceline.cli import command_line
+from paceline.cli.options import print_json
+from paceline.cli.run_state import NOTHING, Access, NewestRunFlags, attempts, existing_run, standing
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import VERDICT, VerdictRecord, description, page, read_verdict
 from paceline.protocol.evidence import Evidence
@@ -43,8 +42,8 @@ class HangReport(msgspec.Struct, frozen=True):
     """What `paceline hang --json` prints."""
 
     run_dir: str
-    state: str  # as `paceline status` says it
-    live: bool  # of this moment; else what was recorded when the run stalled
+    state: str  # as in `paceline status`
+    live: bool  # of this moment; else recorded when the run stalled
     words: str
     verdict_dir: str
     told: VerdictRecord | None
@@ -53,48 +52,49 @@ class HangReport(msgspec.Struct, frozen=True):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline hang ARGUMENTS`."""
     config: HangConfig = command_line("hang").parse(arguments)
-    found = _report(*existing_run(config))
+    report = _report(*existing_run(config))
     if config.json:
-        print_json(found)
+        print_json(report)
     else:
-        _show(found)
+        _show(report)
     return ExitCode.DONE
 
 
-def _report(run_dir: Path, means: Means) -> HangReport:
-    """The verdict on a run: of now, if it runs and its agent may be asked and answers, else the newest recorded one.
+def _report(run_dir: Path, access: Access) -> HangReport:
+    """The verdict of the run's agent now, if it runs, may be asked and answers; else the newest recorded one.
 
     Raises:
         UsageError: if it has no start yet, or its newest verdict cannot be read.
     """
-    state = standing(run_dir, means).state
-    if not attempts(run_dir):
+    state = standing(run_dir, access).state
+    starts = attempts(run_dir)
+    if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = means != NOTHING  # a question is a file, and we write into no run of others
-    told = ask_agent(attempts(run_dir)[-1]) if state == "running" and may_ask else None
-    if told is not None:
-        return HangReport(str(run_dir), state, True, _live_words(told), "", told)
-    state = standing(run_dir, means).state  # it may have ended meanwhile
+    may_ask = access != NOTHING  # a question is a file, and we write into no run of another user
+    verdict = ask_agent(starts[-1]) if state == "running" and may_ask else None
+    if verdict is not None:
+        return HangReport(str(run_dir), state, True, _live_line(verdict), "", verdict)
+    state = standing(run_dir, access).state  # it may have ended meanwhile
     silent = f"the run's agent has not answered within {ANSWER_SECONDS:g} s" if may_ask else "its agent is not asked"
     unheard = silent if state == "running" else ""
     folder = _newest_verdict(run_dir)
     if folder is None:
-        words = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
-        return HangReport(str(run_dir), state, False, words, "", None)
-    told = read_verdict(folder)
+        line = f"no stall was noted, and {unheard}" if unheard else f"the run is {state}, and no stall was noted"
+        return HangReport(str(run_dir), state, False, line, "", None)
+    verdict = read_verdict(folder)
     earlier = f"; {unheard}: this is of an earlier stall" if unheard else ""
-    words = f"{folder.parent.name}, {clock(told.unix_time) or 'at a time unknown'}{earlier}"
-    return HangReport(str(run_dir), state, False, words, str(folder), told)
+    line = f"{folder.parent.name}, {clock(verdict.unix_time) or 'at a time unknown'}{earlier}"
+    return HangReport(str(run_dir), state, False, line, str(folder), verdict)
 
 
-def _live_words(told: VerdictRecord) -> str:
-    if told.waited_seconds < MOVES_SECONDS:
-        return f"the run goes on: something has moved {told.waited_seconds:.1f} s ago. Where its ranks are just now:"
-    return f"nothing has moved for {told.waited_seconds:.1f} s. If that is a stall, then this is why:"
+def _live_line(verdict: VerdictRecord) -> str:
+    if verdict.waited_seconds < MOVES_SECONDS:
+        return f"the run goes on: something has moved {verdict.waited_seconds:.1f} s ago. Where its ranks are just now:"
+    return f"nothing has moved for {verdict.waited_seconds:.1f} s. If that is a stall, then this is why:"
 
 
 def _newest_verdict(run_dir: Path) -> Path | None:
-    """The folder of the newest verdict of all starts of a run; one that could not be written is none."""
+    """The folder of the newest verdict of all starts of a run, without those that could not be written."""
     for attempt in reversed(attempts(run_dir)):
         matches = (re.fullmatch(r"verdict-([0-9]{1,9})", name) for name in names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
@@ -124,34 +124,39 @@ def ask_agent(attempt: Path) -> VerdictRecord | None:
         shutil.rmtree(answer, ignore_errors=True)  # it was for us alone
 
 
-def _shortened(one: Evidence) -> Evidence:
+def _shortened(evidence: Evidence) -> Evidence:
     """As much of it as a person reads."""
     return msgspec.structs.replace(
-        one,
-        native=one.native[:MOST_CHARS],
-        words=one.words[-MOST_CHARS:],
-        stacks=tuple(msgspec.structs.replace(stack, frames=stack.frames[:MOST_LINES]) for stack in one.stacks[:1]),
+        evidence,
+        native=evidence.native[:MOST_CHARS],
+        words=evidence.words[-MOST_CHARS:],
+        stacks=tuple(msgspec.structs.replace(stack, frames=stack.frames[:MOST_LINES]) for stack in evidence.stacks[:1]),
     )
 
 
-def _show(found: HangReport) -> None:
+def _show(report: HangReport) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    console.print(found.words)
-    if found.told is None:
+    console.print(report.words)
+    if (record := report.told) is None:
         return
-    told = found.told
-    evidence = sorted(told.evidence, key=lambda one: (one.rank not in told.verdict.guilty, one.rank))[:MOST_SHOWN]
-    if len(evidence) < len(told.evidence):
-        console.print(f"(of {len(told.evidence)} ranks {MOST_SHOWN} are shown; the others are in the folder)")
-    evidence.sort(key=lambda one: one.rank)
-    if not found.live or told.waited_seconds >= MOVES_SECONDS:
-        text = page(told.verdict, evidence, waited_seconds=told.waited_seconds, folder=found.verdict_dir, run="")
+    guilty = record.verdict.guilty
+    shown = sorted(record.evidence, key=lambda evidence: (evidence.rank not in guilty, evidence.rank))[:MOST_SHOWN]
+    if len(shown) < len(record.evidence):
+        console.print(f"(of {len(record.evidence)} ranks {MOST_SHOWN} are shown; the others are in the folder)")
+    shown.sort(key=lambda evidence: evidence.rank)
+
+    def print_block(text: str, style: str) -> None:
         headline, _, rest = text.partition("\n")
-        console.print(f"\n{headline}", style="bold red")
+        console.print(f"\n{headline}", style=style)
         if rest:
-            console.print(rest)
-    for one in evidence:
-        text = description(_shortened(one), most_ops=SHOWN_OPS, most_stacks=1)
-        headline, _, rest = "\n".join(text.splitlines()[:MOST_LINES]).partition("\n")
-        console.print(f"\n{headline}", style="bold red" if one.rank in told.verdict.guilty else "bold")
-        console.print(rest.rstrip("\n"))
+            console.print(rest.rstrip("\n"))
+
+    if not report.live or record.waited_seconds >= MOVES_SECONDS:
+        folder = report.verdict_dir
+        print_block(
+            page(record.verdict, shown, waited_seconds=record.waited_seconds, folder=folder, run=""), "bold red"
+        )
+    for evidence in shown:
+        text = description(_shortened(evidence), most_ops=SHOWN_OPS, most_stacks=1)
+        lines = text.splitlines()[:MOST_LINES]
+        print_block("\n".join(lines), "bold red" if evidence.rank in guilty else "bold")

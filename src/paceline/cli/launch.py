@@ -1,32 +1,42 @@
-"""`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many."""
+"""`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many.
+
+With --check, it shortens the epochs of the script, then prints the mistakes that the script makes.
+"""
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec.structs import replace
 
-from paceline.cli.check import checked_job, told_findings
-from paceline.cli.commands import command_line
-from paceline.cli.elsewhere import placed_job, planned_job, show, start, taken_run_dir, with_submit_dir
-from paceline.cli.flags import check_positive, nproc_auto, threads_of, usable_gpus
-from paceline.cli.options import HELP
-from paceline.cli.torchrun import Typed, ignored, our_words, read_words, script_words, torchrun_command
-from paceline.config import ClusterConfig
+from paceline.cli import command_line
+from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir
+from paceline.cli.options import HELP, check_positive, nproc_auto, threads_of, usable_gpus
+from paceline.cli.torchrun import LaunchArguments, read_arguments
+from paceline.config.choices import untested_torch
+from paceline.config.settings import ClusterConfig, load
 from paceline.errors import ExitCode, UsageError
+from paceline.lab.check.report import judged, mistakes, script_page
 from paceline.launch.plan import local
 from paceline.launch.supervise import run
-from paceline.protocol.control import BOOTSTRAP
+from paceline.protocol.control import BOOTSTRAP, CHECK
+from paceline.protocol.facts import EPOCHS, MAX_STEPS, WHOLE, ScriptFacts, facts_file
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import launched
-from paceline.runs.console import say
-from paceline.runs.folder import create_attempt_dir, new_run_dir
-from paceline.torch_version import untested_torch
+from paceline.runs import reading, writing
+from paceline.runs.attempt import notices
+from paceline.runs.console import clean, say
+from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
+
+FINDINGS = "check.json"
+MAX_FACTS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -73,18 +83,21 @@ class LaunchScript:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline launch ARGUMENTS`."""
-    typed = read_words(arguments, os.environ, known_options())
-    by_torchrun = typed.script and typed.for_torchrun
-    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else our_words(typed))
-    words = script_words(typed)
+    typed = read_arguments(arguments, os.environ, known_options())
+    by_torchrun = typed.rest and typed.need_torchrun
+    options: LaunchScript = command_line("launch").parse(typed.own if by_torchrun else typed.ours)
+    words = typed.script
     _check_script(options.script)
     if by_torchrun:
         return _hand_over(typed, dry_run=options.cluster.dry_run)
-    _check_no_rank(os.environ)
+    if launched(os.environ):  # else each rank of a run would start a run
+        raise UsageError(
+            code="launch-within-launcher", rank=os.environ.get("RANK"), world_size=os.environ.get("WORLD_SIZE")
+        )
     for line in untested_torch():
         say(line)
-    if unused := ignored(typed):
-        say(f"ignored: {unused}")
+    if typed.ignored:
+        say(f"ignored: {typed.ignored}")
     job = _script_job(options, words)
     job = replace(job, rdzv_id=typed.value("--rdzv-id") or "", role=typed.value("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.stall_after.off:
@@ -96,15 +109,16 @@ def main(arguments: Sequence[str]) -> int:
     if options.script.check:
         job = checked_job(job, cluster, words)
     if cluster.dry_run:
-        return show(cluster, planned_job(job, run_dir, job.name))
+        return show_plan(cluster, planned_job(job, run_dir, job.name))
     here, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
-    with taken_run_dir(run_dir, job.name, trust=options.script.trust) as (run_dir, lock):
+    resume = holds_session_of(job, run_dir, trust=options.script.trust)
+    with locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if here:
             job = replace(job, attempt_dir=str(create_attempt_dir(run_dir)[1]))
             code = run(local(job), keep_open=[lock])
             if options.script.check:
-                code = told_findings(job, code)
+                code = report_findings(job, code)
         else:
             job = with_submit_dir(job)  # while it is locked: a refused start must not look like the active run
     if not here:
@@ -113,17 +127,36 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
+def holds_session_of(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
+    """Whether the folder holds the run of a session in the job's script: with resume=True, the session continues it.
+
+    A session without resume=True raises an error. Under --check no session continues its run.
+
+    Raises:
+        UsageError: others could have written the folder's config.toml, or it is not valid.
+    """
+    if (
+        run_dir is None
+        or BOOTSTRAP not in job.argv
+        or not os.path.lexists(config := reading.real_path(run_dir) / CONFIG)
+    ):
+        return False
+    script, *words = job.argv[job.argv.index(BOOTSTRAP) + 1 :]
+    names = {f"{words[0].rpartition('.')[2]}.py", "__main__.py"} if script == "-m" else {Path(script).name}
+    return load(config, ours=not trust).task in names  # of a session the name of its file
+
+
 def known_options() -> dict[str, bool]:
     """Our options, and whether each takes a value."""
-    found = {name: not one.is_flag for one in command_line("launch").options() for name in one.names}
-    return found | dict.fromkeys(HELP, False)
+    takes_value = {name: not option.is_flag for option in command_line("launch").options() for name in option.names}
+    return takes_value | dict.fromkeys(HELP, False)
 
 
-def _hand_over(typed: Typed, *, dry_run: bool) -> int:
-    """Become torchrun, which starts several nodes by its own words: we have no secret that ours could share."""
-    command, env = torchrun_command(typed, sys.executable)
+def _hand_over(typed: LaunchArguments, *, dry_run: bool) -> int:
+    """Become torchrun, which starts several nodes by its own options: our agents would have no common secret."""
+    command, env = typed.torchrun_command(sys.executable)
     if typed.value("--no-python") is None:
-        worker_command(script_words(typed))  # for its refusals
+        worker_command(typed.script)  # for its errors
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:
         say(f"torchrun starts this, with paceline's guard in front of the script: {shown}")
@@ -143,21 +176,21 @@ def _check_script(script: ScriptConfig) -> None:
 
 
 def _check_collectives(options: LaunchScript, job: JobSpec) -> None:
-    """Refuse --collectives shared where it can do nothing."""
+    """Raise UsageError if --collectives shared has no effect."""
     impossible = {
         f"memory is shared on one host, and here are {job.nodes} nodes": job.nodes > 1,
         "torchrun's commands know nothing of it; --agent paceline does": options.cluster.on == "print" and job.torchrun,
         f"{job.argv[0]} runs as it is; name the .py file itself": BOOTSTRAP not in job.argv,
     }
-    if options.script.collectives == "shared" and (why := [words for words, true in impossible.items() if true]):
+    if options.script.collectives == "shared" and (why := [reason for reason, true in impossible.items() if true]):
         raise UsageError(code="collectives-not-shared", why="; ".join(why))
 
 
 def _stdin_rank(text: str, job: JobSpec) -> int:
-    """Which rank has standard input; -1: all.
+    """The rank that reads standard input; -1: all.
 
     Raises:
-        UsageError: there is no such rank, or none can have it.
+        UsageError: there is no such rank, or no rank can read it.
     """
     if text == "all":
         return -1
@@ -166,12 +199,6 @@ def _stdin_rank(text: str, job: JobSpec) -> int:
     if job.nodes > 1 or job.hosts or job.detached:
         raise UsageError(code="stdin-elsewhere", value=text)
     return int(text)
-
-
-def _check_no_rank(env: Mapping[str, str]) -> None:
-    """Refuse to start a run from each rank of another one."""
-    if launched(env):
-        raise UsageError(code="launch-within-launcher", rank=env.get("RANK"), world_size=env.get("WORLD_SIZE"))
 
 
 def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
@@ -199,3 +226,51 @@ def _script_job(options: LaunchScript, words: Sequence[str]) -> JobSpec:
         stdin_rank=_stdin_rank(script.stdin, where),
         show=script.show,
     )
+
+
+def checked_job(job: JobSpec, cluster: ClusterConfig, words: Sequence[str]) -> JobSpec:
+    """The job with workers that record what their script does.
+
+    Raises:
+        UsageError: --check cannot be combined with an option, or the script cannot be checked.
+    """
+    refused = {
+        f"--on {cluster.on}": cluster.on != "local",
+        "--detach": cluster.detach,
+        "--dry-run": cluster.dry_run,
+        "--max-restarts": job.max_restarts > 0,
+    }
+    if given := [option for option, is_given in refused.items() if is_given]:
+        raise UsageError(code="check-option", options=" and ".join(given))
+    if BOOTSTRAP not in job.argv:
+        raise UsageError(code="check-not-python", value=words[0])
+    if job.nproc < 2:
+        raise UsageError(code="check-of-one-rank")
+    say(
+        f"--check shortens the epochs of {job.name} ({EPOCHS} of {WHOLE}-{2 * WHOLE - 1} batches, then 1 batch each; "
+        f"in a session {MAX_STEPS} steps) and changes nothing else. The script's usual output files will be overwritten"
+    )
+    # drift is on the page: if it ended the run, later mistakes would be hidden
+    at = job.argv.index(BOOTSTRAP) + 1
+    return replace(job, on_drift="warn", argv=(*job.argv[:at], CHECK, *job.argv[at:]))
+
+
+def report_findings(job: JobSpec, code: int) -> int:
+    """Print the page, and write the findings into the attempt's folder; the script's exit code, or 1 for mistakes."""
+    ranks: list[ScriptFacts] = []
+    attempt_dir = Path(job.attempt_dir)
+    for rank in range(job.nproc):
+        try:
+            ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
+        except OSError as error:
+            say(f"nothing is known of rank {rank}: {error}")
+    if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
+        say("--check has seen no training: no step of a torch optimizer, no DataLoader")
+        return code or ExitCode.FAILED
+    findings = judged(ranks, [*notices(attempt_dir)])
+    with suppress(OSError):  # a full disk: the page is what counts
+        writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
+    print(clean(script_page(job.name, ranks, findings, code)), flush=True)
+    if code:
+        say(f"the script has ended with exit code {code}: what comes after that is not checked")
+    return code or (ExitCode.FAILED if mistakes(findings) else ExitCode.DONE)

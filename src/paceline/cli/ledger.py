@@ -1,4 +1,4 @@
-"""`paceline ledger`: proves that each sample of each epoch was used exactly once, however often the run was killed."""
+"""`paceline ledger`: checks that each sample of each epoch was used exactly once, over all starts of a run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_out_file, write_json
-from paceline.config import batch_shape, check_values, load
+from paceline.cli import command_line
+from paceline.cli.options import check_out_file, write_json
+from paceline.config.settings import batch_shape, check_values, load
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.runs.console import clean, table_console
 from paceline.runs.owners import note_strangers
@@ -54,78 +54,71 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.lab.ranks.ledger import audit
     from paceline.train.prepare import make_plan  # imports torch
 
-    # The record is resolved: nothing in it is left to the world size.
-    found = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
+    # The record is resolved: no default in it depends on the world size.
+    result = audit(run_dir, partial(make_plan, trained, batch_shape(trained.data, world_size=1)))
     if config.json:
-        write_json(config.json, found)
-    _print(found)
-    return ExitCode.FAILED if found.findings else ExitCode.DONE
+        write_json(config.json, result)
+    _print(result)
+    return ExitCode.FAILED if result.findings else ExitCode.DONE
 
 
-def _verdict(found: Audit) -> str:
-    if found.findings:
-        return f"NOT proven: {plural(len(found.findings), 'finding')}"
-    whole = [epoch for epoch in found.epochs if epoch.steps == found.steps_per_epoch]
-    told: list[str] = []
-    if found.is_stream:
-        numbers, whole = ", ".join(f"{epoch.once:,}" for epoch in found.epochs), found.epochs
-        told.append(f"each sample taken from the stream was used exactly once, {numbers} in {_each(len(whole))}")
-    elif whole and found.tail == "keep":
-        told.append(f"each of {found.num_samples:,} samples was used exactly once in {_each(len(whole))}")
-    elif whole:
-        once, never, repeatedly = whole[0].once, whole[0].never, whole[0].repeatedly
-        told.append(
-            f"of {found.num_samples:,} samples {once:,} were used once, {never:,} never and {repeatedly:,} repeatedly "
-            f"in {_each(len(whole))}, as tail '{found.tail}' has it"
+def _verdict(result: Audit) -> str:
+    if result.findings:
+        return f"NOT proven: {plural(len(result.findings), 'finding')}"
+    complete = [epoch for epoch in result.epochs if epoch.steps == result.steps_per_epoch]
+    facts: list[str] = []
+    if result.is_stream:
+        numbers, complete = ", ".join(f"{epoch.once:,}" for epoch in result.epochs), result.epochs
+        facts.append(f"each sample taken from the stream was used exactly once, {numbers} in {_each(len(complete))}")
+    elif complete and result.tail == "keep":
+        facts.append(f"each of {result.num_samples:,} samples was used exactly once in {_each(len(complete))}")
+    elif complete:
+        once, never, repeatedly = complete[0].once, complete[0].never, complete[0].repeatedly
+        facts.append(
+            f"of {result.num_samples:,} samples {once:,} were used once, {never:,} never and {repeatedly:,} repeatedly "
+            f"in {_each(len(complete))}, as tail '{result.tail}' has it"
         )
-    if len(whole) < len(found.epochs):
-        rest = found.epochs[-1]
-        told.append(
-            f"no sample was used twice in the {rest.steps} of {found.steps_per_epoch} steps of epoch {rest.epoch}"
+    if len(complete) < len(result.epochs):
+        rest = result.epochs[-1]
+        facts.append(
+            f"no sample was used twice in the {rest.steps} of {result.steps_per_epoch} steps of epoch {rest.epoch}"
         )
-    starts = found.incarnations
+    starts = result.incarnations
     ranks = ", ".join(str(start.world_size) for start in starts)
-    over = f", over {plural(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
-    return "clean: " + ", and ".join(told) + over + _left_out(found) + _thrown_away(found)
+    text = "clean: " + ", and ".join(facts)
+    text += f", over {plural(len(starts), 'incarnation')} ({ranks} {'rank' if ranks == '1' else 'ranks'})"
+    if skipped := len(result.left_out):
+        text += f"; {plural(skipped, 'step')} of these {'was' if skipped == 1 else 'were'} left out"
+    if lost := sum(start.thrown_away for start in starts):
+        done = sum(epoch.steps for epoch in result.epochs)
+        again = " and done again" if all(start.last_step <= done for start in starts) else ""
+        text += f"; {plural(lost, 'step')} {'was' if lost == 1 else 'were'} thrown away{again}"
+    return text
 
 
-def _left_out(found: Audit) -> str:
-    count = len(found.left_out)
-    return f"; {plural(count, 'step')} of these {'was' if count == 1 else 'were'} left out" if count else ""
-
-
-def _thrown_away(found: Audit) -> str:
-    thrown = sum(start.thrown_away for start in found.incarnations)
-    if not thrown:
-        return ""
-    done = sum(epoch.steps for epoch in found.epochs)
-    again = " and done again" if all(start.last_step <= done for start in found.incarnations) else ""
-    return f"; {plural(thrown, 'step')} {'was' if thrown == 1 else 'were'} thrown away{again}"
-
-
-def _print(found: Audit) -> None:
+def _print(result: Audit) -> None:
     console = table_console()
     table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "thrown away")
-    for start in found.incarnations:
+    for start in result.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
         table.add_row(*(Text(clean(str(cell))) for cell in (*cells, start.counted, start.thrown_away)))
     console.print(table)
     table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
-    for told, group in groupby(found.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
+    for (steps, *counts), group in groupby(result.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
         epochs = [epoch.epoch for epoch in group]
         name = str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}"
-        steps = str(told[0]) if found.is_stream else f"{told[0]} of {found.steps_per_epoch}"
-        table.add_row(name, steps, *("?" if number is None else f"{number:,}" for number in told[1:]))
-    if found.epochs:
+        of_steps = str(steps) if result.is_stream else f"{steps} of {result.steps_per_epoch}"
+        table.add_row(name, of_steps, *("?" if number is None else f"{number:,}" for number in counts))
+    if result.epochs:
         console.print(table)
-    for note in found.notes:
+    for note in result.notes:
         console.print(clean(f"note: {note}"), markup=False, soft_wrap=True)
-    for finding in found.findings[:MAX_SHOWN]:
+    for finding in result.findings[:MAX_SHOWN]:
         console.print(clean(finding), style="bold", markup=False, soft_wrap=True)
-    if len(found.findings) > MAX_SHOWN:
-        console.print(f"... and {len(found.findings) - MAX_SHOWN} more: --json FILE has them all")
-    console.print(_verdict(found), markup=False, soft_wrap=True)
+    if len(result.findings) > MAX_SHOWN:
+        console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE has them all")
+    console.print(_verdict(result), markup=False, soft_wrap=True)
 
 
 def _each(epochs: int) -> str:

@@ -1,5 +1,9 @@
-"""`paceline logs RUN`: shows what a run's workers have printed."""
+"""`paceline logs` shows what a run's workers have printed; `paceline analyze` prints throughput and loss of any log."""
 
+from __future__ import annotations
+
+import math
+import os
 import re
 import sys
 import time
@@ -8,19 +12,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import Means, NewestRunFlags, existing_run
-from paceline.cli.run_state import standing
+from paceline.cli import command_line
+from paceline.cli.options import print_json
+from paceline.cli.run_state import NewestRunFlags, existing_run, find_run, standing
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import named
 from paceline.launch.output import Tail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clock, in_runs
+from paceline.runs.console import clean, clock, in_runs
 from paceline.runs.folder import numbered_attempts
-from paceline.runs.reading import is_file
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import is_file, is_folder, real_path
 from paceline.runs.summary import LIVE
+
+if TYPE_CHECKING:
+    from paceline.report.analysis import Analysis
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks whether the run still runs
@@ -54,33 +63,23 @@ class LogsConfig(NewestRunFlags):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The flags, understood."""
+class AnalyzeConfig:
+    """Print throughput and loss from the log of any training, or from a run."""
 
-    ranks: tuple[range, ...]  # empty: all
-    wanted: LineFilter
-    attempt: int | None
-    times: bool
-
-    def has(self, rank: int) -> bool:
-        return not self.ranks or any(rank in several for several in self.ranks)
+    logs: tuple[str, ...]
+    """log files (torch's examples, progress bars, Hugging Face's Trainer, `loss=0.1`), or runs"""
+    json: bool = False
+    """print a JSON list with an entry per log"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline logs ARGUMENTS`."""
     config: LogsConfig = command_line("logs").parse(arguments)
-    asked = _understood(config)
-    run_dir, means = existing_run(config)
-    logs = _logs(run_dir, asked)
-    if not logs and not config.follow:
-        raise _nothing(run_dir, config, asked)
-    found = RankLogs(logs)
-    if found.without_times and asked.wanted.since is not None:
-        raise UsageError(code="since-unknown-times", ranks=named(found.without_times))
+    shown = _ShownLogs(config, _ranks(config.rank), _wanted(config))
     try:
-        _print_all(found, asked)
+        shown.print_all()
         if config.follow:
-            _follow(run_dir, means, asked, found)
+            shown.follow()
     except KeyboardInterrupt:
         if not config.follow:
             raise
@@ -88,7 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _understood(config: LogsConfig) -> _Asked:
+def _wanted(config: LogsConfig) -> LineFilter:
+    """The lines that the options ask for."""
     if config.follow and config.attempt is not None:
         raise UsageError(code="follow-with-attempt")
     if config.lines is not None and config.lines < 0:
@@ -101,23 +101,24 @@ def _understood(config: LogsConfig) -> _Asked:
             raise UsageError(code="grep-invalid", value=config.grep, reason=str(error)) from None
     since = _since(config.since, time.time()) if config.since is not None else None
     last = LAST_LINES if pattern is None and since is None else 0
-    wanted = LineFilter(last if config.lines is None else config.lines, since, pattern)
-    return _Asked(_ranks(config.rank), wanted, config.attempt, config.times)
+    return LineFilter(last if config.lines is None else config.lines, since, pattern)
 
 
 def _ranks(text: str) -> tuple[range, ...]:
+    """The ranks in --rank; empty: all."""
     if text == "all":
         return ()
-    found: list[range] = []
+    ranks: list[range] = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", word)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UsageError(code="logs-rank", value=text)
-        found.append(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(found)
+        ranks.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(ranks)
 
 
 def _since(text: str, now: float) -> float:
+    """The Unix time that --since specifies."""
     with suppress(ValueError, OverflowError, OSError):
         if (ago := AGO.fullmatch(text)) is not None:
             return now - timedelta(**{UNITS[ago[2]]: float(ago[1])}).total_seconds()
@@ -129,83 +130,153 @@ def _since(text: str, now: float) -> float:
     raise UsageError(code="since-not-a-time", value=text)
 
 
-def _logs(run_dir: Path, asked: _Asked) -> dict[int, Path]:
-    """The logs that are asked for; of a run that has no start yet, the job's own output, as rank 0's."""
-    folders = numbered_attempts(run_dir)
-    folder = folders.get(max(folders, default=0) if asked.attempt is None else asked.attempt)
-    submit_dir, submission = last_submission(run_dir)
-    if folder is not None:
-        found = rank_logs(folder)
-    elif submission is not None and submission.slurm_job and asked.attempt is None:
-        found = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
+class _ShownLogs:
+    """The logs of a run that the options select."""
+
+    def __init__(self, config: LogsConfig, ranks: tuple[range, ...], wanted: LineFilter) -> None:
+        self._config, self._ranks, self._wanted = config, ranks, wanted
+        self._run_dir, self._access = existing_run(config)
+        paths = self._paths()
+        if not paths and not config.follow:
+            raise self._no_output()
+        self._logs = RankLogs(paths)
+        if self._logs.without_times and wanted.since is not None:
+            raise UsageError(code="since-unknown-times", ranks=named(self._logs.without_times))
+
+    def _paths(self) -> dict[int, Path]:
+        """The log of each selected rank; of a run that has no start yet, the output of its Slurm job, as rank 0's."""
+        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        folder = folders.get(max(folders, default=0) if attempt is None else attempt)
+        submit_dir, submission = last_submission(self._run_dir)
+        paths: dict[int, Path] = {}
+        if folder is not None:
+            paths = rank_logs(folder)
+        elif submission is not None and submission.slurm_job and attempt is None:
+            paths = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
+        is_selected = {rank: not self._ranks or any(rank in several for several in self._ranks) for rank in paths}
+        return {rank: path for rank, path in paths.items() if is_selected[rank] and is_file(path)}
+
+    def _no_output(self) -> UsageError:
+        folders, attempt = numbered_attempts(self._run_dir), self._config.attempt
+        if attempt is not None and attempt not in folders:
+            return UsageError(code="no-such-attempt", value=attempt, allowed=[*map(str, folders)] or ["(none yet)"])
+        if not folders:
+            return UsageError(code="not-started", run_dir=self._run_dir)
+        folder = folders[attempt or max(folders)]
+        allowed = in_runs(map(str, rank_logs(folder))) or "(none)"
+        whose = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
+        return UsageError(code="no-output", value=whose, folder=folder, allowed=allowed)
+
+    def print_all(self) -> None:
+        """Print the selected lines that are there."""
+        logs, missing = self._logs.logs, self._logs.without_times
+        if len(logs) > 1 and missing:
+            whose = "these ranks" if len(missing) == len(logs) else named(missing)
+            print(
+                f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline "
+                "ran it): they are in the order of the ranks, not of time",
+                file=sys.stderr,
+            )
+        if cut := self._logs.cut(self._wanted):
+            print(
+                f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
+                file=sys.stderr,
+            )
+        self._print(self._logs.lines(self._wanted), prefixed=len(logs) > 1)
+
+    def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
+        for line in lines:
+            when = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
+            who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
+            sys.stdout.write(f"{when}{who}{line.text}\n")
+        sys.stdout.flush()
+
+    def follow(self) -> None:
+        """Print new lines, also of later starts, until the run ends."""
+        tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
+        pattern, waiting, looked = self._wanted.pattern, list[RankLine](), 0.0
+
+        def show(*, to_the_end: bool = False) -> None:
+            for rank, tail in tails.items():
+                for text in tail.read(to_the_end=to_the_end).splitlines():
+                    if (pattern is None or pattern.search(text)) and (text.strip() or len(tails) == 1):
+                        waiting.append(RankLine(time.time(), rank, text))
+            due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
+            if due or to_the_end or len(tails) == 1:
+                self._print(merge_lines(waiting), prefixed=len(tails) > 1)
+                waiting.clear()
+
+        while True:
+            ended = False
+            if time.monotonic() > looked + LOOK_SECONDS:
+                ended = standing(self._run_dir, self._access).state not in LIVE
+                looked = time.monotonic()
+            newest = self._paths()
+            if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # a new start
+                show(to_the_end=True)
+                tails.clear()
+            tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
+            show(to_the_end=ended)
+            if ended:
+                return
+            time.sleep(POLL_SECONDS)
+
+
+def analyze(arguments: Sequence[str]) -> int:
+    """Run `paceline analyze ARGUMENTS`."""
+    config: AnalyzeConfig = command_line("analyze").parse(arguments)
+    if not config.logs:
+        raise UsageError(code="no-log-named")
+    analyses = [analyzed(asked) for asked in config.logs]
+    if config.json:
+        print_json(analyses)
     else:
-        found = {}
-    return {rank: path for rank, path in found.items() if asked.has(rank) and is_file(path)}
+        print("\n\n".join(clean(_analysis_page(analysis)) for analysis in analyses))
+    return ExitCode.DONE
 
 
-def _nothing(run_dir: Path, config: LogsConfig, asked: _Asked) -> UsageError:
-    folders = numbered_attempts(run_dir)
-    if asked.attempt is not None and asked.attempt not in folders:
-        return UsageError(code="no-such-attempt", value=asked.attempt, allowed=[*map(str, folders)] or ["(none yet)"])
-    if not folders:
-        return UsageError(code="not-started", run_dir=run_dir)
-    folder = folders[asked.attempt or max(folders)]
-    there = in_runs(map(str, rank_logs(folder))) or "(none)"
-    whose = "any rank" if config.rank == "all" else f"rank {config.rank}"
-    return UsageError(code="no-output", value=whose, folder=folder, allowed=there)
+def analyzed(asked: str) -> Analysis:
+    """The values of a log or a run.
+
+    Raises:
+        UsageError: it contains no values, or cannot be read.
+    """
+    from paceline.report.analysis import EXAMPLES, Analyzer
+
+    analyzer = Analyzer(asked)
+    try:
+        if os.path.lexists(asked) and not is_folder(Path(asked)):
+            analyzer.add_log(real_path(Path(asked)))
+        else:
+            run_dir = find_run(asked)
+            note_strangers(run_dir)
+            analyzer.add_run(run_dir)
+    except OSError as error:
+        raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None
+    analysis = analyzer.result
+    if not analysis.values:
+        expected = "\n  ".join(EXAMPLES.values())
+        seen = f": {plural(analysis.lines, 'line')}, the first {analysis.first_line!r}" if analysis.lines else ""
+        raise UsageError(code="no-known-line", asked=asked, seen=seen, expected=expected)
+    return analysis
 
 
-def _print_all(found: RankLogs, asked: _Asked) -> None:
-    missing = found.without_times
-    if len(found.logs) > 1 and missing:
-        whose = "these ranks" if len(missing) == len(found.logs) else named(missing)
-        print(
-            f"when {whose} wrote {'its' if len(missing) == 1 else 'their'} lines is not known (an older paceline ran "
-            "it): they are in the order of the ranks, not of time",
-            file=sys.stderr,
+def _analysis_page(analysis: Analysis) -> str:
+    from statistics import median
+
+    from paceline.runs.console import sparkline
+
+    formats = ", ".join(f"{name} {count:,}" for name, count in analysis.formats.items())
+    lines = [f"{analysis.name}: {plural(analysis.lines, 'line')} ({formats}); {plural(len(analysis.ranks), 'rank')}"]
+    if not any(name.endswith(("/s", "(counted)")) for name in analysis.values):
+        lines.append("no throughput: no line has samples/s. `paceline launch` records the times of lines to count with")
+    lines += [f"{rank and f'rank {rank}: '}{plural(count, 'loss', 'losses')} not finite"
+              for rank, count in analysis.not_finite.items()]  # fmt: skip
+    for name, values in analysis.values.items():
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        spread = f"median {median(finite):.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
+        lines.append(
+            f"{name:13} first {values[0]:.4g}, last {values[-1]:.4g}, {spread}; {plural(len(values), 'value')}"
         )
-    if cut := found.cut(asked.wanted):
-        print(
-            f"of the {plural(len(cut), 'log')} of {named(cut)} only the last {MAX_ALL_BYTES:,} bytes are shown",
-            file=sys.stderr,
-        )
-    _print(found.lines(asked.wanted), asked, prefixed=len(found.logs) > 1)
-
-
-def _print(lines: Iterable[MergedLine], asked: _Asked, *, prefixed: bool) -> None:
-    for line in lines:
-        when = f"{clock(line.unix_time) or '-':19} " if asked.times else ""
-        who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
-        sys.stdout.write(f"{when}{who}{line.text}\n")
-    sys.stdout.flush()
-
-
-def _follow(run_dir: Path, means: Means, asked: _Asked, found: RankLogs) -> None:
-    tails = {rank: Tail(path, found.ends[rank]) for rank, path in found.logs.items()}
-    waiting, looked = list[RankLine](), 0.0
-
-    def show(*, to_the_end: bool = False) -> None:
-        for rank, tail in tails.items():
-            for text in tail.read(to_the_end=to_the_end).splitlines():
-                wanted = asked.wanted.pattern is None or asked.wanted.pattern.search(text)
-                if wanted and (text.strip() or len(tails) == 1):
-                    waiting.append(RankLine(time.time(), rank, text))
-        due = waiting and time.time() >= waiting[0].unix_time + OTHERS_SECONDS
-        if due or to_the_end or len(tails) == 1:
-            _print(merge_lines(waiting), asked, prefixed=len(tails) > 1)
-            waiting.clear()
-
-    while True:
-        ended = False
-        if time.monotonic() > looked + LOOK_SECONDS:
-            ended = standing(run_dir, means).state not in LIVE
-            looked = time.monotonic()
-        newest = _logs(run_dir, asked)
-        if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # another start
-            show(to_the_end=True)
-            tails.clear()
-        tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
-        show(to_the_end=ended)
-        if ended:
-            return
-        time.sleep(POLL_SECONDS)
+        lines.append(f"{'':13} {sparkline(values[:: max(1, len(values) // 60)], 60)}")
+    return "\n".join(lines)

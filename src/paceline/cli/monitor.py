@@ -1,4 +1,4 @@
-"""`paceline monitor`: what machines do now, and who does it; without any run."""
+"""`paceline monitor`: the present use of machines, and the processes that use them; without any run."""
 
 import shlex
 import subprocess
@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import command_words, print_json
+from paceline.cli import command_line
+from paceline.cli.options import command_words, print_json, ssh_command
 from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import Sampler, resident_bytes
 from paceline.host.procfs import PROC, processes
@@ -46,7 +46,7 @@ class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MachineNow(msgspec.Struct, frozen=True):
-    """A machine, and what runs there; or why nothing is known of it."""
+    """A machine and its processes; or the reason why nothing is known of it."""
 
     name: str
     use: MachineUse | None = None
@@ -55,7 +55,7 @@ class MachineNow(msgspec.Struct, frozen=True):
 
 
 class Monitor:
-    """Looks at this machine, again and again; rates are those since the last look."""
+    """Samples this machine; rates are those since the last sample."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
@@ -74,10 +74,10 @@ class Monitor:
         seconds, self._seconds = max(now - self._seconds, 1e-3), now
         before, self._before = self._before, {}
         rates: list[tuple[float, int]] = []
-        for one in processes():
-            self._before[one.pid] = one.start, one.cpu_seconds
-            start, used = before.get(one.pid, (one.start, one.cpu_seconds))
-            rates.append(((one.cpu_seconds - used) / seconds if start == one.start else 0.0, one.pid))
+        for process in processes():
+            self._before[process.pid] = process.start, process.cpu_seconds
+            start, used = before.get(process.pid, (process.start, process.cpu_seconds))
+            rates.append(((process.cpu_seconds - used) / seconds if start == process.start else 0.0, process.pid))
         top = sorted(rates, key=lambda rate: (-gpu.get(rate[1], 0), -rate[0]))[:TOP]
         return tuple(_process(pid, cores, gpu.get(pid, 0)) for cores, pid in top if cores >= 0.01 or pid in gpu)
 
@@ -139,27 +139,24 @@ def main(arguments: Sequence[str]) -> int:
         with ThreadPoolExecutor(len(hosts)) as pool:
             return [*pool.map(lambda host: _there(host, ssh, config.python), hosts)]
 
-    found = look()
+    machines = look()
     try:
         if config.json:
-            print_json(found)
+            print_json(machines)
         elif config.once or not sys.stdout.isatty():
-            table_console().print(_page(found))
+            table_console().print(_page(machines))
         else:
-            with Live(_page(found), console=Console(highlight=False, emoji=False), auto_refresh=False) as live:
+            with Live(_page(machines), console=Console(highlight=False, emoji=False), auto_refresh=False) as live:
                 while True:
                     live.update(_page(look()), refresh=True)
     except KeyboardInterrupt:
         return ExitCode.DONE
-    return ExitCode.FAILED if any(one.failure for one in found) else ExitCode.DONE
+    return ExitCode.FAILED if any(machine.failure for machine in machines) else ExitCode.DONE
 
 
 def _there(host: str, ssh: Sequence[str], python: str) -> MachineNow:
-    """Another machine, as the same command sees it there."""
-    name, _, port = host.partition(":")
-    where = ("-p", port, "--", name) if port.isdecimal() else ("--", host)
-    command = shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once"))
-    argv = (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
+    """Another machine, from the same command there."""
+    argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -167,21 +164,21 @@ def _there(host: str, ssh: Sequence[str], python: str) -> MachineNow:
     except OSError as error:
         return MachineNow(host, failure=f"{ssh[0]} cannot be started: {error.strerror}")
     try:
-        (one,) = msgspec.json.decode(done.stdout, type=tuple[MachineNow, ...])
+        (machine,) = msgspec.json.decode(done.stdout, type=tuple[MachineNow, ...])
     except (msgspec.MsgspecError, ValueError):
         words = done.stderr.decode(errors="replace").strip() or "it has not said what it does"
         return MachineNow(host, failure=one_line(words, 300))
-    return msgspec.structs.replace(one, name=host)
+    return msgspec.structs.replace(machine, name=host)
 
 
-def _page(found: Sequence[MachineNow]) -> Group:
-    return Group(*(part for one in found for part in _machine(one)))
+def _page(machines: Sequence[MachineNow]) -> Group:
+    return Group(*(part for machine in machines for part in _machine_parts(machine)))
 
 
-def _machine(one: MachineNow) -> Sequence[Text | Table]:
-    head = Text(one_line(one.name, 40), "bold")
-    if (use := one.use) is None:
-        return [head.append(f"  {one_line(one.failure, 300)}", "red")]
+def _machine_parts(machine: MachineNow) -> Sequence[Text | Table]:
+    head = Text(one_line(machine.name, 40), "bold")
+    if (use := machine.use) is None:
+        return [head.append(f"  {one_line(machine.failure, 300)}", "red")]
     head.append(
         f"  {use.cores_busy:.1f} of {use.cores} cores  {format_size(use.memory_bytes)} of "
         f"{format_size(use.memory_total_bytes)}  out {format_size(use.sent_bytes)}/s  in "
@@ -198,8 +195,9 @@ def _machine(one: MachineNow) -> Sequence[Text | Table]:
     table = Table(
         "pid", "user", "cores", "memory", "GPU", "run", "program", box=None, padding=(0, 1), header_style="dim"
     )
-    for it in one.processes:
-        on_gpu = format_size(it.gpu_bytes) if it.gpu_bytes else ""
-        cells = (str(it.pid), it.user, f"{it.cores:.1f}", format_size(it.memory_bytes), on_gpu, it.run, it.words)
+    for process in machine.processes:
+        gpu = format_size(process.gpu_bytes) if process.gpu_bytes else ""
+        use_cells = (f"{process.cores:.1f}", format_size(process.memory_bytes), gpu)
+        cells = (str(process.pid), process.user, *use_cells, process.run, process.words)
         table.add_row(*(Text(one_line(cell, 60)) for cell in cells))
-    return [head, *gpus, *([table] if one.processes else []), Text()]
+    return [head, *gpus, *([table] if machine.processes else []), Text()]

@@ -1,4 +1,4 @@
-"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass.
+"""The options of a command: an `argparse.ArgumentParser` made from the command's settings, a dataclass; common checks.
 
 The type of a field defines the values of its option. int, float, str, Path, Literal, or a union of these: one value.
 bool: no value, and --no-NAME is the opposite. tuple[str, ...]: the option is repeatable. The text below a field is the
@@ -10,8 +10,11 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
 import re
+import shlex
 import shutil
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,7 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import UsageError, unknown
+import msgspec
+
+from paceline.errors import UsageError, plural, unknown
+from paceline.host.cgroup import usable_cores
+from paceline.host.gpus import SHARE_GPUS, count_gpus
+from paceline.runs.console import escaped
+from paceline.runs.reading import real_path
 
 WIDTH = 100  # most columns of the help
 SHORTEST = 20  # with so many options or fewer, --help shows all of them
@@ -70,6 +79,7 @@ class Option:
     default: Any  # MISSING: it is required
     text: str  # its help, without the default
     short: str = ""  # -o
+    in_file: str = ""  # the value in the file of settings, if it is not the default
 
     @property
     def is_flag(self) -> bool:
@@ -126,8 +136,9 @@ class Option:
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
         """Add it to a group of a parser. The help omits a `hidden` option."""
-        default = f" (default: {self.default_shown})" if self.default_shown else ""
-        how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else (self.text + default).replace("%", "%%")}
+        default = self.in_file or (f"default: {self.default_shown}" if self.default_shown else "")
+        text = f"{self.text} ({default})" if default else self.text
+        how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
         if self.is_flag:
             action = add_argument(self.name, dest=self.dest, action=argparse.BooleanOptionalAction, **how)
         elif self.names:
@@ -157,9 +168,6 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return f"{self.about}\n\n{super().format_help()}"
 
-    def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file, flush=True)  # `main` handles a closed pipe
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(code="wrong-command-line", prog=self.prog, message=message)
 
@@ -176,18 +184,18 @@ class CommandLine:
     common: str = ""  # options that --help shows, for a command with many
     config: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
-    def options(self) -> list[Option]:
-        """All options and arguments."""
-        found = [*self._options(self.settings, "")]
+    def options(self, file: str = "", settings: Any = None) -> list[Option]:
+        """All options and arguments; `settings` are the values in a `file`."""
+        found = [*self._options(self.settings, "", file, settings)]
         found += [Option("--config", "config", self.settings, [Path], [], None, self.config)] if self.config else []
         return sorted(found, key=lambda one: 99 if one.names else self.arguments.index(one.name))
 
-    def _options(self, kind: type, prefix: str) -> Iterator[Option]:
+    def _options(self, kind: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
         hints = get_type_hints(kind)
         for one in dataclasses.fields(kind):
-            hint, dest = hints[one.name], prefix + one.name
+            hint, dest, value = hints[one.name], prefix + one.name, getattr(settings, one.name, one.default)
             if dataclasses.is_dataclass(hint):
-                yield from self._options(hint, f"{dest}.")  # pyright: ignore[reportArgumentType]
+                yield from self._options(hint, f"{dest}.", file, value)  # pyright: ignore[reportArgumentType]
                 continue
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             choices = [str(word) for each in kinds if get_origin(each) is Literal for word in get_args(each)]
@@ -195,7 +203,8 @@ class CommandLine:
             owner = next(each for each in kind.__mro__ if one.name in vars(each).get("__annotations__", {}))
             name = one.name if one.name in self.arguments else "--" + one.name.replace("_", "-")
             text = one.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, one.name]
-            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""))
+            in_file = f"in {file}: {_shown(value)}" if value != one.default else ""
+            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""), in_file)
 
     def groups(self, options: Sequence[Option]) -> list[tuple[str, type, list[Option]]]:
         """(title, class, options) of each group, the command's own first."""
@@ -214,7 +223,9 @@ class CommandLine:
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
         named = [one for one in options if one.names]
-        common = self.common.split() if len(named) > SHORTEST and not whole else [one.name[2:] for one in named]
+        common = [one.name[2:] for one in named]
+        if len(named) > SHORTEST and not whole:
+            common = [*self.common.split(), *(one.name[2:] for one in named if one.in_file)]
         note = f"{len(named) - len(common)} more options: {self.prog} --help-all" if len(named) > len(common) else ""
         if whole and any(one.is_flag for one in named):
             note = "An option without a value has an opposite: --no-NAME."
@@ -223,7 +234,8 @@ class CommandLine:
                          formatter_class=partial(_HelpFormatter, width=width))  # fmt: skip
         about, *others = (textwrap.fill(words, width) for words in paragraphs(self.settings))
         parser.about = "\n\n".join([about, "\n  ".join(("Examples:", *self.examples)), *others])
-        parser.add_argument(*HELP, action="help", help=argparse.SUPPRESS)
+        for name in HELP:
+            parser.add_argument(name, dest="help", action="store_const", const=name, help=argparse.SUPPRESS)
         arguments = parser.add_argument_group("Arguments")
         for one in options:
             if not one.names:
@@ -239,7 +251,15 @@ class CommandLine:
         return built(self.settings, self.given(words))
 
     def given(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values from the command line, by `Option.dest`. --help prints the help and exits with code 0.
+        """The values from the command line, as `values`. --help prints the help and exits with code 0."""
+        given = self.values(words)
+        if asked := given.get("help"):
+            self.print_help(asked)
+            raise SystemExit(0)
+        return given
+
+    def values(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values from the command line, by `Option.dest`; `help` is the option that asks for the help, if any.
 
         Raises:
             UsageError: an option is unknown, a value is invalid, or one is missing.
@@ -247,17 +267,31 @@ class CommandLine:
         options = self.options()
         # argparse knows --run-dir; --run_dir means the same
         words = [re.sub(r"^--[\w-]+(?==|$)", lambda name: name[0].replace("_", "-"), word) for word in words]
-        found, left = self.parser(options, whole="--help-all" in words).parse_known_intermixed_args(words)
+        found, left = self.parser(options, whole=False).parse_known_intermixed_args(words)
+        given = {dest: value for dest, value in vars(found).items() if value is not None}
+        if "help" in given:
+            return given
         if wrong := [word for word in left if word.startswith("-")]:
             names = [name for one in options for name in one.names]
             raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
         if left:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=left[0])
-        given = {dest: value for dest, value in vars(found).items() if value is not None}
         for one in options:  # argparse's `required` would report this before an unknown option
             if one.default is MISSING and one.dest not in given:
                 raise UsageError(code="missing-argument", prog=self.prog, value=one.shown, about=one.text)
         return given
+
+    def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
+        """Print the help that --help or --help-all asks for; `file` with its `settings` replaces the defaults."""
+        parser = self.parser(self.options(file, settings), whole=asked == "--help-all")
+        print(parser.format_help(), end="", flush=True)  # `main` handles a closed pipe
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unknown_option(prog: str, name: str, names: Collection[str]) -> UsageError:
@@ -298,3 +332,144 @@ def built(kind: type, given: Mapping[str, Any], default: Any = None, prefix: str
         elif default is not None:
             values[one.name] = before
     return kind(**values)
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Refuse numbers below 1 in these fields of a command's settings; None and words are none.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, int) and value < 1:
+            raise UsageError(code="below-one", setting=name, value=value)
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers from 1 on, ascending, each once.
+
+    Raises:
+        UsageError: says how they are written.
+    """
+    try:
+        numbers = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise UsageError(code="not-whole-numbers", setting=flag, value=text)
+    return numbers
+
+
+def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
+    """Names out of `choices` that were given separated by commas, each once.
+
+    Raises:
+        UsageError: for a name that is no choice, or none at all.
+    """
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for name in names:
+        if name not in choices:
+            raise unknown(kind, name, choices)
+    if not names:
+        raise UsageError(code="nothing-named", kind=kind, allowed=[*choices])
+    return names
+
+
+def command_words(flag: str, text: str) -> tuple[str, ...]:
+    """The words of a command that a flag gives.
+
+    Raises:
+        UsageError: there are none, or a quote is left open.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(code="not-a-command", setting=flag, value=text, reason=str(error)) from None
+    if not words:
+        raise UsageError(code="empty-command", setting=flag)
+    return words
+
+
+def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
+    """The command line that runs a shell command on a host, `name` or `name:port`, without prompts."""
+    name, _, port = host.partition(":")
+    where = ("-p", port, "--", name) if port.isdecimal() else ("--", host)
+    return (*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *where, command)
+
+
+def threads_of(asked: int | None) -> int:
+    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
+    users = os.environ.get("OMP_NUM_THREADS", "")
+    return asked or (int(users) if users.isdecimal() else 0)
+
+
+def usable_gpus(device: str) -> int | None:
+    """How many GPUs of this machine ranks may use; with --device cpu none. None: only the workers can know.
+
+    Raises:
+        UsageError: --device cuda where there is none.
+    """
+    gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
+    if device == "cuda" and gpus == 0:
+        raise UsageError(code="no-cuda")
+    return gpus
+
+
+def nproc_auto(device: str) -> int:
+    """What `--nproc auto` means here: one for each GPU, or each core.
+
+    Raises:
+        UsageError: there are GPUs, and only the workers can count them; or as `usable_gpus`.
+    """
+    gpus = usable_gpus(device)
+    if gpus is None:
+        raise UsageError(code="gpus-uncountable")
+    return gpus or usable_cores()
+
+
+def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+    """Refuse more workers than this machine has GPUs, where the `backend` wants one for each; without any, the CPU
+    computes.
+
+    Raises:
+        UsageError: says how many there are.
+    """
+    if gpus and nproc > gpus and backend not in SHARE_GPUS:
+        raise UsageError(
+            code="too-few-gpus", asked=asked, nproc=nproc, gpus=gpus, processes=plural(gpus, "process", "processes")
+        )
+
+
+def check_out_file(flag: str, path: Path | None) -> None:
+    """Refuse a file that could not be written after hours of work.
+
+    Raises:
+        UsageError: says what is in the way.
+    """
+    if path and path.is_dir():
+        raise UsageError(code="out-is-a-folder", setting=flag, value=path)
+    if path and not path.absolute().parent.is_dir():
+        raise UsageError(code="out-folder-missing", setting=flag, value=path, folder=path.absolute().parent)
+
+
+def out_path(flag: str, path: Path) -> Path:
+    """The file that is to be replaced: a link of that name, which others may have put there, not what it leads to.
+
+    Raises:
+        UsageError: as `check_out_file`; or there is something that is no plain file.
+    """
+    check_out_file(flag, path)
+    if path.exists() and not path.is_file():  # /dev/null would be a file from then on
+        raise UsageError(code="out-not-a-file", setting=flag, value=path)
+    return real_path(path.parent) / path.name
+
+
+def write_json(path: Path, found: object) -> None:
+    """Write results as JSON that people can read, too."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+
+
+def print_json(found: object) -> None:
+    """Print results as JSON, without anything that could steer a terminal."""
+    sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")

@@ -1,26 +1,32 @@
-"""`paceline report RUN [RUN ...]`: one page that explains a run, or compares several."""
+"""`paceline report` writes a page that explains or compares runs; `paceline trace` writes a trace for Perfetto."""
 
+import math
+import os
 import shlex
-import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import find_run, newest_run
-from paceline.cli.flags import out_path
-from paceline.cli.run_state import standing
+import msgspec
+
+from paceline.cli import command_line
+from paceline.cli.options import out_path
+from paceline.cli.run_state import find_run, newest_run, standing
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.figures import drawings
-from paceline.report.page import MARK, report_page
-from paceline.report.run import WholeRun, whole_run
+from paceline.report.page import report_page
+from paceline.report.run import PHASES, RankLog, WholeRun, thinned, whole_run
 from paceline.runs import writing
 from paceline.runs.console import clean
+from paceline.runs.events import Checkpointed, Evaluated
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import is_file
 
 MOST_RUNS, MARK_BYTES = 16, 4096
+MOST_STEPS = 4000  # of a rank in a trace, spread evenly over a longer run, besides those recorded in detail
+MICRO = 1e6  # microseconds in a second
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,22 @@ class ReportConfig:
     """show the report in a browser"""
 
 
+@dataclass(frozen=True)
+class TraceConfig:
+    """Write a run's steps, phases and collectives as a trace for ui.perfetto.dev or chrome://tracing."""
+
+    run: str
+    """run folder, or the beginning of its name under runs/"""
+    out: Path = field(default=Path("trace.json"), metadata={"short": "-o"})
+    """file to write"""
+    overwrite: bool = False
+    """replace an existing file"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline report ARGUMENTS`."""
+    import webbrowser
+
     config: ReportConfig = command_line("report").parse(arguments)
     if len(config.runs) > MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
@@ -47,13 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     folders = [find_run(name) for name in config.runs] or [newest_run()]
     if len({*folders}) < len(folders):
         raise UsageError("a run is named twice: each is compared with others")
-    strange = [note_strangers(folder) for folder in folders]
-    out = out_path("--out", config.out or Path("report.html") if config.out or len(folders) > 1 or any(strange)
-                   else folders[0] / "report.html")  # fmt: skip
+    are_foreign = [note_strangers(folder) for folder in folders]  # without `any`: it warns of each
+    name = "report.html"
+    out = config.out or (Path(name) if len(folders) > 1 or any(are_foreign) else folders[0] / name)
+    out = out_path("--out", out)
     _check_out(out)
     runs = [_read(folder) for folder in folders]
-    told = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
-    text = report_page(runs, told, drawings(runs[0]) if config.explain else ())
+    command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
+    text = report_page(runs, command, drawings(runs[0]) if config.explain else ())
     try:
         writing.replace(out, text.encode("utf-8", "replace"))
     except OSError as error:
@@ -65,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a file that is something else than a page of ours: it would be lost."""
+    """Raise UsageError if the file exists and is not a report: it would be lost."""
+    from paceline.protocol.marks import MARK
+
     with suppress(OSError):
         if is_file(out):
             with out.open("rb") as file:
@@ -76,8 +99,91 @@ def _check_out(out: Path) -> None:
 def _read(folder: Path) -> WholeRun:
     run = whole_run(folder)
     try:
-        found = standing(folder)
-        run.state, run.words = found.state, found.words
+        run.state, run.words, *_ = standing(folder)
     except PacelineError as error:
         run.state, run.words = "unknown", str(error)
     return run
+
+
+def trace(arguments: Sequence[str]) -> int:
+    """Run `paceline trace ARGUMENTS`."""
+    config: TraceConfig = command_line("trace").parse(arguments)
+    folder, out = find_run(config.run), out_path("--out", config.out)
+    note_strangers(folder)
+    if os.path.lexists(out) and not config.overwrite:
+        raise UsageError(code="trace-exists", out=config.out)
+    run = whole_run(folder)
+    events = [*map(msgspec.json.encode, trace_events(run))]  # as bytes: a large run has millions
+    if not any(event.startswith(b'{"ph":"X"') for event in events):
+        raise UsageError(code="nothing-to-trace", run=config.run)
+    try:
+        writing.replace(out, b'{"displayTimeUnit":"ms","traceEvents":[' + b",\n".join(events) + b"]}\n")
+    except OSError as error:
+        raise UsageError(code="trace-not-written", out=config.out, strerror=error.strerror) from None
+    for missing in run.missing:
+        print(f"left out: {missing}")
+    print(clean(f"{len(events):,} events written to {config.out}: open it in ui.perfetto.dev or chrome://tracing"))
+    return ExitCode.DONE
+
+
+def trace_events(run: WholeRun) -> Iterator[dict[str, Any]]:
+    """All events of the trace, in no particular order.
+
+    Format: Chrome's Trace Event Format, complete events (`X`) in microseconds; a process is a host, a thread a rank.
+    """
+    hosts = [*dict.fromkeys(run.hosts.values())]
+    began = min((log.started[0].unix_time for log in run.ranks.values() if log.started), default=0.0)
+    for number, host in enumerate(hosts):
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": clean(host)}}
+    for rank, log in run.ranks.items():
+        if not log.started:
+            continue
+        host = log.started[-1].host
+        process = {"pid": hosts.index(host) if host in hosts else len(hosts)}
+        for tid, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank}: collectives")):
+            yield {"ph": "M", "name": "thread_name", **process, "tid": tid, "args": {"name": name}}
+        for name, at, seconds, kind, args in (*_step_spans(log), *_other_spans(log)):
+            tid = 2 * rank + (kind == "collective")
+            times = {"ts": round((at - began) * MICRO, 1), "dur": round(max(0.0, seconds) * MICRO, 1)}
+            yield {"ph": "X", "name": clean(name)[:120], "cat": kind, **process, "tid": tid, **times, "args": args}
+    for node, samples in run.machines.items():
+        for sample in samples:
+            counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}
+            at = round((sample.unix_time - began) * MICRO, 1)
+            for name, value in counters.items():
+                yield {"ph": "C", "name": name, "pid": node, "ts": at, "args": {name: value}}
+
+
+Span = tuple[str, float, float, str, dict[str, Any]]
+"""name, unix time, seconds, category, further arguments"""
+
+
+def _step_spans(log: RankLog) -> Iterator[Span]:
+    """Steps and their phases; of the steps recorded in detail also the collectives."""
+    steps, detailed = log.steps, set[int]()
+    for step in log.traced.values():
+        yield f"step {step.step}", step.unix_time, sum(seconds for _, _, seconds in step.phases), "step", {}
+        for name, at, seconds in step.phases:
+            yield name, step.unix_time + at, seconds, "phase", {}
+        for name, at, seconds, size in step.calls:
+            args = {"bytes": size, "seen to be over": seconds >= 0}
+            yield name, step.unix_time + at, seconds, "collective", args
+        detailed.add(step.step)
+    for row in thinned(log.rows, MOST_STEPS):
+        if steps.step[row] in detailed:
+            continue
+        at, loss = steps.ended[row] - steps.seconds[row], steps.loss[row]
+        yield f"step {steps.step[row]}", at, steps.seconds[row], "step", {} if math.isnan(loss) else {"loss": loss}
+        for name, column in zip(PHASES, steps.phases, strict=True):
+            if column[row] > 0:
+                yield name, at, column[row], "phase", {}
+                at += column[row]
+
+
+def _other_spans(log: RankLog) -> Iterator[Span]:
+    for at, event in log.events:
+        if isinstance(event, Evaluated):
+            yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)
+        elif isinstance(event, Checkpointed):
+            args = {"failure": event.failure, "bytes": event.size_bytes}
+            yield f"checkpoint of step {event.step}", at, event.stall_seconds, "checkpoint", args

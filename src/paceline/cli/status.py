@@ -1,27 +1,29 @@
-"""`paceline status RUN`: shows how a run goes on or has ended, wherever it was started."""
+"""`paceline status` shows the progress or the outcome of a run; `paceline runs` lists the runs of a folder."""
 
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.commands import command_line
-from paceline.cli.finding import NewestRunFlags, existing_run
-from paceline.cli.flags import print_json
-from paceline.cli.run_state import MOST_CHARS, run_state
-from paceline.config import load
-from paceline.errors import ExitCode, PacelineError
+from paceline.cli import command_line
+from paceline.cli.options import print_json
+from paceline.cli.run_state import MOST_CHARS, RUNS, NewestRunFlags, existing_run, holds_run, resume_command, run_state
+from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import whole_run
-from paceline.runs.console import clean
+from paceline.runs.console import clean, clock
 from paceline.runs.events import event_files
-from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
+from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
+from paceline.runs.owners import note_strangers
+from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE, RunState, scores_line
-from paceline.tasks import TASKS
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two
+TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
+WIDEST = 60  # characters of a cell
 
 
 @dataclass(frozen=True)
@@ -32,50 +34,61 @@ class StatusConfig(NewestRunFlags):
     """print JSON"""
 
 
+@dataclass(frozen=True)
+class RunsConfig:
+    """List the runs of a folder with state, progress and results, the newest first."""
+
+    folder: Path = RUNS
+    """folder that contains the run folders"""
+    json: bool = False
+    """print JSON: for each run the output of `paceline status --json`"""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline status ARGUMENTS`."""
     config: StatusConfig = command_line("status").parse(arguments)
-    found = run_state(*existing_run(config))
+    state = run_state(*existing_run(config))
     if config.json:
-        print_json(found)
+        print_json(state)
     else:
-        print("\n".join(f"{name:10}{clean(text)[:MOST_CHARS]}" for name, text in _lines(found)))
+        print("\n".join(f"{name:10}{clean(text)[:MOST_CHARS]}" for name, text in _lines(state)))
     return ExitCode.DONE
 
 
-def _lines(found: RunState) -> Iterator[tuple[str, str]]:
-    """What a person is shown: (name, text) of each line."""
-    yield "run", found.run_dir
-    yield "state", found.state + (f": {found.words}" if found.words else "")
-    if found.step is not None:
-        total = f" of {found.total_steps}" if found.total_steps else ""
-        rate = f", {found.samples_per_second:,.0f} samples/s" if found.samples_per_second else ""
-        yield "step", f"{found.step}{total}{rate}"
-    job = f", job {found.slurm_job}" if found.slurm_job else ""
-    yield "where", f"{found.on}{job}" + (f", on {', '.join(found.hosts)}" if found.hosts else "")
-    if found.nodes:
-        yield "nodes", found.nodes
-    yield "starts", str(found.attempts)
-    if found.metrics:
-        yield "scores", scores_line(found.metrics)
-    yield from (("found", words) for words in found.found)
-    yield "saved", _saved(found)
-    if found.state not in LIVE and (words := _time_spent(Path(found.run_dir))):
+def _lines(state: RunState) -> Iterator[tuple[str, str]]:
+    """(name, text) of each line for a person."""
+    yield "run", state.run_dir
+    yield "state", state.state + (f": {state.words}" if state.words else "")
+    if state.step is not None:
+        total = f" of {state.total_steps}" if state.total_steps else ""
+        rate = f", {state.samples_per_second:,.0f} samples/s" if state.samples_per_second else ""
+        yield "step", f"{state.step}{total}{rate}"
+    job = f", job {state.slurm_job}" if state.slurm_job else ""
+    yield "where", f"{state.on}{job}" + (f", on {', '.join(state.hosts)}" if state.hosts else "")
+    if state.nodes:
+        yield "nodes", state.nodes
+    yield "starts", str(state.attempts)
+    if state.metrics:
+        yield "scores", scores_line(state.metrics)
+    yield from (("found", words) for words in state.found)
+    yield "saved", _saved(state)
+    if state.state not in LIVE and (words := _time_spent(Path(state.run_dir))):
         yield "time", words
-    if hint := _hint(found):
+    if hint := _hint(state):
         yield "next", hint
 
 
-def _saved(found: RunState) -> str:
+def _saved(state: RunState) -> str:
     """The weights of a run that is done, and its newest checkpoint."""
-    folder = Path(found.run_dir)
+    folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
-    steps = [] if found.checkpoint_step is None else [f"checkpoint of step {found.checkpoint_step}"]
-    return ", ".join([*weights, *steps]) or ("nothing yet" if found.state in LIVE else "nothing")
+    steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
+    return ", ".join([*weights, *steps]) or ("nothing yet" if state.state in LIVE else "nothing")
 
 
 def _time_spent(run_dir: Path) -> str:
-    """What held it up, in a sentence; empty where there is too much to read for a glance, or nothing."""
+    """The main cause of its time, in a sentence; empty if there is none, or too much to read for a glance."""
+
     with suppress(PacelineError, OSError):
         files = event_files(run_dir).values()
         if files and sum(path.lstat().st_size for path in files) <= GLANCE_BYTES:
@@ -83,26 +96,84 @@ def _time_spent(run_dir: Path) -> str:
     return ""
 
 
-def _again(run_dir: Path) -> str:
-    """How a run is gone on with; empty for a script that finds its state by itself."""
-    if not os.path.lexists(run_dir / CONFIG):
-        return ""
-    with suppress(PacelineError, OSError):
-        task = str(load(run_dir / CONFIG, ours=False).task)
-        if task not in TASKS and ":" not in task:
-            return f"start {task} again, with session(..., resume=True)"
-    return f"paceline train --resume auto --run-dir {shlex.quote(str(run_dir))}"
-
-
-def _hint(found: RunState) -> str:
-    run = shlex.quote(found.run_dir)
-    match found.state:
+def _hint(state: RunState) -> str:
+    run = shlex.quote(state.run_dir)
+    match state.state:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            again = f"; to go on: {words}" if (words := _again(Path(found.run_dir))) else ""
+            again = f"; to go on: {words}" if (words := resume_command(Path(state.run_dir))) else ""
             return f"paceline logs {run}{again}"
         case "done":
             return f"paceline report {run}"
         case _:
             return ""
+
+
+def list_runs(arguments: Sequence[str]) -> int:
+    """Run `paceline runs ARGUMENTS`."""
+    config: RunsConfig = command_line("runs").parse(arguments)
+    states = runs_in(real_path(config.folder))
+    if config.json:
+        print_json(states)
+    elif states:
+        _print(states)
+    else:
+        print(f"no runs in {config.folder}", file=sys.stderr)
+    return ExitCode.DONE
+
+
+def runs_in(folder: Path) -> list[RunState]:
+    """The runs whose folders are in `folder`, the newest first, without questions to hosts and schedulers.
+
+    Raises:
+        UsageError: if there is no such folder, or it is itself a run's.
+    """
+    if not is_folder(folder):
+        raise UsageError(code="no-folder-of-runs", folder=folder)
+    if holds_run(folder):
+        raise UsageError(code="run-not-folder-of-runs", folder=folder)
+    states = [state for name in folders(folder) if (state := _state(folder / name)) is not None]
+    return sorted(states, key=lambda state: (-state.unix_time, state.run_dir))
+
+
+def _state(run_dir: Path) -> RunState | None:
+    """The state of the run in a folder, also if it cannot be read; None if the folder holds no run."""
+    try:
+        if not holds_run(run_dir):
+            return None
+        note_strangers(run_dir)
+        return run_state(run_dir)
+    except (PacelineError, OSError) as error:
+        return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[:MOST_CHARS])
+
+
+def _print(states: Sequence[RunState]) -> None:
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    from paceline.report.watch_lines import STATE_STYLES
+    from paceline.runs.console import one_line, table_console
+
+    rows = [[one_line(cell, WIDEST) for cell in _cells(state)] for state in states]
+    widths = [max(map(cell_len, column)) for column in zip(TITLES, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(set_cell_size(cell, width) for cell, width in zip(cells, widths, strict=True) if width)
+
+    table = Text(line(TITLES), "bold")
+    for state, row in zip(states, rows, strict=True):
+        table.append(f"\n{line(row)}", f"not bold {STATE_STYLES.get(state.state, '')}")
+        if state.words and state.state not in ("done", "saved"):
+            table.append(f"\n  {one_line(state.words, MOST_CHARS)}", "not bold dim")
+    table_console().print(table, no_wrap=True, overflow="ellipsis")
+
+
+def _cells(state: RunState) -> tuple[str, ...]:
+    total = f" of {state.total_steps:,}" if state.total_steps and state.total_steps != state.step else ""
+    when = clock(state.unix_time, "%Y-%m-%d %H:%M")
+    return (
+        state.name, Path(state.task).name, state.strategy, str(state.world_size or ""),
+        "" if state.step is None else f"{state.step:,}{total}", f"{state.epochs:.3g}" if state.epochs else "",
+        scores_line(state.metrics), when, state.state,
+    )  # fmt: skip

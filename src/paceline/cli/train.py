@@ -6,6 +6,7 @@ The same command is the worker's: where a launcher's variables are set (torchrun
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,79 +14,79 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from paceline import config as configuration
-from paceline.cli.commands import command_line
-from paceline.cli.elsewhere import placed_job, workers
-from paceline.cli.flags import check_gpus, nproc_auto, usable_gpus
-from paceline.cli.options import built
-from paceline.cli.train_checks import check_guard, check_training
-from paceline.cli.train_start import launch, launch_elsewhere, show_plan
-from paceline.config import ClusterConfig, TrainConfig, check_values
+from paceline.checkpoint.format import Damaged
+from paceline.checkpoint.manager import Checkpoints
+from paceline.cli import command_line
+from paceline.cli.jobs import locked_run_dir, placed_job, planned_job, show_plan, start, with_submit_dir, world_size
+from paceline.cli.options import built, check_gpus, nproc_auto, threads_of, usable_gpus
+from paceline.config import settings as configuration
+from paceline.config.choices import lacks_torch, untested_torch
+from paceline.config.definition import allowed_changes, check_same, settings
+from paceline.config.mesh import mesh_of
+from paceline.config.settings import ClusterConfig, TrainConfig, batch_shape, check_values, default_strategy
+from paceline.config.strategies import DEFAULT_ALONE, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, flag
-from paceline.ladder import DEFAULT_ALONE, LADDER
-from paceline.protocol.control import WorkerBirth
-from paceline.protocol.job import JobSpec
+from paceline.host.gpus import count_gpus
+from paceline.launch.plan import local
+from paceline.launch.slurm.queue import in_allocation
+from paceline.launch.supervise import run
+from paceline.protocol.control import PRELOAD, WorkerBirth
+from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.environment import check_shape, launched
 from paceline.rank.hooks import TRAINING, import_all
 from paceline.runs.console import say
-from paceline.runs.folder import CONFIG
+from paceline.runs.events import Step, read_events
+from paceline.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    check_is_run,
+    check_not_finished,
+    create_attempt_dir,
+    write_settings,
+)
 from paceline.runs.reading import real_path
-from paceline.tasks.settings import told
-from paceline.torch_version import untested_torch
+from paceline.runs.summary import Summary, read_summary, write_summary
+from paceline.runs.trackers import tracker_names
+from paceline.tasks import check_optimizer, check_task
+from paceline.tasks.settings import defined, told
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and WorkerBirth.here() is None:
         for line in untested_torch():
             say(line)
+    windows = check_guard(config)
     if launched(os.environ):
-        check_guard(config)
-        return start_here(config)[1]
-    given = config.launch.nproc if isinstance(config.launch.nproc, int) else None
+        return _train_here(config)[1]
+    nproc = config.launch.nproc if isinstance(config.launch.nproc, int) else None
     cluster = config.cluster
     if cluster.on == "slurm" and config.launch.device == "cuda" and cluster.gpus_per_node is None:
-        cluster = replace(cluster, gpus_per_node=given or 1)
-    job = replace_fields(placed_job(cluster, given), stall_after=check_guard(config))
+        cluster = replace(cluster, gpus_per_node=nproc or 1)
+    job = replace_fields(placed_job(cluster, nproc), stall_after=windows)
     if cluster.on != "local":
-        return _elsewhere(config, job)
+        return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
-    nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else config.launch.nproc
+    nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else nproc
     check_training(config, nproc or 1)
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
-    if nproc is None and (gpus or 0) > 1 and not (config.strategy and LADDER[config.strategy].several_gpus):
+    if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].several_gpus):
         say(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
-        return show_plan(config, job)
+        return _show_plan(config, job)
     if config.cluster.detach:
-        return _elsewhere(config, job)
-    start = start_here if nproc is None else partial(launch, job)
-    run_dir, code = start(config)
+        return _train_elsewhere(config, job)
+    train = _train_here if nproc is None else partial(_launch, job)
+    run_dir, code = train(config)
     if code != ExitCode.SAVED or config.checkpoint.rehearse_preemption is None:
         return code
     print("rehearsal: stopped in good order; now it is resumed", file=sys.stderr)
     again = replace(config.checkpoint, resume="auto", fresh=False, rehearse_preemption=None)
-    return start(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
-
-
-def _elsewhere(config: TrainConfig, job: JobSpec) -> int:
-    """On other machines, or later: those check what only they know."""
-    on, size = config.cluster.on, workers(job)
-    if config.launch.nproc == "auto":
-        raise UsageError(code="train-nproc-of-this-machine", launcher=on)
-    if config.checkpoint.rehearse_preemption is not None:
-        raise UsageError(code="rehearsal-elsewhere")
-    if config.launch.min_nproc is not None and on != "local":
-        raise UsageError(code="min-nproc-elsewhere")
-    config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    check_training(config, size)
-    if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
-        raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
-    return show_plan(config, job) if config.cluster.dry_run else launch_elsewhere(config, job, size)
+    return train(replace(config, checkpoint=again, run=replace(config.run, run_dir=run_dir)))[1]
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -95,19 +96,19 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         UsageError: if the file or a value is wrong.
     """
     line = command_line("train")
-    try:
-        given = line.given(arguments)
-    except SystemExit as end:
-        if end.code == 0 and ":" in arguments[0]:  # --help, asked with a task
-            print(told(arguments[0]))
-        raise
-    path = given.pop("config", None)
+    given = line.values(arguments)
+    asked_help, path = given.pop("help", None), given.pop("config", None)
     resumed = None if path else _resumed_config(given)
     path = real_path(path) if path else resumed
     default = configuration.load(path, ours=not given.get("run.trust", False)) if path else TrainConfig()
     if resumed and default.strategy == DEFAULT_ALONE:  # with several processes it continues with their default
         default = replace(default, strategy=None)
     config = built(TrainConfig, given, default)
+    if asked_help:
+        line.print_help(asked_help, path.name if path else "", default)
+        if ":" in (config.task or ""):
+            print(told(str(config.task)))
+        raise SystemExit(0)
     try:
         check_values(config)
     except UsageError as error:
@@ -119,7 +120,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _resumed_config(given: Mapping[str, Any]) -> Path | None:
-    """The settings of the run to be resumed: what no flag changes stays as it was."""
+    """The settings of the run to be resumed: they apply unless an option changes them."""
     folder = given.get("run.run_dir")
     if folder is None or given.get("checkpoint.resume") != "auto":
         return None
@@ -127,23 +128,231 @@ def _resumed_config(given: Mapping[str, Any]) -> Path | None:
     return path if os.path.lexists(path) else None
 
 
-def start_here(config: TrainConfig) -> tuple[Path, int]:
-    """Be a rank: of the world that a launcher made, or of a world of one. Returns the run folder and the exit code."""
+def check_training(config: TrainConfig, nproc: int) -> None:
+    """Check the settings against each other, this machine and an earlier run, before any process is started.
+
+    Raises:
+        UsageError: naming the setting, what is true, and what to do.
+    """
+    mesh = mesh_of(config.launch.mesh, nproc)
+    shape = batch_shape(config.data, mesh.replicas)
+    check_task(config.task, configuration.task_options(config))
+    check_optimizer(config.optimizer.optimizer)
+    _check_checkpoints(config, nproc)
+    tracker_names(config.run.track)
+    begins = config.checkpoint.resume == "no" or config.checkpoint.fresh
+    if begins and (path := config.model.init_from) is not None:
+        if not path.exists():
+            raise UsageError(code="init-from-not-found", path=path)
+        if path.is_dir():
+            check_is_run(real_path(path), trust=config.run.trust)
+    if config.strategy in EXACT and config.model.batchnorm == "sync":
+        raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
+    if config.strategy and STRATEGY_INFO[config.strategy].one_process and mesh.replicas > 1:
+        raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=[*FOR_SEVERAL])
+    if config.strategy and config.cluster.on == "local" and (why := lacks_torch(config.strategy)):
+        raise UsageError(code="torch-too-old", why=why)
+    if mesh.replicas > shape.virtual_ranks:
+        who = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
+        raise UsageError(code="processes-without-work", who=who, virtual_ranks=shape.virtual_ranks)
+
+
+def check_guard(config: TrainConfig) -> Windows:
+    """The windows that --stall-after specifies.
+
+    Raises:
+        UsageError: the value is invalid, or there is no agent that could see a hang.
+    """
+    windows = Windows.parse(config.guard.stall_after)
+    agent = config.launch.nproc is not None or config.cluster.on != "local" or WorkerBirth.here() is not None
+    if windows.seconds is not None and not agent:
+        raise UsageError(code="stall-after-without-agent", value=config.guard.stall_after)
+    return windows
+
+
+def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
+    c, launch = config.checkpoint, config.launch
+    allowed = allowed_changes(c.allow_change)
+    if c.resume == "auto" and config.run.run_dir is None:
+        raise UsageError(code="resume-without-run-dir")
+    if c.resume == "no" and (c.fresh or allowed):
+        raise UsageError(code="option-needs-resume", setting="--fresh" if c.fresh else "--allow-change")
+    if launch.min_nproc is not None and launch.min_nproc > nproc:
+        raise UsageError(code="min-nproc-too-large", value=launch.min_nproc, nproc=nproc)
+    if (launch.max_restarts or launch.min_nproc) and launch.nproc is None:
+        raise UsageError(code="restarts-need-nproc")
+    if c.resume == "no" or c.fresh:
+        return
+    assert config.run.run_dir is not None
+    run_dir = real_path(config.run.run_dir)
+    check_is_run(run_dir, trust=config.run.trust)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
+    if not checkpoints.entries():
+        check_not_finished(run_dir)
+    for _, path in checkpoints.entries():  # the newest one that can be read; the workers check its bytes
+        with suppress(Damaged):
+            saved = checkpoints.check(path, files=()).definition
+            now = settings(configuration.with_defaults(config, nproc))
+            now |= defined(str(config.task), configuration.task_options(config))
+            check_same(saved, now, allowed, str(path))
+            return
+
+
+def _train_here(config: TrainConfig) -> tuple[Path, int]:
+    """Be a rank: of the world that a launcher made, or the only one. Returns the run folder and the exit code."""
     env = os.environ
-    asked = config.launch.nproc
+    nproc = config.launch.nproc
     if WorkerBirth.here() is None:  # our own agents need no checks, and after a restart there may be fewer of us
         if config.cluster.on != "local" or config.cluster.dry_run:
             raise UsageError(
                 code="train-within-launcher", launcher=config.cluster.on, rank=env.get("RANK"),
                 world_size=env.get("WORLD_SIZE"),
             )  # fmt: skip
-        if config.cluster.nodes and isinstance(asked, int):
-            check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), asked)
+        if config.cluster.nodes and isinstance(nproc, int):
+            check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), nproc)
         local_size = env.get("LOCAL_WORLD_SIZE", "1")
-        if str(asked) not in ("None", "auto", local_size):
-            raise UsageError(code="nproc-within-launcher", value=asked, local_size=local_size)
+        if str(nproc) not in ("None", "auto", local_size):
+            raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 
     ended = train(config)
     return ended.folder, ended.code
+
+
+def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
+    """Train on other machines, or detached: the workers check what only they know."""
+    on, size = config.cluster.on, world_size(job)
+    if config.launch.nproc == "auto":
+        raise UsageError(code="train-nproc-of-this-machine", launcher=on)
+    if config.checkpoint.rehearse_preemption is not None:
+        raise UsageError(code="rehearsal-elsewhere")
+    if config.launch.min_nproc is not None and on != "local":
+        raise UsageError(code="min-nproc-elsewhere")
+    config = replace(config, launch=replace(config.launch, nproc=job.nproc))
+    check_training(config, size)
+    if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
+        raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
+    return _show_plan(config, job) if config.cluster.dry_run else _hand_over(config, job, size)
+
+
+def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
+    c, run = config.checkpoint, config.run
+    return locked_run_dir(run.run_dir, str(config.task), trust=run.trust, resume=c.resume == "auto", fresh=c.fresh)
+
+
+def _record(config: TrainConfig, run_dir: Path) -> None:
+    """Write the settings that repeat the run, unless an earlier start has."""
+    if not (run_dir / CONFIG).exists():
+        write_settings(run_dir, configuration.dump(configuration.repeatable(config)))
+
+
+def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
+    """Make the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
+    with _locked(config) as (run_dir, lock):
+        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
+        attempt, attempt_dir = create_attempt_dir(run_dir)
+        write_settings(attempt_dir, configuration.dump(config))
+        _record(config, run_dir)
+        job = training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
+        code = run(local(job), keep_open=[lock])
+    if code == ExitCode.USAGE and attempt > 1:
+        return run_dir, code  # the summary of the earlier start stays
+    if code not in (ExitCode.DONE, ExitCode.SAVED):
+        _write_failed_summary(run_dir, config, job.nproc, code)
+        say(f"run folder {run_dir}")
+    return run_dir, code
+
+
+def _show_plan(config: TrainConfig, job: JobSpec) -> int:
+    """`--dry-run`, with the names that the folders of this run would have."""
+    job = planned_job(job, config.run.run_dir, str(config.task))
+    if config.cluster.on == "local":
+        job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
+    return show_plan(config.cluster, training_job(config, job))
+
+
+def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
+    """Make the run folder and hand the job to its launcher; the exit code."""
+    cluster, on = config.cluster, config.cluster.on
+    with _locked(config) as (run_dir, _):  # from the start on node 0's agent holds it
+        # if Slurm, or a person, starts this job again, it resumes
+        again = replace(config.checkpoint, resume="auto", fresh=False)
+        shape = None if any(host.slots for host in job.hosts) else cluster.nodes  # what ranks compare theirs with
+        config = replace(
+            config,
+            run=replace(config.run, run_dir=run_dir),
+            checkpoint=again if on in ("slurm", "print") else config.checkpoint,
+            cluster=ClusterConfig(nodes=shape),
+        )
+        config = configuration.with_defaults(config, size)
+        job = with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
+        _record(config, run_dir)
+    code = start(cluster, training_job(config, job))
+    if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
+        _write_failed_summary(run_dir, config, size, code)
+    followed = (on == "ssh" and not job.detached) or cluster.follow or (on == "slurm" and in_allocation(os.environ))
+    if not followed or code not in (ExitCode.DONE, ExitCode.SAVED):  # else rank 0 has printed it
+        say(f"run folder {run_dir}")
+    return code
+
+
+def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
+    """The workers of a training: each runs this very command, with the settings in the folder of this start."""
+    settings_file = Path(job.attempt_dir or job.submit_dir) / CONFIG
+    return replace_fields(
+        job,
+        # -P: the working folder may hold modules of the same names as ours
+        argv=(job.python, "-P", "-m", "paceline", "train", "--config", str(settings_file)),
+        threads=threads_of(config.launch.threads_per_rank),
+        port=config.launch.port,
+        max_restarts=config.launch.max_restarts,
+        min_nproc=config.launch.min_nproc or 0,
+        stop_grace_seconds=config.launch.stop_grace,
+        name=Path(job.run_dir).name or str(config.task),
+        preload=may_preload(config, job),
+    )
+
+
+def may_preload(config: TrainConfig, job: JobSpec) -> bool:
+    """Whether workers may be forked from a process that has imported torch: never beside CUDA, or into another Python.
+
+    One worker alone gains nothing by it but a faster restart. On another machine, or later, only with --device cpu:
+    what `auto` will find there is not known here.
+    """
+    allowed = config.launch.preload == "auto" and os.environ.get(PRELOAD, "auto") != "off"
+    ours = job.python == sys.executable and config.launch.backend in ("auto", "gloo")
+    pays = job.nproc > 1 or config.launch.max_restarts > 0 or job.elastic
+    if not (allowed and ours and pays) or config.launch.device not in ("auto", "cpu"):
+        return False
+    return config.launch.device == "cpu" or (job.attempt_dir != "" and count_gpus() == 0)
+
+
+def _write_failed_summary(run_dir: Path, config: TrainConfig, size: int, code: int) -> None:
+    """Leave a summary of a run that has failed, if the disk allows."""
+    try:
+        write_summary(run_dir, failed_summary(run_dir, config, size, code))
+    except OSError as error:  # the very disk, perhaps, that ended the run
+        print(f"summary.json cannot be written: {error}", file=sys.stderr)
+
+
+def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
+    """What is known of a run that ended with `code`, which counts more than the code in the summary of its ranks."""
+    written = read_summary(run_dir)
+    if written is not None:
+        return replace_fields(written, exit=code)
+    steps: dict[int, int] = {}
+    with suppress(OSError):
+        events = read_events(run_dir / "events-0.jsonl")
+        steps = {event.step: event.samples for event in events if isinstance(event, Step)}
+    shape = batch_shape(config.data, mesh_of(config.launch.mesh, nproc).replicas)
+    return Summary(
+        task=str(config.task),
+        exit=code,
+        strategy=default_strategy(config, nproc),
+        world_size=nproc,
+        virtual_ranks=shape.virtual_ranks,
+        global_batch=shape.global_batch,
+        steps=max(steps, default=0),
+        samples_seen=sum(steps.values()),
+    )

@@ -1,4 +1,4 @@
-"""`paceline verify`: proves that N processes compute what one computes, in float64, tensor by tensor."""
+"""`paceline verify`: checks that N processes compute the same as one, in float64, tensor by tensor."""
 
 import shutil
 import sys
@@ -10,21 +10,21 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from paceline.cli.commands import command_line
-from paceline.cli.flags import check_out_file, check_positive, chosen_names, split_words, whole_numbers, write_json
-from paceline.config import settings_given
+from paceline.cli import command_line
+from paceline.cli.options import check_out_file, check_positive, chosen_names, whole_numbers, write_json
+from paceline.config.mesh import Mesh
+from paceline.config.settings import settings_given
+from paceline.config.strategies import DEFAULT, EXACT, FOR_SEVERAL, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab.verify import OWN, BitsReport, LoopCase, LoopSpec, Spec, VerifyReport, print_bits, print_report
-from paceline.ladder import DEFAULT, EXACT, FOR_SEVERAL, LADDER
 from paceline.launch.supervise import run_workers
-from paceline.mesh import Mesh
 from paceline.protocol.job import AUTO, Windows
 from paceline.runs.attempt import read_ended
 from paceline.tasks import check_loop, check_task, is_loop
 
 WORKER = "paceline.lab.ranks.verify"
-STALL_SECONDS = 60.0  # a loop whose ranks part ways, in short epochs
+STALL_SECONDS = 60.0  # of a loop, in short epochs
 Report = TypeVar("Report", VerifyReport, BitsReport)
 OPTIMIZERS = ("sgd", "adamw", OWN)
 
@@ -76,8 +76,9 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline verify ARGUMENTS`."""
-    own, words = split_words(arguments)
-    config: VerifyConfig = command_line("verify").parse(own)
+    own_words = [*arguments, "--"].index("--")
+    config: VerifyConfig = command_line("verify").parse(arguments[:own_words])
+    words = list(arguments[own_words + 1 :])
     ranks = whole_numbers("--ranks", config.ranks)
     meshes = [Mesh.parse(mesh) for mesh in config.mesh]
     if meshes and (config.bitwise or is_loop(config.task)):
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.sequence_parallel and not any(mesh.of("tensor") > 1 for mesh in meshes):
         raise UsageError(code="verify-sequence-parallel")
     chosen = config.strategies or (DEFAULT if meshes else ",".join(EXACT if config.bitwise else FOR_SEVERAL))
-    strategies = chosen_names("strategy", chosen, LADDER)
+    strategies = chosen_names("strategy", chosen, STRATEGY_INFO)
     optimizers = chosen_names("optimizer", config.optimizers, OPTIMIZERS) if config.optimizers else []
     check_positive(config, "steps")
     check_out_file("--json", config.json)
@@ -124,12 +125,12 @@ def main(arguments: Sequence[str]) -> int:
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], words: list[str]) -> int:
     """Run a loop on one process alone, then on each number of them: in float64, and under `exact` for the bits."""
     for_tasks = ("bitwise", "optimizers", "stem", "checkpoint_activations", "data_dir", "set")
-    usual = VerifyConfig(config.task)
-    if given := [name for name in for_tasks if getattr(config, name) != getattr(usual, name)]:
+    default = VerifyConfig(config.task)
+    if given := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
         raise UsageError(code="verify-option-of-task", setting=given[0].replace("_", "-"), task=config.task)
     most = max(ranks)
-    own = [LoopCase(most, exact=False, strategy=name) for name in strategies]
-    cases = [LoopCase(1, exact=False, plain=True), *own, LoopCase(most, exact=True, strategy="exact")]
+    compared = [LoopCase(most, exact=False, strategy=name) for name in strategies]
+    cases = [LoopCase(1, exact=False, plain=True), *compared, LoopCase(most, exact=True, strategy="exact")]
     spec = LoopSpec(config.task, words, cases, most, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
@@ -170,7 +171,7 @@ def _verify(
 
 
 def _launch(spec: Spec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
-    """Run the workers of one world size; the exit code, and what the agent says of an end that was none."""
+    """Run the workers of one world size; the exit code, and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
     stall_after = Windows(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO

@@ -1,4 +1,4 @@
-"""`paceline watch RUN`: how a run goes on, rank by rank, on the terminal; and what to do about it, by keys."""
+"""`paceline watch RUN`: a run live, rank by rank, on the terminal; keys show stacks, save and stop."""
 
 import os
 import secrets
@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cli import command_line
 from paceline.cli.cancel import ask_to_stop
-from paceline.cli.commands import command_line
-from paceline.cli.finding import NOTHING, Means, NewestRunFlags, attempts, existing_run
 from paceline.cli.hang import ask_agent
-from paceline.cli.run_state import run_state, standing
+from paceline.cli.run_state import (
+    NOTHING,
+    Access,
+    NewestRunFlags,
+    attempts,
+    existing_run,
+    run_state,
+    standing,
+)
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import description
 from paceline.launch.output import lines_of, start_of_last
@@ -23,9 +30,9 @@ from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.summary import LIVE, RunState
 
-STATE_SECONDS = 5.0  # between two looks at how the run stands as a whole
-END_SECONDS = 2.0  # between two looks whether it has ended: a lock, or one question to its host
-PLAIN_SECONDS = 10.0  # between two lines where there is no terminal
+STATE_SECONDS = 5.0  # between reads of its whole state
+END_SECONDS = 2.0  # between checks for its end: a lock, or one question to its host
+PLAIN_SECONDS = 10.0  # between lines without a terminal
 LOG_LINES, MOST_CHARS = 40, 20_000
 
 
@@ -40,57 +47,57 @@ class WatchConfig(NewestRunFlags):
 def main(arguments: Sequence[str]) -> int:
     """Run `paceline watch ARGUMENTS`."""
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, means = existing_run(config)
-    run = _Run(run_dir, means)
+    run_dir, access = existing_run(config)
+    run = _Run(run_dir, access)
     try:
         if run.standing.state in LIVE:
             if sys.stdout.isatty() and sys.stdin.isatty():
                 _on_terminal(run)
             else:
                 _in_lines(run)
-        now, found = run.look()
+        now, state = run.look()
     except KeyboardInterrupt:
         print("no longer watched; the run is left alone", file=sys.stderr)
         return ExitCode.DONE
-    _say(summary_line(now, found))
-    if found.state not in LIVE:
+    _say(summary_line(now, state))
+    if state.state not in LIVE:
         _say(f"see paceline status {run_dir}")
     return ExitCode.DONE
 
 
 class _Run:
-    """One run, looked at and acted upon."""
+    """A run that is watched, and can be asked to save or stop."""
 
-    def __init__(self, run_dir: Path, means: Means) -> None:
-        self.run_dir, self.means, self.may_act = run_dir, means, means != NOTHING
+    def __init__(self, run_dir: Path, access: Access) -> None:
+        self.run_dir, self.access, self.may_act = run_dir, access, access != NOTHING
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
     def look(self) -> tuple[RunNow, RunState]:
-        """It now. From one thread at a time."""
+        """The run now. Call it from one thread at a time."""
         now = time.monotonic()
-        if now > self._stood_seconds + STATE_SECONDS or (
-            now > self._ended_seconds + END_SECONDS and not self._goes_on(now)
-        ):
+        if now > self._stood_seconds + STATE_SECONDS or (now > self._ended_seconds + END_SECONDS and self._ended(now)):
             self.standing = self._standing()
         return self._reader.look(self._attempt), self.standing
 
-    def _goes_on(self, now: float) -> bool:
+    def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return standing(self.run_dir, self.means).state in LIVE
+        return standing(self.run_dir, self.access).state not in LIVE
 
     def _standing(self) -> RunState:
         self._attempt = next(reversed(attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return run_state(self.run_dir, self.means)
+        return run_state(self.run_dir, self.access)
 
     def stack(self, rank: int) -> str:
-        """Where a rank is at this moment."""
-        told = ask_agent(self._newest())
-        if told is None:
+        """The stack of a rank at this moment."""
+        verdict = ask_agent(self._newest())
+        if verdict is None:
             raise UsageError("the run's agent does not answer; a run of torchrun's or of one process has none")
-        found = next((one for one in told.evidence if one.rank == rank), None)
-        return description(found, most_ops=5, most_stacks=1)[:MOST_CHARS] if found else f"rank {rank} is not there"
+        evidence = next((evidence for evidence in verdict.evidence if evidence.rank == rank), None)
+        if evidence is None:
+            return f"rank {rank} is not there"
+        return description(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
 
     def log(self, rank: int) -> str:
         """The last lines that a rank has printed."""
@@ -111,9 +118,9 @@ class _Run:
         return "asked for a checkpoint: it is taken after the next step"
 
     def stop(self) -> str:
-        """Ask for the end."""
+        """Ask the run to stop."""
         self._newest()
-        ask_to_stop(self.run_dir, self.means)
+        ask_to_stop(self.run_dir, self.access)
         return "asked to stop: it saves its state first"
 
     def _newest(self) -> Path:
@@ -132,7 +139,7 @@ def _on_terminal(run: _Run) -> None:
 
 
 def _in_lines(run: _Run) -> None:
-    """For a file or a pipe: a line now and then, where something has changed, until the end."""
+    """For a file or a pipe: a line after each change, at most every ten seconds, until the end."""
     shown = ""
     while run.standing.state in LIVE:
         line = summary_line(*run.look())

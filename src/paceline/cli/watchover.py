@@ -1,4 +1,4 @@
-"""`torchrun -m paceline watchover SCRIPT`: the hang guard where another launcher starts the ranks, and has to."""
+"""`torchrun -m paceline watchover SCRIPT`: the hang guard for ranks that another launcher starts."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli.commands import command_line
+from paceline.cli import command_line
 from paceline.errors import UsageError
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
@@ -48,13 +48,13 @@ def main(arguments: Sequence[str]) -> int:
         say("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
-    if not sys.flags.safe_path:  # `python -m` has put the working folder there, which a script does not see
+    if not sys.flags.safe_path:  # `python -m` has added the working folder, which a script does not see
         sys.path.pop(0)
     run_script(command[command.index(BOOTSTRAP) + 1 :])
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and the script with its own: from the first word on that is neither an option nor its value."""
+    """Our arguments, and the script with its arguments: from the first that is neither an option nor its value."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-m", "--"):
         at += 1 if "=" in arguments[at] or arguments[at] in SWITCHES else 2
@@ -66,7 +66,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
     """The plan of this node's agent.
 
     Raises:
-        UsageError: the launcher has not said where this rank is; the folder cannot be used.
+        UsageError: variables of the launcher are missing; the folder cannot be used.
     """
     if missing := [name for name in COUNTS if not env.get(name, "").isdecimal()]:
         raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*COUNTS])
@@ -79,7 +79,7 @@ def agent_plan(config: WatchoverConfig, windows: Windows, env: Mapping[str, str]
         argv=(),
         nproc=local_size,
         stall_after=windows,
-        nodes=size if size > local_size else 1,  # how many there are nobody says; their numbers are below this
+        nodes=size if size > local_size else 1,  # an upper bound: no variable has their number
         node=int(env.get("GROUP_RANK") or rank),
         ranks=NodeRanks(first=rank, world_size=size),
         run_dir=run_dir,

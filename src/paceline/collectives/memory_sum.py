@@ -39,8 +39,7 @@ from torch import Tensor
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import MAX_FLAGS, SharedMemory
-from paceline.collectives.tree import ALIGNED, Forest, Node, round_up, tree_sum
-from paceline.ladder import middle
+from paceline.collectives.tree import ALIGNED, Forest, Node, middle, round_up, tree_sum
 
 SMALL_SHARE = 4  # a tensor of less than a fourth of the room travels with others
 

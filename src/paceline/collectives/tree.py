@@ -24,8 +24,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.ladder import middle
-
 Node = tuple[int, int]
 """A complete subtree, by the leaves [first, stop) that it holds."""
 
@@ -34,6 +32,15 @@ Grads = list[Tensor | None]
 
 _T = TypeVar("_T")
 ALIGNED = 64  # elements: shares and pieces begin at a cache line, for every type, and so where a vector does
+
+
+def middle(node: tuple[int, int]) -> int:
+    """Where a node of two or more leaves is split: at the largest power of two, as a binary counter carries.
+
+    middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
+    """
+    first, stop = node
+    return first + (1 << ((stop - first - 1).bit_length() - 1))
 
 
 def is_node(node: Node, leaves: int) -> bool:

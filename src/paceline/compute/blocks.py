@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.compute.forward import matching, subclassed
+from paceline.config.choices import lacks_torch
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
-from paceline.torch_version import lacks_torch
 
 if TYPE_CHECKING:  # imported where used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

@@ -6,10 +6,10 @@ from statistics import median, quantiles
 import msgspec
 from rich.table import Table
 
+from paceline.config.mesh import strategy_on
+from paceline.config.strategies import EXACT
 from paceline.errors import plural
 from paceline.lab.measurement import NO_EXCHANGE, Measurement, Memory, NotMeasured
-from paceline.ladder import EXACT
-from paceline.mesh import strategy_on
 from paceline.runs.console import table_console
 
 REFERENCE = "reference"

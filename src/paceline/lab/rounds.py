@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.config.mesh import strategy_on
 from paceline.errors import ExitCode, plural
 from paceline.lab.measurement import CHUNKS, CONFIG, ORDER, RUNNING, Candidate, Measurement, MeasureOrder, NotMeasured
 from paceline.launch.supervise import run_workers
-from paceline.mesh import strategy_on
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.evidence import Failure
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from paceline.mesh import strategy_on
+from paceline.config.mesh import strategy_on
 from paceline.runs.console import table_console
 
 if TYPE_CHECKING:  # the ranks load this module, but no rich

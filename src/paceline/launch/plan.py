@@ -19,8 +19,8 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import asdict, replace
 
+from paceline.config.choices import LauncherName
 from paceline.errors import TrainingError, UsageError
-from paceline.launchers import LauncherName
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, head_ports, plain_name
 from paceline.runs import writing

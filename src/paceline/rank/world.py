@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
+from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
-from paceline.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.rank.environment import ADDRESS, COUNTS, understood, whole_number
 from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous

@@ -23,15 +23,16 @@ from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
 from paceline.compute.phase_events import phase_events
+from paceline.config.choices import steps_or_seconds, untested_torch
+from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
 from paceline.data.plan import ranks_share
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, PacelineError, UsageError, unknown
-from paceline.ladder import EXACT, LADDER, options_of_others
+from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, leave, record_failure, tell
 from paceline.rank.guard import Guard
 from paceline.rank.world import World, joined
-from paceline.rhythm import steps_or_seconds
 from paceline.runs.summary import Summary
 from paceline.runs.trackers import tracker_names
 from paceline.sessions.gate import Notes, SessionStep
@@ -41,7 +42,6 @@ from paceline.sessions.observer import current_observer
 from paceline.sessions.registered import Registered
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
-from paceline.torch_version import untested_torch
 from paceline.train.checkpointing import Rhythm
 from paceline.train.computing import take_threads
 from paceline.train.course import Course
@@ -79,8 +79,8 @@ class Life(Loop):
         **of_strategy: Any,
     ) -> None:
         """The arguments are those of `session`, which has their defaults; `of_strategy`: those of one strategy only."""
-        if strategy not in LADDER:
-            raise unknown("strategy", strategy, list(LADDER))
+        if strategy not in STRATEGY_INFO:
+            raise unknown("strategy", strategy, list(STRATEGY_INFO))
         others = options_of_others(strategy)
         for name, value in of_strategy.items():
             if name in others and value is not None:
@@ -89,8 +89,8 @@ class Life(Loop):
                 )
         self._observer = current_observer()
         self._own = {name: value for name, value in of_strategy.items() if value is not None}
-        keywords = {LADDER[strategy].options[name]: value for name, value in self._own.items()}
-        self._options: dict[str, Any] = {**LADDER[strategy].in_own_loops, **keywords}
+        keywords = {STRATEGY_INFO[strategy].options[name]: value for name, value in self._own.items()}
+        self._options: dict[str, Any] = {**STRATEGY_INFO[strategy].in_own_loops, **keywords}
         if resume and run_dir is None:
             raise UsageError(code="session-resume-without-folder")
         if not_finite not in ("stop", "skip"):
@@ -122,7 +122,8 @@ class Life(Loop):
             make_communicator()
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
-            notices = untested_torch() + take_threads(threads_asked, world, write=keyword)
+            notices = [] if WorkerBirth.here() else untested_torch()
+            notices += take_threads(threads_asked, world, write=keyword)
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
             saved = origin.content.definition.get("virtual_ranks") if origin else None
             self._virtual_ranks = virtual_ranks or saved or world.size

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import layout
 from paceline.collectives.control import gather_words, together, told_once
+from paceline.config.definition import check_same
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, rank_work, ranks_share
-from paceline.definition import check_same
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard

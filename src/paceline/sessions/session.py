@@ -29,10 +29,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import together
+from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError, unknown
-from paceline.ladder import StrategyName
 from paceline.seeding import preserved_streams
 from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
 from paceline.sessions.life import Life, install, open_sessions

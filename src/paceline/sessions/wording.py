@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import check_equal, together
-from paceline.config import dump_given
+from paceline.config.definition import BITS_ONLY, check_same
+from paceline.config.settings import dump_given
 from paceline.data.plan import BatchPlan
-from paceline.definition import BITS_ONLY, check_same
 from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.rank.sites import line_of
 from paceline.rank.world import World, device_words

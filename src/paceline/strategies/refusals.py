@@ -6,8 +6,8 @@ from torch.optim import Optimizer
 
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.buckets import sparse_gradient
+from paceline.config.strategies import FOR_SEVERAL
 from paceline.errors import UsageError
-from paceline.ladder import FOR_SEVERAL
 from paceline.rank.world import World
 
 # Each updates an element by that element's own gradient and history alone.

@@ -16,8 +16,8 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
 from paceline.collectives.transports import fit_in_memory
+from paceline.config.strategies import SLOW, network_error
 from paceline.errors import UsageError, flag
-from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.outer import Between, Outer
@@ -41,8 +41,8 @@ def between_hosts(
 def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
     """None where nothing was asked for, or there is one host: then that is said."""
     asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
-    if wrong := wrong_between_hosts(*asked.values()):
-        raise told_once(UsageError(code=wrong, **asked, allowed=[*COMPRESS]), world)
+    if error := network_error(asked):
+        raise told_once(error, world)
     given = [name for name in ("compress", "local_steps") if asked[name] is not None]
     if not given:
         return None

@@ -27,7 +27,7 @@ from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
 
 if TYPE_CHECKING:
-    from paceline.config import ComputeConfig
+    from paceline.config.settings import ComputeConfig
 
 STATE_COPIES = 4  # weights, gradients, and two numbers that an optimizer keeps for each weight
 

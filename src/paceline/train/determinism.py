@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from paceline.config.strategies import DEFAULT
 from paceline.errors import PacelineError, TrainingError
-from paceline.ladder import DEFAULT
 from paceline.rank.hooks import when_imported
 from paceline.rank.world import device_words
 

@@ -20,7 +20,7 @@ from paceline.tasks.task import Task
 from paceline.train.numbers import load_numbers, numbers_of, settings_of
 
 if TYPE_CHECKING:
-    from paceline.config import OptimizerConfig
+    from paceline.config.settings import OptimizerConfig
 
 OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "lr_scaling", "lr_base_batch")
 OF_SCHEDULE = ("schedule", "warmup_steps")

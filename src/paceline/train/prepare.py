@@ -13,7 +13,15 @@ from torch.utils.data import Dataset
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import check_equal, new_group, together, told_once
-from paceline.config import BatchShape, TrainConfig, batch_shape, default_strategy, strategy_options, task_options
+from paceline.config.settings import (
+    BatchShape,
+    TrainConfig,
+    batch_shape,
+    default_strategy,
+    strategy_options,
+    task_options,
+)
+from paceline.config.strategies import STRATEGY_INFO, options_of_others
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
@@ -21,7 +29,6 @@ from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import is_stream
 from paceline.data.workers import Room, check_room
 from paceline.errors import UsageError
-from paceline.ladder import LADDER, options_of_others
 from paceline.rank.world import World
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Strategy
@@ -187,7 +194,7 @@ def make_replica(
             if setting in asked:
                 flag = setting.replace("_", "-")
                 raise told_once(UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world)
-        own = {keyword: asked.get(setting) for setting, keyword in LADDER[name].options.items()}
+        own = {keyword: asked.get(setting) for setting, keyword in STRATEGY_INFO[name].options.items()}
         return sharing.apply(partial(STRATEGIES[name], **own), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
         raise told_once(UsageError(str(error)), world) from None

@@ -16,11 +16,11 @@ from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, run_location
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, together, told_once
-from paceline.config import TrainConfig, dump, load, repeatable, with_defaults
-from paceline.definition import BITS_ONLY, allowed_changes, check_same, settings
+from paceline.config.definition import BITS_ONLY, allowed_changes, check_same, settings
+from paceline.config.mesh import mesh_of
+from paceline.config.settings import TrainConfig, dump, load, repeatable, with_defaults
+from paceline.config.strategies import EXACT
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.ladder import EXACT
-from paceline.mesh import mesh_of
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard

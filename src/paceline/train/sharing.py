@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.collectives.replicate import broadcast_module
+from paceline.config.mesh import OF_MODEL
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
-from paceline.mesh import OF_MODEL
 from paceline.parallel.partition import survey
 from paceline.parallel.pipeline import Schedule, idle
 from paceline.rank.world import World

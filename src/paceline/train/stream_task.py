@@ -15,7 +15,7 @@ from paceline.tasks.task import Task
 from paceline.train.streaming import Stream
 
 if TYPE_CHECKING:
-    from paceline.config import BatchShape, TrainConfig
+    from paceline.config.settings import BatchShape, TrainConfig
 
 
 def check_stream(config: TrainConfig, data: Any) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.compute.phase_events import phase_events
+from paceline.config.choices import steps_or_seconds
+from paceline.config.strategies import EXACT
 from paceline.data.workers import naming_lost_processes
 from paceline.errors import ExitCode, plural
-from paceline.ladder import EXACT
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard
 from paceline.rank.world import World
-from paceline.rhythm import steps_or_seconds
 from paceline.runs.progress import Display
 from paceline.runs.summary import Summary
 from paceline.stepping.totals import Votes

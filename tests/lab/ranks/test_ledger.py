@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli.ledger import main
-from paceline.config import DataConfig, TrainConfig, dump
+from paceline.config.settings import DataConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan, fingerprint, ranks_share
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import Audit, audit

@@ -54,7 +54,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     import msgspec
 
     from paceline.collectives.communicator import make_communicator
-    from paceline.config import TrainConfig
+    from paceline.config.settings import TrainConfig
     from paceline.lab.measurement import CHUNKS, NO_EXCHANGE, Candidate, Measurement, MeasureOrder
     from paceline.lab.ranks import measure
     from paceline.lab.ranks.measure import Workload

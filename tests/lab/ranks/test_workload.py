@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.errors import raises
 
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.ranks.measure import MOST_SAMPLES, CandidateTraining, load_workload
 from paceline.rank.world import World

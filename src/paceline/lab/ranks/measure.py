@@ -18,13 +18,15 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
-from paceline import config as configuration
 from paceline.checkpoint.resume import RunLocation
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
-from paceline.config import TrainConfig, batch_shape, task_options
+from paceline.config import settings as configuration
+from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
+from paceline.config.settings import TrainConfig, batch_shape, task_options
+from paceline.config.strategies import EXACT, options_of_others
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
@@ -34,8 +36,6 @@ from paceline.host.machine_log import ask_gpus
 from paceline.lab import measurement as m
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasureOrder
 from paceline.lab.ranks.memory import Traffic, inspected
-from paceline.ladder import EXACT, options_of_others
-from paceline.mesh import OF_MODEL, mesh_of, strategy_on
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import Guard

@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import gather_words, together
+from paceline.config.choices import lacks_torch
+from paceline.config.mesh import mesh_of
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
 from paceline.errors import ToldElsewhere, UsageError
 from paceline.lab.ranks import trial as trials
@@ -36,12 +39,9 @@ from paceline.lab.verify import (
     StepBits,
     VerifyReport,
 )
-from paceline.ladder import LADDER
-from paceline.mesh import mesh_of
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, joined, on_mesh
 from paceline.strategies.refusals import ELEMENT_WISE
-from paceline.torch_version import lacks_torch
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
@@ -122,18 +122,18 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
 
 
 def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
-    rung = LADDER[strategy]
+    info = STRATEGY_INFO[strategy]
     if why := lacks_torch(strategy):
         return why.removeprefix(f"strategy {strategy} ")
-    if rung.exact and policy == "sync":
+    if info.exact and policy == "sync":
         return "has local batch norm only"
-    if rung.sharded and optimizer not in ELEMENT_WISE:
+    if info.sharded and optimizer not in ELEMENT_WISE:
         return f"shards parameters, and {optimizer.__name__} may use a whole one"
-    if world.mesh is not None and not rung.on_mesh:
+    if world.mesh is not None and not info.on_mesh:
         return "cannot train a part of a model"
-    if rung.one_process and world.data.size > 1:
+    if info.one_process and world.data.size > 1:
         return "is single-process"
-    if rung.several_gpus and torch.cuda.device_count() < 2:
+    if info.several_gpus and torch.cuda.device_count() < 2:
         return "needs two GPUs: on one device it only calls the module"
     return None
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.errors import ended_with, raises
 
-from paceline.cli.elsewhere import check_cluster
-from paceline.config import ClusterConfig
+from paceline.cli.jobs import check_cluster
+from paceline.config.settings import ClusterConfig
 from paceline.runs.folder import lock_run_dir
 
 
@@ -34,12 +34,20 @@ def test_a_setting_without_an_effect_is_refused(on, settings, launchers) -> None
         check_cluster(ClusterConfig(on=on, **settings))
 
 
+@pytest.fixture
+def launch(paceline, tmp_path: Path):
+    """Run `paceline launch ARGUMENTS --run-dir run -- script.py`, or with other words behind `--`."""
+    (tmp_path / "script.py").touch()
+
+    def run(*arguments: str, script: tuple[str, ...] = ("script.py",), env: dict[str, str] | None = None):
+        return paceline("launch", *arguments, "--run-dir", "run", "--", *script, env=env)
+
+    return run
+
+
 @pytest.mark.parametrize("form", [("--env", "API_KEY=s3cr3t"), ("--env=API_KEY=s3cr3t",)])
-def test_a_secret_that_was_typed_is_not_written_down(tmp_path: Path, form: tuple[str, ...]) -> None:
-    script = tmp_path / "script.py"
-    script.touch()
-    words = (sys.executable, "-m", "paceline", "launch", "--on", "print", "--run-dir", str(tmp_path / "run"), *form)
-    done = subprocess.run((*words, "--", str(script), "--env=A=1"), capture_output=True, text=True, timeout=60)
+def test_a_secret_that_was_typed_is_not_written_down(launch, tmp_path: Path, form: tuple[str, ...]) -> None:
+    done = launch("--on", "print", *form, script=("script.py", "--env=A=1"))
     assert done.returncode == 0, done.stderr
     written = {path.name: path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert "API_KEY=…" in written["submitted.json"] and "--env=A=1" in written["submitted.json"]
@@ -47,14 +55,14 @@ def test_a_secret_that_was_typed_is_not_written_down(tmp_path: Path, form: tuple
 
 
 @pytest.mark.slow
-def test_a_second_start_of_an_active_run_leaves_nothing_that_status_or_cancel_would_take_for_it(tmp_path: Path) -> None:
-    run_dir, script = tmp_path / "run", tmp_path / "script.py"
+def test_a_second_start_of_an_active_run_leaves_nothing_that_status_or_cancel_would_take_for_it(
+    launch, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
     (run_dir / "attempt-1").mkdir(parents=True)
-    script.touch()
     lock = lock_run_dir(run_dir)
-    words = (sys.executable, "-m", "paceline", "launch", "--on", "print", "--run-dir", str(run_dir), "--", str(script))
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = launch("--on", "print")
     finally:
         os.close(lock)
     ended_with(done, "run-is-active")
@@ -94,24 +102,29 @@ def test_a_file_that_cannot_be_written_is_told_in_words(tmp_path: Path, words: s
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("on", ["local", "slurm", "print"])
-def test_a_rank_does_not_launch_a_run_of_its_own(tmp_path: Path, rank: dict[str, str], on: str) -> None:
+def test_a_rank_does_not_launch_a_run_of_its_own(launch, tmp_path: Path, rank: dict[str, str], on: str) -> None:
     """`srun -n 2 paceline launch --on slurm` would submit as many jobs as it has tasks."""
-    (tmp_path / "script.py").touch()
-    words = (sys.executable, "-m", "paceline", "launch", "--on", on, "--run-dir", str(tmp_path / "run"), "--")
-    done = subprocess.run(
-        (*words, str(tmp_path / "script.py")), capture_output=True, text=True, timeout=60, env={**os.environ, **rank}
-    )
+    done = launch("--on", on, env=rank)
     ended_with(done, "launch-within-launcher")
     assert "rank 0 of 2" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_gpus_are_asked_of_slurm_where_the_device_is_cuda(tmp_path: Path) -> None:
-    words = ("train", "mnist-cnn", "--on", "slurm", "--nodes", "2", "--nproc", "4", "--dry-run")
-    command = (sys.executable, "-m", "paceline", *words)
-    asked = [
-        subprocess.run((*command, "--device", device), cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
-        for device in ("cuda", "cpu")
-    ]
-    assert "#SBATCH --gpus-per-node=4\n" in asked[0] and "--gpus" not in asked[1]
+def test_gpus_are_asked_of_slurm_if_the_device_is_cuda(paceline, tmp_path: Path) -> None:
+    words = ("train", "mnist-cnn", "--on", "slurm", "--nodes", 2, "--nproc", 4, "--dry-run", "--device")
+    asked = {device: paceline(*words, device).stdout for device in ("cuda", "cpu")}
+    assert "#SBATCH --gpus-per-node=4\n" in asked["cuda"] and "--gpus" not in asked["cpu"]
     assert not list(tmp_path.iterdir())  # a dry run makes nothing
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train mnist-cnn --nproc 2", "launch", "train mnist-cnn --nproc 2 --on ssh --hosts n1,n2",
+     "train mnist-cnn --nproc 2 --on slurm --nodes 2"],
+)  # fmt: skip
+def test_the_window_of_the_hang_guard_reaches_every_agent(paceline, tmp_path: Path, words: str) -> None:
+    (tmp_path / "script.py").touch()
+    script = ("--", "script.py") if words == "launch" else ()
+    done = paceline(*words.split(), "--stall-after", "30s", "--dry-run", *script)
+    assert done.returncode == 0, done.stderr
+    assert '"stall_after": {"seconds": 30.0}' in " ".join(done.stdout.split()).replace("{ ", "{").replace(" }", "}")

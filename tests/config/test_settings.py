@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.config import (
+from paceline.config.settings import (
     BatchShape,
     DataConfig,
     LaunchConfig,

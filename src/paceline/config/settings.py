@@ -1,8 +1,8 @@
 """Every setting of a training, once: the command line, the TOML file and the run folder's record derive from it.
 
-Torch-free, so a wrong setting is reported before anything starts. Only the modules that pyproject.toml lists (contract
-"config") may see a TrainConfig: the commands, those that turn it into a training's parts (train.run, train.prepare,
-...), and `definition`. All others take plain arguments, so they work alone in a loop of the user's own.
+No torch here: a wrong setting is reported before anything starts. Only the modules that pyproject.toml lists (contract
+"config") may use a TrainConfig: the commands, those that turn it into the parts of a training (train.run,
+train.prepare, ...), and `definition`. All others take plain arguments, so they also work in a custom loop.
 """
 
 import dataclasses
@@ -18,11 +18,10 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
+from paceline.config.choices import LauncherName, steps_or_seconds
+from paceline.config.mesh import Mesh, mesh_of
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
 from paceline.errors import UsageError, unknown
-from paceline.ladder import COMPRESS, DEFAULT, DEFAULT_ALONE, EXACT, LADDER, SLOW, StrategyName, wrong_between_hosts
-from paceline.launchers import LauncherName
-from paceline.mesh import Mesh, mesh_of
-from paceline.rhythm import steps_or_seconds
 from paceline.runs.owners import NotOurs
 from paceline.runs.reading import decode_toml
 
@@ -309,29 +308,31 @@ def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
 
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
-    """What was asked for of settings that only some strategies have, by name."""
+    """The values of settings that only some strategies have, as far as they are set, by name."""
     # not vars(): msgspec leaves what a file does not set to the class
-    asked = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
-    names = {name for rung in LADDER.values() for name in rung.options}
-    return {name: asked[name] for name in sorted(names) if asked[name] is not None}
+    values = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
+    names = {name for info in STRATEGY_INFO.values() for name in info.options}
+    return {name: values[name] for name in sorted(names) if values[name] is not None}
 
 
 def task_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that are the task's own business, as far as they were set."""
+    """The options of the task, as far as they are set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
     return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)
 
 
 def settings_given(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--set NAME=VALUE`, by name; the last one counts.
+    """The values of `--set NAME=VALUE`, by name; the last one of a name counts.
 
     Raises:
-        UsageError: for what is not written so.
+        UsageError: a text has another form.
     """
+    values: dict[str, str] = {}
     for text in texts:
-        if not text.partition("=")[0].isidentifier() or "=" not in text:
+        name, equals, values[name] = text.partition("=")
+        if not equals or not name.isidentifier():
             raise UsageError(code="set-not-name-value", value=text)
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+    return values
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,7 @@ class BatchShape:
 
 
 def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
-    """Resolve the batch settings for a world size; of a mesh, for its replicas.
+    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas).
 
     Raises:
         UsageError: if they contradict each other.
@@ -366,14 +367,11 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
 def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
     shape = dataclasses.asdict(batch_shape(config.data, mesh_of(config.launch.mesh, world_size).replicas))
-    data = dataclasses.replace(config.data, **shape, batch_size=None)
-    model = config.model
-    if data.data_dir is not None:  # absolute: a run may be resumed from another folder
-        data = dataclasses.replace(data, data_dir=data.data_dir.absolute())
-    if model.init_from is not None:
-        model = dataclasses.replace(model, init_from=model.init_from.absolute())
-    strategy = default_strategy(config, world_size)
-    launch = config.launch
+    # absolute: a run may be resumed from a different folder
+    data_dir, init_from = (path and path.absolute() for path in (config.data.data_dir, config.model.init_from))
+    data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
+    model = dataclasses.replace(config.model, init_from=init_from)
+    strategy, launch = default_strategy(config, world_size), config.launch
     if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
@@ -396,7 +394,7 @@ def absolute_task(task: str) -> str:
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
-    """`config` as it is recorded: without what was meant for this one start."""
+    """`config` as it is recorded: without the settings of this start only."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
     )
@@ -406,9 +404,11 @@ def repeatable(config: TrainConfig) -> TrainConfig:
 
 
 def load(path: Path, *, ours: bool) -> TrainConfig:
-    """Read a TOML file, e.g. the config.toml of an earlier run; `path` has no links left that may be followed.
+    """Read a TOML file, e.g. the config.toml of an earlier run.
 
-    With `ours`, a file that others could have written is refused, as it names code to be run.
+    Args:
+        path: without links; see `disk.reading.real_path`.
+        ours: raise an error if another user could have written the file, as it names code to be run.
 
     Raises:
         UsageError: if it cannot be read, is no TOML, or a key or value is not valid.
@@ -434,7 +434,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
 
 
 def _path(kind: type, value: Any) -> Any:
-    """What msgspec does not convert by itself."""
+    """A path, which msgspec does not convert."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(f"Expected a path as text, got {type(value).__name__}")
@@ -444,12 +444,12 @@ _hints = cache(get_type_hints)
 
 
 def _section(key: str) -> str:
-    """The table of a TOML file that has a key; empty: it stands above all tables, or there is none."""
+    """The table of a TOML file that has a key; empty if it is above all tables, or unknown."""
     return next((s for s, t in _hints(TrainConfig).items() if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # pyright: ignore[reportArgumentType]
 
 
 def key(name: str, value: Any = None) -> str:
-    """A setting as a TOML file has it."""
+    """A setting in the syntax of a TOML file: section.name, or section.name = value."""
     path = f"{section}.{name}" if (section := _section(name)) else name
     return path if value is None else f"{path} = {_value(str(value))!r}"
 
@@ -468,11 +468,11 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
 
 def dump_given(settings: Mapping[str, Any]) -> str:
     """The TOML text of some settings only, without those that are None; `load` reads it."""
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, value in settings.items():
         if value is not None:
-            (found.setdefault(section, {}) if (section := _section(name)) else found)[name] = value
-    return tomli_w.dumps(found)
+            (tables.setdefault(section, {}) if (section := _section(name)) else tables)[name] = value
+    return tomli_w.dumps(tables)
 
 
 def dump(config: TrainConfig) -> str:
@@ -482,10 +482,10 @@ def dump(config: TrainConfig) -> str:
         known = {name: value for name, value in settings.items() if value is not None}
         return {name: table(value) if isinstance(value, dict) else value for name, value in known.items()}  # pyright: ignore[reportUnknownArgumentType]
 
-    found = table(msgspec.to_builtins(config, enc_hook=str))
-    if given := {name: _value(text) for name, text in settings_given(found.pop("set")).items()}:
-        found["set"] = given
-    return tomli_w.dumps(found)
+    tables = table(msgspec.to_builtins(config, enc_hook=str))
+    if given := {name: _value(text) for name, text in settings_given(tables.pop("set")).items()}:
+        tables["set"] = given
+    return tomli_w.dumps(tables)
 
 
 def _text(value: Any) -> str:
@@ -519,17 +519,16 @@ _NOT_NEGATIVE = (
 def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
     again = compute.checkpoint_activations is not None
-    rung = LADDER.get(config.strategy or "")
-    moves = rung is not None and (rung.sharded or rung.several_gpus)  # weights are gathered, or copied
-    hooked = rung is not None and rung.hooked
-    _refuse({
+    info = STRATEGY_INFO.get(config.strategy or DEFAULT, STRATEGY_INFO[DEFAULT])
+    moves = info.sharded or info.several_gpus  # weights are gathered, or copied
+    _raise_first({
         "exact-with-compile": compute.compile and exact,
         "exact-with-cuda-graphs": compute.cuda_graphs and exact,
         "compile-with-recomputation": compute.compile and again,
         "cuda-graphs-with-compile": compute.cuda_graphs and compute.compile,
         "cuda-graphs-with-recomputation": compute.cuda_graphs and again,
         "cuda-graphs-with-moved-weights": compute.cuda_graphs and moves,
-        "cuda-graphs-with-hooks": compute.cuda_graphs and hooked,
+        "cuda-graphs-with-hooks": compute.cuda_graphs and info.hooked,
         "tf32-on-cpu": compute.precision == "tf32" and config.launch.device == "cpu",
         "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
         "nothing-to-recompute": again
@@ -537,25 +536,24 @@ def _check_compute(config: TrainConfig) -> None:
     }, strategy=config.strategy, default=DEFAULT)  # fmt: skip
 
 
-def _refuse(contradictions: Mapping[str, bool], **fields: Any) -> None:
-    """Raise UsageError with the first code that is true."""
-    for code, true in contradictions.items():
-        if true:
+def _raise_first(contradictions: Mapping[str, bool], **fields: Any) -> None:
+    """Raise UsageError with the first code whose value is true."""
+    for code, is_true in contradictions.items():
+        if is_true:
             raise UsageError(code=code, **fields)
 
 
 def _check_network(config: TrainConfig) -> None:
     asked, name = config.network, config.strategy or DEFAULT
     given = [setting for setting in SLOW if getattr(asked, setting) is not None]
-    own = name not in LADDER or "compress" in LADDER[name].options
-    owners = [owner for owner, rung in LADDER.items() if "compress" in rung.options]
-    _refuse({
+    owners = [owner for owner, info in STRATEGY_INFO.items() if "compress" in info.options]
+    _raise_first({
         "exact-on-slow-network": bool(given) and name in EXACT,
-        "not-for-slow-network": bool(given) and not own,
+        "not-for-slow-network": bool(given) and name in STRATEGY_INFO and name not in owners,
     }, setting=given[0] if given else "", strategy=name, allowed=owners)  # fmt: skip
-    if wrong := wrong_between_hosts(*(getattr(asked, setting) for setting in SLOW)):
-        raise UsageError(code=wrong, **dataclasses.asdict(asked), allowed=[*COMPRESS])
-    _refuse({"ema-with-local-steps": asked.local_steps is not None and config.optimizer.ema is not None})
+    if error := network_error(dataclasses.asdict(asked)):
+        raise error
+    _raise_first({"ema-with-local-steps": asked.local_steps is not None and config.optimizer.ema is not None})
 
 
 def _check_mesh(config: TrainConfig) -> None:
@@ -568,11 +566,11 @@ def _check_mesh(config: TrainConfig) -> None:
         raise UsageError(code="sequence-parallel-without-tensor")
     if launch.mesh is None:
         return
-    rung, asked = LADDER.get(name), [key for key in SLOW if getattr(config.network, key)]
-    on_mesh = [name for name, rung in LADDER.items() if rung.on_mesh]
+    asked = [key for key in SLOW if getattr(config.network, key)]
+    on_mesh = [name for name, info in STRATEGY_INFO.items() if info.on_mesh]
     several = mesh.shares_model
     stages, names = mesh.of("pipeline"), [*filter(None, (launch.stages_at or "").split(","))]
-    _refuse({
+    _raise_first({
         "wrong-number-of-stages": stages > 1 and launch.stages_at is not None and len(names) != stages - 1,
         "pipeline-with-tensor": stages > 1 and mesh.of("tensor") > 1,
         "pipeline-with-shard": stages > 1 and mesh.of("shard") > 1,
@@ -580,7 +578,7 @@ def _check_mesh(config: TrainConfig) -> None:
         "mesh-with-recomputation": several and compute.checkpoint_activations is not None,
         "context-with-tensor": mesh.of("context") > 1 and mesh.of("tensor") > 1,
         "context-with-pipeline": mesh.of("context") > 1 and mesh.of("pipeline") > 1,
-        "strategy-not-on-mesh": several and rung is not None and not rung.on_mesh,
+        "strategy-not-on-mesh": several and name in STRATEGY_INFO and name not in on_mesh,
         "shard-without-fsdp": mesh.of("shard") > 1 and name != "fsdp",
         "mesh-with-slow-network": several and bool(asked),
         "mesh-with-compile": several and compute.compile,
@@ -593,7 +591,7 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Refuse values that have the right type but no meaning, wherever they came from.
+    """Check values that have the right type, wherever they came from.
 
     Raises:
         UsageError: naming the setting, its value and what it must be.
@@ -623,5 +621,5 @@ def check_values(config: TrainConfig) -> None:
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
         own = ", or any other as module:name, e.g. torch.optim:RMSprop"
         raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=own)
-    if config.strategy is not None and config.strategy not in LADDER:
-        raise unknown("strategy", config.strategy, LADDER)
+    if config.strategy is not None and config.strategy not in STRATEGY_INFO:
+        raise unknown("strategy", config.strategy, STRATEGY_INFO)

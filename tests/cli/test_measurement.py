@@ -13,8 +13,8 @@ from tests.errors import raises
 from tests.lab.typed import typed
 
 from paceline.cli import compare, scale
-from paceline.cli.measuring import Measuring, check_measuring, publish, settings_of
-from paceline.config import TrainConfig, dump
+from paceline.cli.measurement import MeasurementConfig, check_measurement, publish, train_config
+from paceline.config.settings import TrainConfig, dump
 from paceline.lab.compare import compared_rows
 from paceline.lab.measurement import Measurement
 from paceline.lab.rounds import MeasuredRounds
@@ -27,10 +27,12 @@ def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(
 ) -> None:
     monkeypatch.chdir(TASKS.parent)
     (tmp_path / "c.toml").write_text('task = "mnist-cnn"\nstrategy = "ddp"\n[optimizer]\noptimizer = "sgd"\nlr = 0.5\n')
-    found = settings_of(f"{TASKS.name}:tied", Measuring(config=tmp_path / "c.toml", optimizer="adamw"), num_workers=2)
+    found = train_config(
+        f"{TASKS.name}:tied", MeasurementConfig(config=tmp_path / "c.toml", optimizer="adamw"), num_workers=2
+    )
     assert (found.task, found.strategy) == (f"{TASKS}:tied", None)
     assert (found.optimizer.optimizer, found.optimizer.lr, found.data.num_workers) == ("adamw", 0.5, 2)
-    plain = settings_of(f"{TASKS.name}:tied", Measuring())
+    plain = train_config(f"{TASKS.name}:tied", MeasurementConfig())
     assert dump(plain) == dump(TrainConfig(task=f"{TASKS}:tied"))
 
 
@@ -39,7 +41,7 @@ def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: p
     with pytest.raises(SystemExit):
         {"compare": compare.main, "scale": scale.main}[command](["--help-all"])
     said = capsys.readouterr().out
-    for name in Measuring.__dataclass_fields__:
+    for name in MeasurementConfig.__dataclass_fields__:
         assert f"  --{name.replace('_', '-')}" in said, name
     assert "--how" not in said
 
@@ -47,8 +49,8 @@ def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: p
 @pytest.mark.parametrize(("out", "code"), [("none/x.json", "out-folder-missing"), (".", "out-is-a-folder")])
 def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, code: str) -> None:
     with raises(code, setting="out"):
-        check_measuring(Measuring(out=tmp_path / out))
-    check_measuring(Measuring(out=tmp_path / "x.json"))
+        check_measurement(MeasurementConfig(out=tmp_path / out))
+    check_measurement(MeasurementConfig(out=tmp_path / "x.json"))
 
 
 class Found(msgspec.Struct):
@@ -56,10 +58,10 @@ class Found(msgspec.Struct):
 
 
 def test_results_are_written_and_printed_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(Found(7), Measuring(out=tmp_path / "x.json"), lambda: print("a table"))
+    publish(Found(7), MeasurementConfig(out=tmp_path / "x.json"), lambda: print("a table"))
     assert capsys.readouterr().out == "a table\n"
     assert json.loads((tmp_path / "x.json").read_text()) == {"number": 7}
-    publish(Found(8), Measuring(json=True), lambda: print("a table"))
+    publish(Found(8), MeasurementConfig(json=True), lambda: print("a table"))
     assert json.loads(capsys.readouterr().out) == {"number": 8}
 
 

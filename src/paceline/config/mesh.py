@@ -1,10 +1,10 @@
-"""How ranks are laid out: a mesh of a few named dimensions, each of which shares another thing. No torch here.
+"""The device mesh: ranks laid out in a few named dimensions, each of which splits something else. No torch here.
 
     data=2,tensor=2 of 4 ranks        tensor 0   tensor 1
                             data 0    rank 0     rank 1       a half of every layer each, and the same samples
                             data 1    rank 2     rank 3       other samples
 
-The last dimension of `DIMENSIONS` runs fastest, so its ranks, which talk most, are neighbours and share a host.
+The last dimension of `DIMENSIONS` runs fastest: its ranks, which communicate most, are neighbours and on one host.
 """
 
 import math
@@ -21,15 +21,15 @@ DIMENSIONS: Mapping[str, str] = {
     "context": "each sample, along its sequence",
     "tensor": "each layer",
 }
-"""all that can be shared, outermost first"""
+"""what each dimension splits, outermost first"""
 OF_BATCH = ("data", "shard")
-"""along these ranks see different samples; along all others they work on the same ones"""
+"""the dimensions along which ranks process different samples; along all others they process the same ones"""
 OF_MODEL = tuple(name for name in DIMENSIONS if name not in OF_BATCH)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the dimensions that were named; all others are 1."""
+    """The sizes of the given dimensions; all others are 1."""
 
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -38,7 +38,7 @@ class Mesh:
         """The mesh that `--mesh data=2,tensor=2` asks for.
 
         Raises:
-            UsageError: for what is not written so.
+            UsageError: the text has another form.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
@@ -61,25 +61,25 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return self.of(*DIMENSIONS)
 
     @property
     def replicas(self) -> int:
-        """How many ranks, or groups of ranks, work on different samples: the world as the batch sees it."""
+        """The number of ranks, or groups of ranks, that process different samples."""
         return self.of(*OF_BATCH)
 
     @property
     def shares_model(self) -> bool:
-        """Whether several ranks work on the same samples."""
+        """Whether several ranks process the same samples."""
         return self.of(*OF_MODEL) > 1
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank is, in each dimension."""
-        found: dict[str, int] = {}
+        """The coordinates of a rank."""
+        place: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
-            rank, found[name] = divmod(rank, self.of(name))
-        return {name: found[name] for name in DIMENSIONS}
+            rank, place[name] = divmod(rank, self.of(name))
+        return {name: place[name] for name in DIMENSIONS}
 
     def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
@@ -95,8 +95,8 @@ class Mesh:
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """The ways to share a model among `ranks` that a training can take."""
-    found: list[Mesh] = []
+    """The meshes of so many ranks that a training supports."""
+    meshes: list[Mesh] = []
     for outer, inner in (
         ("data", "tensor"),
         ("data", "pipeline"),
@@ -106,14 +106,14 @@ def meshes_of(ranks: int) -> list[Mesh]:
     ):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
             if size < ranks:
-                found.append(Mesh({outer: ranks // size, inner: size}))
-            elif outer == "data" and inner != "shard":  # shard alone is what fsdp does without a mesh
-                found.append(Mesh({inner: size}))
-    return found
+                meshes.append(Mesh({outer: ranks // size, inner: size}))
+            elif outer == "data" and inner != "shard":  # shard alone is strategy fsdp without a mesh
+                meshes.append(Mesh({inner: size}))
+    return meshes
 
 
 def strategy_on(strategy: str, mesh: str) -> str:
-    """A strategy, and the mesh that it works on, in words."""
+    """A strategy and its mesh, as text."""
     return f"{strategy} on {mesh}" if mesh else strategy
 
 
@@ -121,7 +121,7 @@ def mesh_of(text: str | None, world_size: int) -> Mesh:
     """The mesh of a world: as asked for, or all ranks along data.
 
     Raises:
-        UsageError: it has not as many places as there are ranks, or is not written as a mesh.
+        UsageError: its size is not the number of ranks, or the text is not a mesh.
     """
     mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
     if mesh.size != world_size:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from tests.errors import raises
 
-from paceline.config import (
+from paceline.config.mesh import DIMENSIONS, Mesh, mesh_of, meshes_of
+from paceline.config.settings import (
     ComputeConfig,
     LaunchConfig,
     NetworkConfig,
@@ -14,7 +15,6 @@ from paceline.config import (
     default_strategy,
     with_defaults,
 )
-from paceline.mesh import DIMENSIONS, Mesh, mesh_of, meshes_of
 
 
 def test_ranks_along_tensor_are_neighbours_and_those_along_data_far_apart() -> None:

@@ -1,17 +1,16 @@
-"""Shared by `compare` and `scale`: the flags of a measurement, the training that it measures, where its results go."""
+"""Shared by `compare` and `scale`: the options of a measurement, the training that it measures, and its results."""
 
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from paceline import config as configuration
-from paceline.cli.flags import check_out_file, check_positive, print_json, write_json
-from paceline.config import TrainConfig, absolute_task, check_values, task_options
+from paceline.cli.options import built, check_out_file, check_positive, print_json, write_json
+from paceline.config.settings import TrainConfig, absolute_task, check_values, dump, load, task_options
 from paceline.errors import UsageError, plural
 from paceline.lab.measurement import LOOKED_AT
 from paceline.lab.rounds import MeasuredRounds, ProcessSet, measure_rounds
@@ -20,7 +19,7 @@ from paceline.tasks import check_optimizer, check_task
 
 
 @dataclass(frozen=True)
-class Measuring:
+class MeasurementConfig:
     """Measurement and settings of the training."""
 
     steps: int = 30
@@ -53,11 +52,11 @@ class Measuring:
     """print JSON instead of tables"""
 
 
-def check_measuring(how: Measuring) -> None:
-    """Refuse what has no meaning, before hours of measuring.
+def check_measurement(how: MeasurementConfig) -> None:
+    """Check the options, before hours of measuring.
 
     Raises:
-        UsageError: naming the flag, and what it must be.
+        UsageError: naming the option, and what it must be.
     """
     check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < LOOKED_AT:
@@ -65,58 +64,52 @@ def check_measuring(how: Measuring) -> None:
     check_out_file("--out", how.out)
 
 
-def settings_of(task: str, how: Measuring, *, num_workers: int | None = None) -> TrainConfig:
-    """The training to be measured: what flags say, over --config, over the defaults.
+def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None = None) -> TrainConfig:
+    """The training to be measured: the options, over --config, over the defaults.
 
     Raises:
         UsageError: for a wrong file, value or task.
     """
-    flags = {
+    default = load(real_path(how.config), ours=True) if how.config else TrainConfig()
+    given = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
-        "optimizer.optimizer": how.optimizer, "data.data_dir": how.data_dir, "model.stem": how.stem,
-        "data.num_workers": num_workers,
+        "optimizer.optimizer": absolute_task(how.optimizer or default.optimizer.optimizer),
+        "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
+        "task": absolute_task(task), "set": [*how.set],
     }  # fmt: skip
-    config = configuration.load(real_path(how.config), ours=True) if how.config else TrainConfig()
-    for name, value in flags.items():
-        section, _, key = name.partition(".")
-        if value is not None:
-            config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    task = absolute_task(task)
-    optimizer = replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
-    config = replace(config, task=task, optimizer=optimizer, set=(*config.set, *how.set), strategy=None)
+    given = {dest: value for dest, value in given.items() if value is not None} | {"strategy": None}
+    config: TrainConfig = built(TrainConfig, given, default)
     check_values(config)
-    check_task(task, task_options(config))
+    check_task(config.task, task_options(config))
     check_optimizer(config.optimizer.optimizer)
     return config
 
 
 @contextmanager
 def measured(
-    groups: Sequence[ProcessSet], settings: TrainConfig, how: Measuring, *, memory: bool
+    groups: Sequence[ProcessSet], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
-    """Measure all groups in rounds: what was found, and the folder of the events, which is deleted at the end."""
+    """Measure all groups in rounds: the measurements, and the folder of the events, which is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         root = Path(folder).resolve()
-        found = measure_rounds(
-            groups, configuration.dump(settings), root, rounds=how.rounds, warmup=how.warmup, steps=how.steps,
-            memory=memory,
-        )  # fmt: skip
-        yield found, root
+        rounds = measure_rounds(
+            groups, dump(settings), root, rounds=how.rounds, warmup=how.warmup, steps=how.steps, memory=memory
+        )
+        yield rounds, root
 
 
-def crowd(ranks: int, threads: int, cores: int) -> str:
-    """How many threads share how many cores, in words; empty where each has one of its own."""
+def shared_cores(ranks: int, threads: int, cores: int) -> str:
+    """How many threads share how many cores, as text; empty if each has a core."""
     if ranks * threads <= cores:
         return ""
-    each, there = plural(threads, "thread"), plural(cores, "core")
-    return f"{ranks} ranks x {each} = {ranks * threads} threads on {there}"
+    return f"{ranks} ranks x {plural(threads, 'thread')} = {ranks * threads} threads on {plural(cores, 'core')}"
 
 
-def publish(found: msgspec.Struct, how: Measuring, print_tables: Callable[[], None]) -> None:
-    """Write what was found to --out, and print it as --json says: as JSON, or by `print_tables`."""
+def publish(results: msgspec.Struct, how: MeasurementConfig, print_tables: Callable[[], None]) -> None:
+    """Write the results to --out, and print them as JSON (--json) or by `print_tables`."""
     if how.out:
-        write_json(how.out, found)
+        write_json(how.out, results)
     if how.json:
-        print_json(found)
+        print_json(results)
     else:
         print_tables()

@@ -6,9 +6,9 @@ No torch here: settings that differ are reported before any process starts.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from paceline.config import TrainConfig
+from paceline.config.settings import TrainConfig
+from paceline.config.strategies import EXACT, SLOW
 from paceline.errors import UsageError, unknown
-from paceline.ladder import EXACT, SLOW
 
 FIXED = {
     "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",
@@ -23,7 +23,7 @@ FIXED = {
     "stem": "it is another model",
     "data": "the samples used so far would not be those left out from now on",
 }
-"""what may never change on the way, and why"""
+"""what may never change in a run, and why"""
 
 BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
 CHANGEABLE = (
@@ -32,19 +32,19 @@ CHANGEABLE = (
 )  # fmt: skip
 """what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
 
-OF_TASK = "set."  # begins the names of the task's own settings, which may change likewise
+OF_TASK = "set."  # the prefix of the task's settings, which may change in the same way
 
 ADDED = {
     "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
     **dict.fromkeys(SLOW),
 }  # fmt: skip
-"""what the definitions of older checkpoints do not contain, and what it was then"""
+"""what the definitions of older checkpoints do not contain, with the value at that time"""
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """The part of the definition that comes from the (resolved) settings."""
     o = config.optimizer
-    found: dict[str, Any] = {
+    definition: dict[str, Any] = {
         "task": _in_its_folder(str(config.task)),
         "stem": config.model.stem,
         "init_from": None if config.model.init_from is None else str(config.model.init_from),
@@ -72,12 +72,12 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         **vars(config.network),
     }
     if config.compute.precision == "auto":  # not chosen yet
-        del found["precision"]
-    return found
+        del definition["precision"]
+    return definition
 
 
 def _in_its_folder(reference: str) -> str:
-    """`module:name` without the folder of the module, which another machine may have elsewhere."""
+    """`module:name` without the folder of the module, which may differ between machines."""
     return ":".join(reference.split(":")[-2:])
 
 
@@ -97,9 +97,9 @@ def allowed_changes(text: str) -> list[str]:
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
-    """Compare the definition `saved` in the checkpoint `where` with as much as is known `now`.
+    """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.
 
-    Only names in `allowed` may differ. Returns these differences, in words.
+    Only names in `allowed` may differ. Returns these differences, as text.
 
     Raises:
         UsageError: naming each difference, both values, and what to do.
@@ -109,8 +109,8 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
     of_task = sorted(name for name in saved if name.startswith(OF_TASK))
     compared = [n for n in (*FIXED, *CHANGEABLE, *of_task) if bits or n not in BITS_ONLY]
     differ = [name for name in compared if name in now and name in saved and now[name] != saved[name]]
-    told = {
-        name: f"{name}: {_words(saved[name], now[name])} in the checkpoint, {_words(now[name], saved[name])} now"
+    differences = {
+        name: f"{name}: {_shown(saved[name], now[name])} in the checkpoint, {_shown(now[name], saved[name])} now"
         for name in differ
     }
     refused = [name for name in differ if name not in allowed]
@@ -119,18 +119,18 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         raise UsageError(
             code="another-run" if may else "another-run-for-good", where=where,
             saved={name: saved[name] for name in refused}, now={name: now[name] for name in refused},
-            differences="; ".join(told[name] for name in refused), allow=",".join([*allowed, *may]),
+            differences="; ".join(differences[name] for name in refused), allow=",".join([*allowed, *may]),
             never="".join(f" {_never(name)}." for name in refused if name in FIXED),
         )  # fmt: skip
-    return list(told.values())
+    return list(differences.values())
 
 
 def _never(name: str) -> str:
     return f"{name} can never change on the way, since {FIXED[name]}"
 
 
-def _words(value: Any, other: Any) -> str:
-    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, only what differs
+def _shown(value: Any, other: Any) -> str:
+    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, only the differences
         table: dict[str, Any] = value
         value = {key: table[key] for key in sorted(table) if key not in other or table[key] != other[key]}
     text = "not set" if value is None else str(value)

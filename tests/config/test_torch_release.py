@@ -5,28 +5,27 @@ from pathlib import Path
 
 import pytest
 
-from paceline import torch_version
 from paceline.cli import launch, train
+from paceline.config.choices import NEWEST_TORCH, OLDEST_TORCH, lacks_torch, untested_torch
 from paceline.errors import UsageError
-from paceline.torch_version import NEWEST, OLDEST, lacks_torch, untested_torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def newer(monkeypatch):
-    monkeypatch.setattr(torch_version, "version", lambda name: "3.0.0a0+cu140")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.0.0a0+cu140")
 
 
-@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST}.9", "0+unknown"])
+@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST_TORCH}.9", "0+unknown"])
 def test_a_tested_release_is_not_reported(monkeypatch, found):
-    monkeypatch.setattr(torch_version, "version", lambda name: found)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found)
     assert untested_torch() == []
 
 
 def test_a_newer_release_is_one_line(newer):
     (line,) = untested_torch()
-    assert "3.0.0a0+cu140" in line and OLDEST in line and NEWEST in line
+    assert "3.0.0a0+cu140" in line and OLDEST_TORCH in line and NEWEST_TORCH in line
 
 
 @pytest.mark.parametrize("command", [launch, train])
@@ -40,7 +39,7 @@ def test_a_command_reports_a_newer_release_once_and_starts(newer, capfd, tmp_pat
 
 @pytest.mark.parametrize(("found", "lacks"), [("2.11.0", True), ("2.12.1+cpu", True), ("2.13.0", False)])
 def test_a_strategy_that_torch_lacks_is_refused_before_a_process_starts(monkeypatch, found, lacks):
-    monkeypatch.setattr(torch_version, "version", lambda name: found)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found)
     assert bool(lacks_torch("fsdp")) is lacks and not lacks_torch("zero")
     command = ["mnist-cnn", "--nproc", "2", "--strategy", "fsdp", "--dry-run"]
     if not lacks:
@@ -52,6 +51,6 @@ def test_a_strategy_that_torch_lacks_is_refused_before_a_process_starts(monkeypa
 
 def test_the_tested_releases_are_those_of_the_package_and_of_ci():
     pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned is not None and pinned[1] == NEWEST
-    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"torch=={OLDEST}." in (ROOT / ".ci" / "oldest").read_text()
+    assert pinned is not None and pinned[1] == NEWEST_TORCH
+    assert f'"torch>={OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch=={OLDEST_TORCH}." in (ROOT / ".ci" / "oldest").read_text()

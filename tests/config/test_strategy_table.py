@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.ladder import DEFAULT, DEFAULT_ALONE, LADDER
+from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, STRATEGY_INFO
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
 SHARED = {"__init__", "base", "buffers", "held", "outer", "parts", "pipelined", "refusals", "slow"}  # no strategies
 TASK = f"{ROOT / 'tests' / 'lab' / 'ranks' / 'tasks_under_test.py'}:dropout"
@@ -41,15 +41,15 @@ def pages_that_differ(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def test_every_page_that_lists_strategies_lists_those_of_the_table():
-    assert pages_that_differ(LADDER) == {}
+    assert pages_that_differ(STRATEGY_INFO) == {}
 
 
 def test_every_file_of_a_strategy_is_in_the_table():
-    assert {path.stem for path in STRATEGIES.glob("*.py")} == {*LADDER} | SHARED
+    assert {path.stem for path in STRATEGIES.glob("*.py")} == {*STRATEGY_INFO} | SHARED
 
 
 def test_the_defaults_are_what_the_help_says():
-    source = (ROOT / "src" / "paceline" / "config.py").read_text()
+    source = (ROOT / "src" / "paceline" / "config" / "settings.py").read_text()
     assert f"(default: {DEFAULT} for several processes, {DEFAULT_ALONE} for one)" in source
 
 
@@ -58,13 +58,15 @@ def extended(tmp_path: Path) -> Path:
     """A paceline with one more strategy: one more file, and one more line in the table."""
     package = tmp_path / "src" / "paceline"
     package.mkdir(parents=True)
+    changed = ("strategies", "config")
     for path in STRATEGIES.parent.iterdir():
-        if path.name not in ("strategies", "ladder.py", "__pycache__"):
+        if path.name not in (*changed, "__pycache__"):
             (package / path.name).symlink_to(path)
-    shutil.copytree(STRATEGIES, package / "strategies")
+    for name in changed:
+        shutil.copytree(STRATEGIES.parent / name, package / name)
     (package / "strategies" / "mine.py").write_text((STRATEGIES / "manual.py").read_text().replace("manual", "mine"))
-    table, line = (STRATEGIES.parent / "ladder.py").read_text(), '    "manual": Rung(),\n'
-    (package / "ladder.py").write_text(table.replace(line, line + line.replace("manual", "mine")))
+    table, line = package / "config" / "strategies.py", '    "manual": StrategyInfo(),\n'
+    table.write_text(table.read_text().replace(line, line + line.replace("manual", "mine")))
     return package
 
 
@@ -99,7 +101,7 @@ def test_a_strategy_of_one_file_and_one_line_is_found_everywhere(extended: Path,
     paceline("compare", TASK, "--strategies", "mine", *quick, "--out", "compared.json")
     assert "mine" in {row["strategy"] for row in json.loads((tmp_path / "compared.json").read_text())["rows"]}
 
-    spec = importlib.util.spec_from_file_location("extended_ladder", extended / "ladder.py")
+    spec = importlib.util.spec_from_file_location("extended_table", extended / "config" / "strategies.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -107,4 +109,4 @@ def test_a_strategy_of_one_file_and_one_line_is_found_everywhere(extended: Path,
         spec.loader.exec_module(module)
     finally:
         del sys.modules[spec.name]
-    assert pages_that_differ(module.LADDER) == {page: {"mine"} for page in LISTS}
+    assert pages_that_differ(module.STRATEGY_INFO) == {page: {"mine"} for page in LISTS}

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tests.errors import check, raises
 
-from paceline.config import TrainConfig, with_defaults
-from paceline.definition import ADDED, BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+from paceline.config.definition import ADDED, BITS_ONLY, CHANGEABLE, FIXED, allowed_changes, check_same, settings
+from paceline.config.settings import TrainConfig, with_defaults
 from paceline.errors import PacelineError, UsageError
 
 SAVED = {name: f"old-{name}" for name in (*FIXED, *CHANGEABLE)} | {"strategy": "exact"}

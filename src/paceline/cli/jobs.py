@@ -12,8 +12,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.cli.flags import check_positive, command_words
-from paceline.config import ClusterConfig
+from paceline.cli.options import check_positive, command_words
+from paceline.config.choices import LauncherName, launchers_of
+from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.host.surroundings import parse_env
 from paceline.launch.by_hand import by_hand, typed
@@ -39,7 +40,6 @@ from paceline.launch.slurm.queue import (
 )
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.launch.supervise import run
-from paceline.launchers import LauncherName, launchers_of
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import GPU_CORES, Allocation, Host, JobSpec
 from paceline.runs.console import say
@@ -51,15 +51,15 @@ FIND_AGAIN = "paceline status {} says how it goes on; also: paceline logs, pacel
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Refuse settings that have no effect with this launcher: none is silently ignored.
+    """Check the settings, also for those that have no effect with this launcher.
 
     Raises:
-        UsageError: naming the setting, and where it has one.
+        UsageError: naming the setting, and the launchers that use it.
     """
     for field in dataclasses.fields(cluster):
-        meant = launchers_of(field.name)
-        if cluster.on not in meant and getattr(cluster, field.name) != field.default:
-            raise UsageError(code="option-of-another-launcher", setting=field.name, allowed=[*meant], value=cluster.on)
+        allowed = launchers_of(field.name)
+        if cluster.on not in allowed and getattr(cluster, field.name) != field.default:
+            raise UsageError(code="option-of-another-launcher", setting=field.name, allowed=allowed, value=cluster.on)
     if cluster.join_timeout <= 0:
         raise UsageError(code="join-timeout-not-positive", value=cluster.join_timeout)
     check_positive(cluster, "cpus_per_rank")
@@ -110,21 +110,22 @@ def placed_job(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
 
 
 def _nodes(asked: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
+    """The smallest and the largest number of nodes, from --nodes N or MIN:MAX."""
     if asked is None:
         return max(1, len(hosts)), max(1, len(hosts))
     least, colon, most = asked.partition(":")
-    if not least.isdecimal() or not (most if colon else least).isdecimal():
+    most = most if colon else least
+    if not (least.isdecimal() and most.isdecimal()):
         raise UsageError(code="nodes-not-a-number", value=asked)
-    numbers = int(least), int(most if colon else least)
-    if not 1 <= numbers[0] <= numbers[1]:
+    if not 1 <= int(least) <= int(most):
         raise UsageError(code="nodes-out-of-range", value=asked)
-    if hosts and not (numbers[0] if colon else numbers[1]) <= len(hosts) <= numbers[1]:
+    if hosts and not int(least) <= len(hosts) <= int(most):
         raise UsageError(code="nodes-and-hosts-differ", value=asked, count=len(hosts))
-    return numbers
+    return int(least), int(most)
 
 
-def workers(job: JobSpec) -> int:
-    """Processes on all nodes together, those included that may come later."""
+def world_size(job: JobSpec) -> int:
+    """The number of processes on all nodes, including those that may join later."""
     return sum(host.slots or job.nproc for host in job.hosts) + (job.nodes - len(job.hosts)) * job.nproc
 
 
@@ -134,18 +135,18 @@ def planned_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
 
-def show(cluster: ClusterConfig, job: JobSpec) -> int:
-    """`--dry-run`: the complete plan; nothing is made, asked or started."""
+def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
+    """`--dry-run`: print the complete plan; start nothing."""
     plan = LAUNCHERS[cluster.on](job)
     print(typed(plan) if cluster.on == "print" else describe(plan), end="")
     return ExitCode.DONE
 
 
 @contextmanager
-def taken_run_dir(
+def locked_run_dir(
     asked: Path | None, name: str, *, trust: bool, resume: bool = False, fresh: bool = False
 ) -> Generator[tuple[Path, int]]:
-    """The folder of the run that is to be started, and its lock, held meanwhile; `fresh`: old results move aside.
+    """The folder of the run to start, and its lock, held in the body; with `fresh`, old results move aside.
 
     Raises:
         UsageError: if it cannot be used, or another run is active in it.

@@ -1,0 +1,73 @@
+"""Choices that commands and ranks share: launchers, checkpoint intervals, releases of torch."""
+
+import re
+from typing import Literal, get_args
+
+from paceline.config.strategies import STRATEGY_INFO
+from paceline.errors import UsageError
+
+OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.14"
+"""the releases of torch that CI installs"""
+
+LauncherName = Literal["local", "ssh", "slurm", "print"]
+
+LAUNCHER_SETTINGS: dict[LauncherName, str] = {
+    "local": "detach",
+    "ssh": "hosts ssh sync join_timeout detach",
+    "slurm": "join_timeout partition time gpus_per_node cpus_per_rank save_before sbatch follow cancel_on_interrupt",
+    "print": "hosts join_timeout agent",
+}
+"""by launcher: the settings of [cluster] that not all launchers take; the names are also in the record of a run"""
+assert tuple(LAUNCHER_SETTINGS) == get_args(LauncherName)
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def launchers_of(setting: str) -> list[LauncherName]:
+    """The launchers that use a setting of [cluster]."""
+    return [name for name, own in LAUNCHER_SETTINGS.items() if setting in own.split()] or [*LAUNCHER_SETTINGS]
+
+
+def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:
+    """(steps, seconds) between checkpoints, from 500 or "10min"; one of them is None, or both.
+
+    Raises:
+        UsageError: for a text that is not a time.
+    """
+    if not isinstance(checkpoint_every, str):
+        return checkpoint_every, None
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h)", checkpoint_every)
+    if match is None or not float(match[1]):
+        raise UsageError(code="checkpoint-every-not-a-time", value=checkpoint_every)
+    return None, float(match[1]) * _UNITS[match[2]]
+
+
+def untested_torch() -> list[str]:
+    """Return one line if the installed torch is newer than any tested one."""
+    version, release = _torch_release()
+    if release <= _release(NEWEST_TORCH):
+        return []
+    tested = f"{OLDEST_TORCH} to {NEWEST_TORCH}"
+    return [f"torch {version} is newer than the releases that paceline is tested with ({tested})"]
+
+
+def lacks_torch(strategy: str) -> str:
+    """Return why the installed torch cannot run the strategy; empty if it can, or if torch is not installed here."""
+    least, why = STRATEGY_INFO[strategy].least_torch
+    version, release = _torch_release()
+    if not why or not release or release >= _release(least):
+        return ""
+    return f"strategy {strategy} requires torch {least} or newer (found {version}; older versions {why})"
+
+
+def _torch_release() -> tuple[str, tuple[int, ...]]:
+    """The installed version of torch, and its first two numbers; empty without torch."""
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms, which most commands need not spend
+
+    try:
+        return (installed := version("torch")), _release(installed)
+    except PackageNotFoundError:
+        return "", ()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2] if part.isdecimal())
