@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.memory import BULK_BYTES, SharedMemory
-from paceline.collectives.memory_moves import barrier
-from paceline.collectives.memory_sum import TreeSum
+from paceline.collectives.memory_sum import TreeSum, barrier
 from paceline.collectives.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 

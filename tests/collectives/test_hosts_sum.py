@@ -20,8 +20,9 @@ from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.collectives import hosts_sum, transports
+from paceline.collectives import hosts as hosts_module
 from paceline.collectives import memory as handshake
+from paceline.collectives import transports
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import communicator as exchange
 from paceline.collectives.communicator import make_communicator
@@ -62,19 +63,19 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     parts: dict[tuple[int, int], str] = {}
     for number in range(hosts):
         forest = Forest([*pairwise(cuts)], number * size)
-        nesting = hosts_sum.by_leaf(forest, size)
+        plan = hosts_module.by_leaf(forest, size)
         nodes = forest.nodes()
-        assert nesting.lanes == max(map(len, nodes))
-        for node, subtree in zip(nesting.across.nodes()[number], nesting.within, strict=True):
+        assert plan.lanes == max(map(len, nodes))
+        for node, subtree in zip(plan.across.nodes()[number], plan.within, strict=True):
             own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
             parts[node] = tree_sum(own, plus, subtree.leaves)
     assert tree_sum(parts, plus, world + more) == whole((0, world + more))
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    nesting = hosts_sum.by_rank(Forest([(rank, rank + 1) for rank in range(12)], 7), 3)
-    assert (nesting.across.rank, nesting.across.leaves, nesting.lanes) == (2, 4, 1)
-    assert [(one.leaves, [*one.parts.values()]) for one in nesting.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
+    plan = hosts_module.by_rank(Forest([(rank, rank + 1) for rank in range(12)], 7), 3)
+    assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
+    assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
 
 
 def test_hosts_are_runs_of_ranks():
@@ -112,7 +113,7 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
 
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
     """For each number of ranks a host, all numbers of virtual ranks: to the bit, and None where it is None."""
-    hosts_sum.BUNDLE_BYTES = transports.BUNDLE_BYTES = 32 << 10  # so that several are under way
+    hosts_module.BUNDLE_BYTES = transports.BUNDLE_BYTES = 32 << 10  # so that several are under way
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
@@ -233,7 +234,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(forest, OverHosts(buckets, place, hosts_sum.by_leaf(forest, 2)))
+    sums = Reducer(forest, OverHosts(buckets, place, hosts_module.by_leaf(forest, 2)))
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:

@@ -21,7 +21,7 @@ HANGS = f"""{TORCH}
 from paceline.collectives import memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable
-from paceline.collectives.hosts_sum import by_leaf
+from paceline.collectives.hosts import by_leaf
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.transports import OverHosts

@@ -17,7 +17,7 @@ from paceline.guard.judge import judge
 pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
-from paceline.collectives.memory_moves import barrier
+from paceline.collectives.memory_sum import barrier
 from paceline.collectives.communicator import make_communicator
 from paceline.worker.guard import Guard
 memory = make_communicator().memory
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_noticed_and_named_by_all(tmp_path: Path) -> None:
 
 
 LEFT = f"""{TORCH}
-from paceline.collectives.memory_moves import barrier
+from paceline.collectives.memory_sum import barrier
 from paceline.collectives.communicator import make_communicator
 memory = make_communicator().memory
 barrier(memory)

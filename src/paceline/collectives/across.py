@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import kinds
+from paceline.collectives.buckets import numels_and_dtypes
 from paceline.collectives.compress import NAME, State, compression
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
@@ -43,7 +43,8 @@ class Across:
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._way = compression(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
-        self._hand_out = TreeSum(memory, *kinds(parameters), of_one_host(hosts), NAME) if memory.size > 1 else None
+        kinds, alone = numels_and_dtypes(parameters), memory.size == 1
+        self._hand_out = None if alone else TreeSum(memory, *kinds, of_one_host(hosts), NAME)
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:

@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives import memory as handshake
-from paceline.collectives import memory_moves as moves
+from paceline.collectives import memory_sum
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of
-from paceline.collectives.hosts import Hosts, connect_hosts, group_name, hosts_of_one
-from paceline.collectives.hosts_sum import by_leaf, by_rank
+from paceline.collectives.hosts import Hosts, by_leaf, by_rank, connect_hosts, group_name, hosts_of_one
 from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, meet_in_memory
 from paceline.collectives.torch_collectives import (
     CPU,
@@ -120,7 +119,7 @@ class _MemoryCommunicator(Communicator):
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
-            moves.broadcast_in_memory(self._shared, tensors, src, name)
+            memory_sum.broadcast_in_memory(self._shared, tensors, src, name)
         else:
             super().broadcast(tensors, src, name)
 
@@ -131,30 +130,30 @@ class _MemoryCommunicator(Communicator):
         if not mine.is_cpu:
             return super().start_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
-        moves.all_gather(self._shared, mine, rows.view(-1), name)
+        memory_sum.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
 
     def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        return moves.StartedSum(self._shared, numbers, name).finish
+        return memory_sum.StartedSum(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:
             return super().all_gather(out, mine, name, async_op=async_op)
-        return moves.all_gather(self._shared, mine, out, name)
+        return memory_sum.all_gather(self._shared, mine, out, name)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
         if not flat.is_cpu or op != dist.ReduceOp.SUM:
             super().reduce_scatter(out, flat, name, op)
         else:
-            moves.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
+            memory_sum.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
 
     def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
         if not own[0].is_cpu or own[0].is_complex():
             return super().start_share_of_sum(forest, own, name)
         share = own[0].new_empty(len(own[0]) // self.size)
-        moves.reduce_scatter(self._shared, own, forest, share, name=name)
+        memory_sum.reduce_scatter(self._shared, own, forest, share, name=name)
         return lambda: share
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
@@ -176,8 +175,8 @@ class _HostsCommunicator(Communicator):
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
-        nesting = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
-        return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, nesting)
+        plan = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
+        return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
@@ -237,7 +236,7 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
         return Communicator()
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
     name, seconds = group_name(met.host) if several else GROUP, _timeout_seconds(group)
-    memory = SharedMemory(met.peers, place, layout, seconds, group=name, of_all=not several)
+    memory = SharedMemory(met.peers, place, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
@@ -267,10 +266,7 @@ def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewher
     if group.rank() != 0:
         return ToldElsewhere("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
     switch = f", {SHARED_MEMORY}={os.environ[SHARED_MEMORY]}" if SHARED_MEMORY in os.environ else ""
-    return UsageError(
-        f"--collectives shared: the {group.size()} ranks cannot share memory: {why}{switch}. It takes CPU ranks of one "
-        "user, on one host or on several with equally many. Choose from: auto, torch, shared"
-    )
+    return UsageError(code="memory-not-shared", size=group.size(), reason=why, switch=switch)
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -144,11 +144,7 @@ class Reducer:
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
         if bucket < self._sent:
-            raise UsageError(
-                f"{self._names.get(parameter, 'a parameter')} gets a second gradient in the step's last micro-batch, "
-                "after the first was sent to the other ranks. If activation checkpointing recomputes modules that use "
-                "it twice, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise UsageError(code="gradient-after-send", name=self._names.get(parameter, "a parameter"))
         if not self._leaving:
             return
         self._missing[bucket].discard(parameter)
@@ -170,11 +166,8 @@ class Reducer:
     def _check_shapes(self, index: int) -> None:
         for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
             if parameter.grad is not None and parameter.grad.numel() != numel:
-                raise UsageError(
-                    f"{self._names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
-                    f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
-                    "over ranks. Change the shape before the strategy is applied"
-                )
+                name = self._names.get(parameter, "a parameter")
+                raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
 
     @torch.no_grad()
     def _send_next(self) -> None:

@@ -170,13 +170,9 @@ class Shards:
 
 def check_assigned(name: str, values: Tensor, place: Tensor) -> None:
     """Raise UsageError if `values`, assigned to parameter `name`, do not fit in its memory."""
-    wanted, found = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (place, values))
+    wanted, found = (f"{tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (place, values))
     if wanted != found:
-        raise UsageError(
-            f"the parameter {name} was given other data (p.data = ... or p.set_(...)): {found[0]}, {found[1]} on "
-            f"{found[2]}, in place of {wanted[0]}, {wanted[1]} on {wanted[2]}. This strategy cuts parameters when "
-            "it is applied, so they must keep their shape, type and device. Change the model before that"
-        )
+        raise UsageError(code="assigned-data-differs", name=name, found=found, wanted=wanted)
 
 
 def _refuse_views(parameters: Iterable[nn.Parameter]) -> None:

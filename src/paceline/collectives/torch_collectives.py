@@ -85,11 +85,8 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
     headers = rows[:, :HEADER_BYTES]
     if not torch.equal(headers, mine[:HEADER_BYTES].expand_as(headers)):
         texts = [bytes(header.tolist()).rstrip(b"\0").decode(errors="replace") for header in headers]
-        called = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
-        raise TrainingError(
-            f"Detected mismatch between collectives: {called}. All ranks must call the same ones in the same order.",
-            ExitCode.MISMATCH,
-        )
+        calls = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
+        raise TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where="", calls=calls)
     return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 

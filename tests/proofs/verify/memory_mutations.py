@@ -16,12 +16,10 @@ import torch
 from tests.proofs.verify.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.collectives import memory_moves as moves
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import SharedMemory
-from paceline.collectives.memory_moves import StartedSum
-from paceline.collectives.memory_sum import Chunk, Flat, Lanes, Results, TreeSum
+from paceline.collectives.memory_sum import Chunk, Flat, Lanes, Results, StartedSum, TreeSum
 from paceline.collectives.tree import Node
 
 BULK_BYTES = 16 << 10
@@ -138,7 +136,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = moves.all_gather
+    original = memory_sum.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -147,7 +145,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
             late, kept[out.data_ptr()] = kept.get(out.data_ptr(), mine), mine.clone()
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((moves, "all_gather", all_gather))
+    return planted((memory_sum, "all_gather", all_gather))
 
 
 def _bug(
