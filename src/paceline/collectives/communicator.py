@@ -1,8 +1,8 @@
 """Communicators exchange tensors and messages between the ranks of a process group. All ranks choose the kind once.
 
-    all ranks on one host                                  "shared"   memory
-    several hosts of equally many ranks, more than one     "hosts"    gradients: memory on each host, gloo between hosts
-    otherwise                                              "torch"    torch.distributed
+    all ranks on one host                                      "shared"   memory
+    several hosts with the same number of ranks (2 or more)    "hosts"    gradients: memory and, between hosts, gloo
+    otherwise                                                  "torch"    torch.distributed
 
     make_communicator()                       # a collective, at its first call
     communicator().start_sum(numbers, "name")()

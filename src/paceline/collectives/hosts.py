@@ -119,12 +119,8 @@ class HierarchyPlan:
     across: Forest  # its ranks are the hosts
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """Chunks of one type, of which each rank sends its share in one message."""
-
-    dtype: torch.dtype
-    chunks: Sequence[Chunk]
+Bundle = Sequence[Chunk]
+"""Chunks of one type, of which each rank sends its share in one message."""
 
 
 def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
@@ -166,7 +162,7 @@ class HostsSum:
         self._tensors = len(sizes)
         self._lanes = Lanes(self._memory, sizes, dtypes, rooms, scratch)
         # tensors without elements send the flags alone
-        self._bundles = _bundled(self._lanes.chunks, self._memory.size) or [Bundle(dtypes[0], ())]
+        self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()
         self._call = self._memory.called("reduce_scatter", name, *in_words(sizes, dtypes))
 
@@ -221,21 +217,16 @@ class HostsSum:
 
     def _left(self, bundle: Bundle, *, first: bool) -> Exchange:
         """Add up a bundle on this host, and send this rank's share; with the first bundle the flags."""
-        bulk, lanes, plan = self._memory.bulk, self._lanes, self._plan
-        size, flags = self._width(bundle), self._tensors if first else 0
+        plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
         # at least one element: gloo must not send an empty message
-        sums = torch.empty(len(plan.within), plan.across.padded(max(1, size + flags)), dtype=bundle.dtype)
+        shape = len(plan.within), plan.across.padded(max(1, size + flags))
+        sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtype)
         sums[:, size:] = 0
         at = 0
-        for number, chunk in enumerate(bundle.chunks or [None]):
-            slot = bulk.write()
+        for number, chunk in enumerate(bundle or [None]):
+            slot = self._lanes.send(chunk, self._own, is_first=first and number == 0)
             if first and number == 0:
-                lanes.set_flags(slot, self._own)
-            if chunk is not None:
-                lanes.load(chunk, self._own, slot)
-            bulk.exchange()
-            if first and number == 0:
-                sums[0, size : size + flags] = torch.tensor(lanes.used()).to(bundle.dtype)
+                sums[0, size : size + flags] = torch.tensor(self._lanes.used()).to(sums.dtype)
             if chunk is not None:
                 at += self._add_up(chunk, slot, sums[:, at:])
         return Exchange(plan.across, [*sums.unbind()], self._hosts.across(), self._name)
@@ -256,7 +247,7 @@ class HostsSum:
     def _hand_out(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
         """Exchange the shares of the sums with all ranks of this host."""
         bulk, at = self._memory.bulk, 0
-        for chunk in bundle.chunks:
+        for chunk in bundle:
             start, stop = self._lanes.share(chunk, self._memory.rank)
             slot = bulk.write()
             mine = bulk.typed(chunk.dtype)[slot][self._memory.rank]
@@ -267,18 +258,18 @@ class HostsSum:
 
     def _width(self, bundle: Bundle) -> int:
         """The number of elements of this rank's share of a bundle."""
-        shares = [self._lanes.share(chunk, self._memory.rank) for chunk in bundle.chunks]
+        shares = [self._lanes.share(chunk, self._memory.rank) for chunk in bundle]
         return sum(stop - start for start, stop in shares)
 
 
-def _bundled(chunks: Sequence[Chunk], ranks: int) -> list[Bundle]:
+def _bundled(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
     """Group consecutive chunks of one type until each rank's share of them is large enough."""
-    bundles: list[Bundle] = []
-    together: list[Chunk] = []
+    bundles: list[list[Chunk]] = []
     for chunk in chunks:
-        size = sum(one.size for one in together) * chunk.dtype.itemsize // ranks
-        if together and (together[0].dtype != chunk.dtype or size >= BUNDLE_BYTES):
-            bundles.append(Bundle(together[0].dtype, together))
-            together = []
-        together.append(chunk)
-    return [*bundles, Bundle(together[0].dtype, together)] if together else bundles
+        last = bundles[-1] if bundles else []
+        size = sum(other.size for other in last) * chunk.dtype.itemsize // ranks
+        if last and last[0].dtype == chunk.dtype and size < BUNDLE_BYTES:
+            last.append(chunk)
+        else:
+            bundles.append([chunk])
+    return bundles

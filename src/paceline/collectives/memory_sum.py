@@ -182,6 +182,18 @@ class Lanes:
                 if factor is not None:
                     place.mul_(factor)
 
+    def send(
+        self, chunk: Chunk | None, own: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
+    ) -> int:
+        """Make one tick with the chunk of all ranks, and with their flags in the first one; return its slot."""
+        slot = self._memory.bulk.write()
+        if is_first:
+            self.set_flags(slot, own)
+        if chunk is not None:
+            self.load(chunk, own, slot, factor=factor)
+        self._memory.bulk.exchange()
+        return slot
+
     def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
         """Elements [start, stop) of the chunk of each subtree, in the memory of the ranks."""
         slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._rooms[chunk.dtype]
@@ -287,14 +299,9 @@ class TreeSum:
             return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
 
     def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        bulk, lanes, results = self._memory.bulk, self._lanes, list[Tensor | None]()
+        lanes, results = self._lanes, list[Tensor | None]()
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = bulk.write()
-            if number == 0:
-                lanes.set_flags(slot, own)
-            if chunk is not None:
-                lanes.load(chunk, own, slot, factor=factor)
-            bulk.exchange()
+            slot = lanes.send(chunk, own, is_first=number == 0, factor=factor)
             if number == 0:
                 results = lanes.results(own, lanes.used())
             if chunk is not None:

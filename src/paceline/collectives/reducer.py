@@ -1,9 +1,9 @@
-"""The sum of gradients over virtual ranks: leaves of one tree, in buckets that leave while backward still runs.
+"""The sum of gradients over virtual ranks, the leaves of one tree, in buckets that are sent during backward.
 
-autograd would add virtual ranks up from left to right. So the gradients of each are taken away before the next one's
-backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank add up as ever: they are
-always on one rank. In this rank's last backward of a step a bucket leaves as soon as its last gradient is there, in the
-same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
+autograd would add virtual ranks from left to right. The gradients of each one are therefore taken away before the next
+one's backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank accumulate: they are
+always on one rank. In this rank's last backward of a step, a bucket is sent when its last gradient is complete, in the
+same order on all ranks. A transport sums the buckets over ranks (see `transports`).
 """
 
 from collections.abc import Callable, Generator
@@ -33,9 +33,9 @@ class Reducer:
                 loss(...).backward()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
-    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. Unused on all of
-    them it keeps None: an optimizer skips None, but for a zero it would still decay the weight (AdamW) or move it by
-    old momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. If no rank uses
+    it, .grad stays None. An optimizer skips None, but given zeros it would decay the weight (AdamW) or move it by old
+    momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Reducer:
         """Hook into the parameters.
 
         Args:
-            forest: who owns which leaves.
+            forest: the leaves of each rank.
             transport: with the same buckets on every rank.
             at_start: called before a step's first backward.
-            module: whose parameters they are: for their names.
+            module: has the names of the parameters.
         """
         self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
@@ -67,9 +67,9 @@ class Reducer:
         """Around one backward of a virtual rank.
 
         Args:
-            virtual_rank: ours, and not before the one of the last backward.
-            is_last: whether this is our last backward of the step: then buckets leave as they fill.
-            counted: False for a stand-in, whose gradients are thrown away.
+            virtual_rank: one of this rank, not below that of the previous backward.
+            is_last: whether this is this rank's last backward of the step: then buckets are sent as they fill.
+            counted: False for a dummy batch, whose gradients are discarded.
         """
         if self._leaf is None and self._sent == 0:
             self._at_start()
@@ -77,14 +77,14 @@ class Reducer:
             yield from self._put_aside()
             return
         if self._leaf not in (None, virtual_rank):
-            # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
+            # the gradients of the previous virtual rank become a leaf of each bucket that is not sent
             for index in range(self._sent, len(self._buckets)):
                 self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
         try:
             yield
         except BaseException:
-            if self._sent == 0:  # no rank waits for anything of this step
+            if self._sent == 0:  # no rank waits for this step
                 self._forget()
             raise
         self._leaving = False
@@ -94,7 +94,7 @@ class Reducer:
         return self.leaf(work.virtual_rank, is_last=is_last, counted=work.counted)
 
     def _put_aside(self) -> Generator[None]:
-        """Around the backward of a stand-in: what it gives is thrown away, and gradients are what they were before."""
+        """Around the backward of a dummy batch: restores the gradients of before."""
         before = {parameter: parameter.grad for parameter in self._bucket_of}
         for parameter in before:
             parameter.grad = None
@@ -104,28 +104,28 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> bool:
-        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective).
+        """Return when every .grad is the sum over all leaves, divided by `divisor` (a collective).
 
         Args:
             divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
 
         Returns:
-            Whether all of them are known to be finite, on all ranks alike.
+            Whether all of them are known to be finite; the same on all ranks.
         """
         return self._end(divisor)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make the reducer usable again after an error in forward or backward; .grad is as the error left it.
+        """Make the reducer usable again after an error in forward or backward; .grad does not change.
 
-        The buckets that this rank has not sent leave now: other ranks, which may be waiting in `finish`, have sent
-        theirs, and messages of the next step must not meet those of this one.
+        This rank sends the remaining buckets: other ranks, which may be waiting in `finish`, have sent theirs, and
+        messages of the next step must not match those of this one.
         """
         self._end(None)
 
     def _end(self, divisor: float | Tensor | None) -> bool:
         try:
-            while self._sent < len(self._buckets):  # every rank sends every bucket, also one without a gradient
+            while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
             return self._transport.end(divisor)
         finally:
@@ -136,7 +136,7 @@ class Reducer:
         self._leaf: int | None = None
         self._leaving = False
         self._sent = 0
-        # a parameter that several modules use may get its gradient in several parts: it leaves at the end
+        # a parameter that several modules use may get its gradient in several parts: its bucket is sent at the end
         self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
         self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
 
@@ -155,19 +155,16 @@ class Reducer:
     def _add_leaf(self, index: int) -> None:
         parameters = self._buckets[index]
         check_dense(((p, p.grad) for p in parameters), self._names)
-        self._check_shapes(index)
-        if any(p.grad is not None for p in parameters):
-            # outside of every `leaf` they are those of our first one
-            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
-            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
-            for parameter in parameters:
-                parameter.grad = None
-
-    def _check_shapes(self, index: int) -> None:
-        for parameter, numel in zip(self._buckets[index], self._numels[index], strict=True):
+        for parameter, numel in zip(parameters, self._numels[index], strict=True):
             if parameter.grad is not None and parameter.grad.numel() != numel:
                 name = self._names.get(parameter, "a parameter")
                 raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
+        if any(p.grad is not None for p in parameters):
+            # outside of every `leaf` they belong to this rank's first one
+            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
+            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: the sum owns them now
+            for parameter in parameters:
+                parameter.grad = None
 
     @torch.no_grad()
     def _send_next(self) -> None:
@@ -175,30 +172,27 @@ class Reducer:
         self._sent += 1
         self._add_leaf(index)
         sums = self._sums[index].finish()
-        self._sums[index] = self._forest.partial_sums(added_each)  # the transport's now: let them go
+        self._sums[index] = self._forest.partial_sums(added_each)  # the transport owns them now
         self._transport.begin(index, sums)
 
 
 def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
-    """What sums gradients over the leaves of `forest`, in the order of its tree: the bits of one process."""
+    """A reducer over the leaves of `forest`, in the order of its tree: the bits of one process."""
     return _reducer(module, forest, in_order=True)
 
 
 def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
-    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective).
-
-    `group`: of those ranks, where they are not all.
-    """
+    """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: of some of the ranks."""
     return _reducer(module, forest, in_order=False, group=group)
 
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
-    """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
+    """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
     return Reducer(of_one_host(hosts), OnEachHost(trainable(module), hosts, across), module=module)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
-    """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
+    """A reducer that gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
     return Reducer(forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
 
 
@@ -211,7 +205,7 @@ def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.P
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
-    """The first name of each parameter of `module`, and those that have several."""
+    """The first name of each parameter of `module`, and the parameters with several names."""
     names: dict[nn.Parameter, str] = {}
     tied: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():

@@ -30,8 +30,8 @@ from paceline.bench.spec import (
     Memory,
 )  # fmt: skip
 from paceline.checkpoint.shards import sha256_of, whole
+from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
