@@ -31,7 +31,7 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.transports import OverHosts
+from paceline.collectives.transports import HierarchicalTransport
 from paceline.collectives.tree import Forest, added_each, tree_sum
 from paceline.contract.variables import SHARED_MEMORY
 from paceline.data.plan import ranks_share
@@ -125,7 +125,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
                 sums = sum_by_leaf(models[0], forest)
-                assert isinstance(sums._transport, OverHosts)
+                assert isinstance(sums._transport, HierarchicalTransport)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
                     alone = over_torch(models[1], Forest([(0, virtual_ranks)], 0))
@@ -135,7 +135,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                     compared += 1
         model = Odd()
         sums = sum_by_rank(model, Forest([(n, n + 1) for n in range(world_size)], rank))
-        assert isinstance(sums._transport, OverHosts)
+        assert isinstance(sums._transport, HierarchicalTransport)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             for part in range(2):
@@ -209,7 +209,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     for make in (sum_by_leaf, sum_by_rank):
         model = nn.Linear(999, 1000)
         sums = make(model, forest)
-        assert isinstance(sums._transport, OverHosts)
+        assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box, world, None)
         with sums.leaf(rank, is_last=True):
@@ -234,7 +234,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(forest, OverHosts(buckets, place, hosts_module.by_leaf(forest, 2)))
+    sums = Reducer(forest, HierarchicalTransport(buckets, place, hosts_module.by_leaf(forest, 2)))
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
-from paceline.collectives.transports import InMemory
+from paceline.collectives.transports import MemoryTransport
 from paceline.collectives.tree import Forest
 from paceline.data.plan import ranks_share
 
@@ -31,7 +31,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
             shared = sum_by_leaf(models[0], forest)
-            assert isinstance(shared._transport, InMemory)
+            assert isinstance(shared._transport, MemoryTransport)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
                 over_gloo = by_leaf(over_torch(models[1], forest), models[1], shares[rank], left_out)
@@ -46,7 +46,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         models = [Odd(), Odd()]
         forest = by_rank(rank, world_size)
         several = [sum_by_rank(models[0], forest), over_torch(models[1], forest, in_order=False)]
-        assert isinstance(several[0]._transport, InMemory)
+        assert isinstance(several[0]._transport, MemoryTransport)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
                 with sums.leaf(rank, is_last=part == 1):

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import numels_and_dtypes
+from paceline.collectives.buckets import balanced, numels_and_dtypes
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
 from paceline.collectives.torch_collectives import labelled, start_gather, start_sum, when_done
-from paceline.collectives.transports import InMemory
+from paceline.collectives.transports import MemoryTransport
 from paceline.collectives.tree import Forest, Grads, round_up
 
 State = Mapping[str, Tensor]
@@ -38,7 +38,7 @@ DEFAULT_RANK = 4
 NAME = "between hosts"
 
 
-class Whole:
+class Uncompressed:
     """Sums lists of tensors of these shapes over the ranks of a group, one on each host, without compression."""
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
@@ -85,7 +85,7 @@ class Int8:
         return (numbers.to(dtype) * scales[..., None]).flatten(1)
 
 
-class Rounded:
+class Quantized:
     """Each host adds up a share: it receives the rounded shares of all hosts, and sends its rounded sum to all.
 
     A host therefore sends 2 (H - 1) / H numbers for each value with H hosts, as an all-reduce does.
@@ -97,12 +97,12 @@ class Rounded:
         self._share = round_up(self._size, BLOCK * hosts) // hosts
 
     def begin(self) -> State:
-        """See Whole. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
+        """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
         share = self._share
         return {"held": torch.zeros(self._hosts * share, dtype=self._dtype), "owed": torch.zeros(share).to(self._dtype)}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Whole."""
+        """See Uncompressed."""
         code, values = self._code, state["held"].clone()
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
@@ -138,7 +138,7 @@ class LowRank:
         """the number of values that a sum sends"""
 
     def begin(self) -> State:
-        """See Whole. `held/i`: the residual of matrix i; `basis/i`: its Q."""
+        """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
             state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
@@ -147,7 +147,7 @@ class LowRank:
         return state
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """See Whole."""
+        """See Uncompressed."""
         after: dict[str, Tensor] = {}
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
@@ -169,13 +169,13 @@ class LowRank:
 
 def compression(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
-) -> Whole | LowRank | Rounded:
+) -> Uncompressed | LowRank | Quantized:
     """The compression with this name. `rank`: of powersgd; `dtype`: in which it computes, float32 or float64."""
     if compress is None:
-        return Whole(shapes)
+        return Uncompressed(shapes)
     if compress == "powersgd":
         return LowRank(shapes, dtype, rank or DEFAULT_RANK)
-    return Rounded(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
+    return Quantized(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
@@ -202,13 +202,8 @@ class Across:
     ) -> None:
         """`compress` and `rank` as in `compression`."""
         self._parameters, self._hosts = parameters, hosts
-        memory, sizes = hosts.memory, [p.numel() for p in parameters]
-        loads, carried = [0] * memory.size, [list[int]() for _ in range(memory.size)]
-        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            place = loads.index(min(loads))
-            loads[place] += sizes[index]
-            carried[place].append(index)
-        self._carried = sorted(carried[memory.rank])
+        memory = hosts.memory
+        self._carried = sorted(balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._codec = compression(
@@ -276,7 +271,7 @@ class Across:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class OnEachHost:
+class PerHostTransport:
     """A transport of one bucket: sums in memory on each host and then, divided, with `across` over hosts."""
 
     early = False
@@ -286,7 +281,7 @@ class OnEachHost:
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory if hosts.memory.size > 1 else None
-        self._inside = InMemory(parameters, memory, of_one_host(hosts), ranks=hosts.size)
+        self._inside = MemoryTransport(parameters, memory, of_one_host(hosts), ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See transports.Transport."""

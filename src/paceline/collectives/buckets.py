@@ -43,6 +43,16 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
     return buckets
 
 
+def balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
+    """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
+    loads, held = [0] * holders, [list[int]() for _ in range(holders)]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        holder = loads.index(min(loads))
+        loads[holder] += sizes[index]
+        held[holder].append(index)
+    return held
+
+
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """The parameters in buckets of one type each, in the order in which backward fills them."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)

@@ -39,9 +39,9 @@ from paceline.collectives.torch_collectives import (
 )
 from paceline.collectives.transports import (
     Bucket,
-    InMemory,
-    OverHosts,
-    OverTorch,
+    HierarchicalTransport,
+    MemoryTransport,
+    TorchTransport,
     Transport,
     fit_in_memory,
     leaving_bytes,
@@ -71,9 +71,10 @@ class Communicator:
     def hosts(self) -> Hosts | None:
         """The hosts of all ranks, if there are several with the same number of ranks (a collective)."""
         group = dist.group.WORLD
-        if group is None or group.size() == 1 or not _talks_over_gloo(group) or not _are_alone(group.size()):
+        if group is None or group.size() == 1 or not _talks_over_gloo(group):
             return None
-        return hosts_of_one(group, _timeout_seconds(group))
+        keys = gather_over_torch(handshake.host_key(), group.size())
+        return hosts_of_one(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
@@ -106,7 +107,7 @@ class Communicator:
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         """The all-reduce of gradients. `in_order`: in the order of the tree, else in the cheapest order."""
-        return OverTorch(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
+        return TorchTransport(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
 
 
 class _MemoryCommunicator(Communicator):
@@ -159,7 +160,7 @@ class _MemoryCommunicator(Communicator):
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
-        return InMemory(parameters, self._shared, forest)
+        return MemoryTransport(parameters, self._shared, forest)
 
 
 class _HostsCommunicator(Communicator):
@@ -176,11 +177,11 @@ class _HostsCommunicator(Communicator):
         if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
         plan = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
-        return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, plan)
+        return HierarchicalTransport(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
-"""ends with torch's default group, which torch keeps in a global variable"""
+"""entries end with torch's process groups"""
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -199,7 +200,7 @@ def make_communicator(
     Args:
         asked: "shared" fails if memory cannot be shared, "torch" does not try.
         group: if it has only some of the ranks, they use torch.distributed.
-        bulk_bytes: what each rank hands over in one tick.
+        bulk_bytes: the bytes that each rank hands over in one tick.
 
     Raises:
         UsageError: `asked` is "shared", and it is impossible; on rank 0, ToldElsewhere on the others.
@@ -248,18 +249,14 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
     return _HostsCommunicator(connect_hosts(memory, met.host, met.hosts))
 
 
-def _are_alone(size: int) -> bool:
-    return len(set(gather_over_torch(handshake.host_key(), size))) == size
-
-
 def _talks_over_gloo(group: dist.ProcessGroup) -> bool:
-    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, where the program names none
+    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, if the program names none
 
 
-def say(words: str) -> None:
-    """Tell the user, on rank 0 of the default group."""
+def say(text: str) -> None:
+    """Print a notice on rank 0 of the default group."""
     if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
-        print(f"paceline: {words}", file=sys.stderr, flush=True)
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
@@ -270,6 +267,6 @@ def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewher
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:
-    """How long a collective of this group may take, as whoever made it has said."""
+    """The timeout of this group's collectives."""
     backend = group._get_backend(torch.device(CPU))  # pyright: ignore[reportPrivateUsage]
     return backend.options._timeout.total_seconds()

@@ -34,7 +34,6 @@ from paceline.collectives.tree import Forest, Node
 from paceline.contract.variables import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
-_said: set[str] = set()
 _numbers = count(1)  # of DDPs, which all ranks make in one order
 _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
 """By the reducer of a DDP; until the script registers a hook."""
@@ -86,10 +85,9 @@ def _found(obstacles: Mapping[str, object]) -> str:
     return next((why for why, there in obstacles.items() if there), "")
 
 
-def _say(words: str) -> None:
-    if words not in _said:
-        say(words)
-    _said.add(words)
+@cache
+def _say(text: str) -> None:
+    say(text)  # once for each text
 
 
 class _Hook:

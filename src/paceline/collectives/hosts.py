@@ -31,9 +31,9 @@ from paceline.collectives.memory_sum import (
     Chunk,
     Flat,
     Lane,
-    Lanes,
     Results,
     Scratch,
+    SlotLayout,
     by_node,
     in_words,
     root_of,
@@ -160,7 +160,7 @@ class HostsSum:
         unit = ALIGNED * self._memory.size
         rooms = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
-        self._lanes = Lanes(self._memory, sizes, dtypes, rooms, scratch)
+        self._lanes = SlotLayout(self._memory, sizes, dtypes, rooms, scratch)
         # tensors without elements send the flags alone
         self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()

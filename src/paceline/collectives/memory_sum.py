@@ -109,7 +109,7 @@ class Scratch:
         return made[:size]
 
 
-class Lanes:
+class SlotLayout:
     """Lists of tensors of the same sizes and types on all ranks, in the bulk slots of shared memory."""
 
     def __init__(
@@ -275,7 +275,7 @@ class TreeSum:
         # the same byte for all types: a tick can contain a chunk of one type and sums of another
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         rooms = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = Lanes(memory, sizes, dtypes, rooms, Scratch())
+        self._lanes = SlotLayout(memory, sizes, dtypes, rooms, Scratch())
         self._call = memory.called("all_reduce", name, *in_words(sizes, dtypes))
         self.finite = False
         """Whether the last sums are known to be finite; the same on all ranks. False: unknown."""

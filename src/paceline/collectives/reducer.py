@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across, OnEachHost, of_one_host
+from paceline.collectives.across import Across, PerHostTransport, of_one_host
 from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.shards import Shards, Shares
-from paceline.collectives.transports import InMemory, Transport
+from paceline.collectives.shards import Shards, ShardTransport
+from paceline.collectives.transports import MemoryTransport, Transport
 from paceline.collectives.tree import Forest, added_each
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -188,18 +188,18 @@ def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | No
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
     """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
-    return Reducer(of_one_host(hosts), OnEachHost(trainable(module), hosts, across), module=module)
+    return Reducer(of_one_host(hosts), PerHostTransport(trainable(module), hosts, across), module=module)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
     """A reducer that gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
-    return Reducer(forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+    return Reducer(forest, ShardTransport(shards, forest), at_start=shards.drop_gradients, module=shards.module)
 
 
 def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
     parameters = trainable(module)
     if len(forest.owned) == 1:
-        return Reducer(forest, InMemory(parameters, None, forest), module=module)
+        return Reducer(forest, MemoryTransport(parameters, None, forest), module=module)
     transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
     return Reducer(forest, transport, module=module)
 

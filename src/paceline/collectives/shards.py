@@ -1,8 +1,8 @@
 """Parameters and gradients in shares, of which each rank updates one (ZeRO stage 2).
 
-A reduce-scatter gives each rank the sum of its share of the gradients (`Shares`). The rank updates this share, and an
-all-gather distributes the updated shares (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models"). An element-wise optimizer computes the same bits for an element, whatever else it updates.
+A reduce-scatter gives each rank the sum of its share of the gradients. The rank updates this share, and an all-gather
+distributes the updated shares (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models"). An element-wise optimizer computes the same bits for an element, whatever else it updates.
 
 Parameters lie side by side in buckets, in the order of backward, and each bucket is split into N equal shares. Ranks
 therefore exchange contiguous memory, hold the same amount whatever the sizes of the parameters, and send a bucket's
@@ -198,7 +198,7 @@ def _laid(parameters: Sequence[nn.Parameter], world_size: int) -> ShardedBucket:
 MOST_UNDER_WAY = 2  # buckets: one is sent while the next one fills
 
 
-class Shares:
+class ShardTransport:
     """A transport that gives each piece of `shards` its gradient, or None if no rank has used its parameter."""
 
     early = True

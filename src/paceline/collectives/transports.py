@@ -52,7 +52,7 @@ class Transport(Protocol):
         ...
 
 
-class OverTorch:
+class TorchTransport:
     """Packs each bucket into one tensor, and sums it over torch.distributed."""
 
     early = True
@@ -89,7 +89,7 @@ class OverTorch:
         self._used: list[list[bool]] = []
 
 
-class InMemory:
+class MemoryTransport:
     """Sums one bucket in memory that all ranks share; gradients are read and written where autograd has put them."""
 
     early = False  # no core is idle on a CPU, and each bucket would be another copy
@@ -124,7 +124,7 @@ class InMemory:
         self._own: list[Grads | None] = []
 
 
-class OverHosts:
+class HierarchicalTransport:
     """Sums buckets in memory on each host, and over gloo between hosts.
 
     Buckets leave during backward because the network is idle then. To add up a bucket in memory, the ranks of a host
