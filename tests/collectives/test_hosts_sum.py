@@ -73,7 +73,7 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    plan = hosts_module.by_rank(Forest([(rank, rank + 1) for rank in range(12)], 7), 3)
+    plan = hosts_module.by_rank(Forest.of_ranks(12, 7), 3)
     assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
     assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
 
@@ -134,7 +134,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                     assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
                     compared += 1
         model = Odd()
-        sums = sum_by_rank(model, Forest([(n, n + 1) for n in range(world_size)], rank))
+        sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
         assert isinstance(sums._transport, HierarchicalTransport)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -204,7 +204,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert (totals.sums, totals.votes) == ([24.0], [4.0])
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     assert gather_words(rank, world) == [0, 1, 2, 3]
-    forest = Forest([(n, n + 1) for n in range(4)], rank)
+    forest = Forest.of_ranks(4, rank)
     sent: list[float | None] = []
     for make in (sum_by_leaf, sum_by_rank):
         model = nn.Linear(999, 1000)
@@ -230,7 +230,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
-    model, forest = nn.Linear(2, 1), Forest([(n, n + 1) for n in range(4)], rank)
+    model, forest = nn.Linear(2, 1), Forest.of_ranks(4, rank)
     place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)

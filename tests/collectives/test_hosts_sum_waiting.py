@@ -27,7 +27,7 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.transports import HierarchicalTransport
 from paceline.collectives.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, forest = make_communicator().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
+hosts, forest = make_communicator().hosts(), Forest.of_ranks(4, rank)
 buckets = buckets_of(trainable(model), 1000)
 sums = Reducer(forest, HierarchicalTransport(buckets, hosts, by_leaf(forest, 2)))
 def late(gradient):
@@ -45,7 +45,7 @@ handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.tree import Forest
 model = torch.nn.Linear(300, 300)
-sums = sum_by_leaf(model, Forest([(n, n + 1) for n in range(4)], rank))
+sums = sum_by_leaf(model, Forest.of_ranks(4, rank))
 def step():
     with sums.leaf(rank, is_last=True):
         model(torch.ones(1, 300)).sum().backward()

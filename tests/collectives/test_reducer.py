@@ -100,8 +100,7 @@ DIVISORS = ((3.0, 3.0), (7, 7.0), (torch.tensor(0.3, dtype=torch.float64), 0.3))
 
 
 def over_ranks(model: nn.Module, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
-    forest = Forest([(r, r + 1) for r in range(world_size)], rank)
-    return over_torch(model, forest, bucket_bytes=bucket_bytes, in_order=False)
+    return over_torch(model, Forest.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
 
 
 def buckets(rank: int, world_size: int) -> None:

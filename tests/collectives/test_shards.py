@@ -221,7 +221,7 @@ def memory(rank: int, world_size: int) -> None:
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
-    reducer = sum_to_shares(shards, Forest([(r, r + 1) for r in range(world_size)], rank))
+    reducer = sum_to_shares(shards, Forest.of_ranks(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()
     old = {storage for storage in storages() if storage not in weights}

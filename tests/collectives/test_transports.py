@@ -17,10 +17,6 @@ from paceline.data.plan import ranks_share
 pytestmark = pytest.mark.ranks
 
 
-def by_rank(rank: int, world_size: int) -> Forest:
-    return Forest([(each, each + 1) for each in range(world_size)], rank)
-
-
 def compare(rank: int, world_size: int, leaves: list[int]) -> int:
     memory = make_communicator(bulk_bytes=64 << 10).memory
     assert memory is not None
@@ -44,7 +40,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
                 compared += 1
     if world_size == 2:  # a sum of two has one order only
         models = [Odd(), Odd()]
-        forest = by_rank(rank, world_size)
+        forest = Forest.of_ranks(world_size, rank)
         several = [sum_by_rank(models[0], forest), over_torch(models[1], forest, in_order=False)]
         assert isinstance(several[0]._transport, MemoryTransport)
         for model, sums in zip(models, several, strict=True):
@@ -74,7 +70,7 @@ def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
-    sums = sum_by_rank(model, by_rank(rank, world_size))
+    sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad

@@ -189,11 +189,6 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def of_one_host(hosts: Hosts) -> Forest:
-    """A forest in which each rank of this host is one leaf."""
-    return Forest([(rank, rank + 1) for rank in range(hosts.memory.size)], hosts.memory.rank)
-
-
 class Across:
     """Sums over hosts of tensors with the shapes of these parameters. The residual is part of a state."""
 
@@ -209,8 +204,8 @@ class Across:
         self._codec = compression(
             compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count
         )
-        kinds, alone = numels_and_dtypes(parameters), memory.size == 1
-        self._hand_out = None if alone else TreeSum(memory, *kinds, of_one_host(hosts), NAME)
+        kinds, forest = numels_and_dtypes(parameters), Forest.of_ranks(memory.size, memory.rank)
+        self._hand_out = TreeSum(memory, *kinds, forest, NAME) if memory.size > 1 else None
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:
@@ -280,8 +275,9 @@ class PerHostTransport:
         """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
-        memory = hosts.memory if hosts.memory.size > 1 else None
-        self._inside = MemoryTransport(parameters, memory, of_one_host(hosts), ranks=hosts.size)
+        memory = hosts.memory
+        forest, shared = Forest.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
+        self._inside = MemoryTransport(parameters, shared, forest, ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See transports.Transport."""

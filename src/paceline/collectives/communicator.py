@@ -116,7 +116,7 @@ class _MemoryCommunicator(Communicator):
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory=memory)
         self._shared = memory
-        self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+        self._forest = Forest.of_ranks(memory.size, memory.rank)
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):

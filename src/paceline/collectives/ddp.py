@@ -119,8 +119,7 @@ class _Hook:
         memory, sizes, dtypes = self._memory, [len(one) for one in buffers], [one.dtype for one in buffers]
         key = (*sizes, *dtypes)
         if key not in self._sums:  # torch makes new buckets after the first step
-            forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
-            self._sums = {key: RingSum(memory, sizes, dtypes, forest, self._name)}
+            self._sums = {key: RingSum(memory, sizes, dtypes, Forest.of_ranks(memory.size, memory.rank), self._name)}
         parts = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: by the ranks that have not ended
             parts = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))

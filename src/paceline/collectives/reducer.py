@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across, PerHostTransport, of_one_host
+from paceline.collectives.across import Across, PerHostTransport
 from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.hosts import Hosts
@@ -188,7 +188,8 @@ def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | No
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
     """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
-    return Reducer(of_one_host(hosts), PerHostTransport(trainable(module), hosts, across), module=module)
+    forest = Forest.of_ranks(hosts.memory.size, hosts.memory.rank)
+    return Reducer(forest, PerHostTransport(trainable(module), hosts, across), module=module)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:

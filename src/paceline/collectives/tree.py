@@ -17,7 +17,7 @@ its run does not begin with a large subtree. examples/textbook/tree.py is a runn
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,6 +136,11 @@ class Forest:
 
     owned: Sequence[Node]
     rank: int
+
+    @classmethod
+    def of_ranks(cls, size: int, rank: int) -> Self:
+        """Each of `size` ranks is one leaf."""
+        return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
     def leaves(self) -> int:
