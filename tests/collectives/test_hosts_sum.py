@@ -282,13 +282,9 @@ def test_a_host_of_two_ranks_sends_the_gradients_once_and_no_more(four):
 @ranks
 @pytest.mark.slow
 def test_rank_0_says_once_which_exchange_is_used(four):
-    assert four[0][1] == (
-        "paceline: gradients are added up in shared memory on each of 2 hosts (2 ranks each), and over gloo between "
-        "hosts\n"
-    )
-    assert four[0][4] == (
-        "paceline: ranks talk over gloo, not through shared memory: the 2 hosts have different numbers of ranks: 3, 1\n"
-    )
+    assert "of 2 hosts (2 ranks each)" in four[0][1] and "over gloo" in four[0][1]
+    assert PLACES["aaab"] in four[0][4] and "over gloo" in four[0][4]
+    assert [four[0][number].count("\n") for number in (1, 4)] == [1, 1]
     assert [one[number] for one in four[1:] for number in (1, 4)] == [""] * 6
 
 

@@ -102,7 +102,7 @@ def test_the_time_limit_is_that_of_the_process_group(tmp_path: Path) -> None:
         assert one.process.wait(40) == 1
         failure = one.failure()
         assert failure is not None and failure.victim
-        assert f"timed out waiting for rank 1 (pid {late.process.pid}), not there after 2 s" in failure.message
+        assert f"timed out waiting for rank 1 (pid {late.process.pid})" in failure.message
 
 
 def evidence_of(one: Rank) -> Evidence:
@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         assert to_free(verdict, evidence) == (0,)
         boxes.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
-        assert "freed from the wait for rank 1" in (waiting.failure() or pytest.fail("no record")).message
+        assert "freed" in (waiting.failure() or pytest.fail("no record")).message
 
 
 FSDP = f"""{TORCH}
