@@ -138,9 +138,8 @@ def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
 
 def by_rank(forest: Forest, size: int) -> HierarchyPlan:
     """Over the ranks of `forest` in a cheaper order: each host has one sum, whatever the number of its ranks."""
-    hosts = [(number, number + 1) for number in range(len(forest.owned) // size)]
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchyPlan([host], 1, Forest(hosts, forest.rank // size))
+    return HierarchyPlan([host], 1, Forest.of_ranks(len(forest.owned) // size, forest.rank // size))
 
 
 class HostsSum:
