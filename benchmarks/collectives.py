@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.memory import BULK_BYTES, SharedMemory
-from paceline.collectives.memory_moves import barrier
-from paceline.collectives.memory_sum import TreeSum
+from paceline.collectives.memory_sum import TreeSum, barrier
 from paceline.collectives.tree import Forest
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
@@ -39,7 +38,7 @@ PATIENCE_SECONDS = 5.0  # for the machine to become idle, before each of these
 def ways(memory: SharedMemory, size_bytes: int) -> dict[str, Callable[[], object]]:
     """What is compared, ready to be called; the sums are not divided, gloo does not either."""
     mine, copy = torch.zeros(size_bytes // 4), torch.empty(size_bytes // 4)
-    forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+    forest = Forest.of_ranks(memory.size, memory.rank)
     total = TreeSum(memory, [len(mine)], [mine.dtype], forest)
     return {
         "shared": lambda: total.run([[mine]]),

@@ -98,9 +98,7 @@ def newest(root: Path) -> tuple[int | None, list[str]]:
     path, manifest = found
     for rank, file in enumerate(manifest.files):
         data = (path / file.name).read_bytes()
-        assert data == shard_bytes(manifest.step, rank, len(data) - HEADER), (
-            f"{path.name}/{file.name} is of another step"
-        )
+        assert data == shard_bytes(manifest.step, rank, len(data) - HEADER), f"{path.name}/{file.name}: another step"
     return manifest.step, told
 
 

@@ -98,7 +98,7 @@ def test_each_of_two_hosts_has_the_whole_state_of_four_ranks(told: Any, chunk: i
             assert sorted(found) == sorted(wanted)
             for name, tensor in wanted.items():
                 assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-        assert paused == [True, True, False], "too long for this network: left out twice"
+        assert paused == [True, True, False]  # too long for this network: left out twice
 
 
 def why_not(rank: int, size: int) -> list[str]:
@@ -115,5 +115,4 @@ def test_where_hosts_are_unequal_or_too_small_there_are_no_snapshots_of_shares(t
     reasons = [found[1] for found in told]
     assert reasons == [reasons[0]] * 4
     nothing, unequal, small = reasons[0]
-    assert nothing == "" and unequal.startswith("hosts with unequal numbers of ranks")
-    assert small.startswith("every host would need 0.0 GB, 2.5 times the whole state")
+    assert nothing == "" and "unequal numbers of ranks" in unequal and "2.5 times the whole state" in small

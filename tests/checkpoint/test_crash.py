@@ -40,9 +40,9 @@ def crash_points(folder: Path, world: int, fault: str, *more: str) -> dict:
 def test_a_writer_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(memory, world, fault):
     found = crash_points(memory, world, fault)
     assert found["broken"] == []
-    assert found["points"] > 10 + 4 * world, "too few calls were counted"
+    assert found["points"] > 10 + 4 * world
     steps = [step for _, step in found["ended"]]
-    assert steps == sorted(steps), "published once, and never taken back"
+    assert steps == sorted(steps)  # published once, and never taken back
     assert set(steps) == {1, 2}
 
 
@@ -59,7 +59,7 @@ def test_a_call_that_fails_is_told_and_leaves_the_old_checkpoint_or_the_new_one(
     found = crash_points(memory, 2, fault)
     assert found["broken"] == []
     assert [10, 1] in found["ended"]
-    assert [0, 2] in found["ended"], "old checkpoints that cannot be deleted are no failure"
+    assert [0, 2] in found["ended"]  # old checkpoints that cannot be deleted are no failure
 
 
 def test_everything_is_on_the_disk_before_it_is_published_and_so_is_the_name_before_it_is_said(tmp_path, monkeypatch):

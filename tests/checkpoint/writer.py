@@ -18,6 +18,6 @@ for step in range(1, steps + 1):
     except OSError:
         continue  # a newer generation has removed the folder that we write to: the next commit is told so
     except Fenced as error:
-        print(f"Fenced: {error}", flush=True)
+        print(error.code, flush=True)
         break
     print(step, flush=True)

@@ -36,7 +36,7 @@ def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int
         thread.start()
     for thread in threads:
         thread.join(30.0)
-        assert not thread.is_alive(), "a rank does not come back"
+        assert not thread.is_alive(), "a rank hangs"
     if errors:
         raise errors[0]
     return results

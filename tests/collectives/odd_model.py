@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.transports import OverTorch
+from paceline.collectives.transports import TorchTransport
 from paceline.collectives.tree import Forest
 
 LARGE = 40_000  # elements: several chunks of 64 KiB
@@ -55,7 +60,7 @@ def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ..
 def over_torch(model: nn.Module, forest: Forest, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True) -> Reducer:
     """What sums gradients over torch.distributed, whatever the ranks share."""
     buckets = buckets_of(trainable(model), bucket_bytes)
-    return Reducer(forest, OverTorch(buckets, forest, in_order=in_order))
+    return Reducer(forest, TorchTransport(buckets, forest, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:
@@ -66,3 +71,25 @@ def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None)
                 model(leaf + 100 * part).backward()
     sums.finish(torch.tensor(17.0, dtype=torch.float64))
     return grads(model)
+
+
+@contextmanager
+def counted_exchanges() -> Generator[list[int]]:
+    """The number of elements of each all-reduce and all-to-all that begins inside."""
+    sizes: list[int] = []
+    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            sizes.append(tensor.numel())
+            return function(tensor, *args, **options)
+
+        return call
+
+    for name, function in real.items():
+        setattr(dist, name, counting(function))
+    try:
+        yield sizes
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)

@@ -14,9 +14,8 @@ from tests.collectives.test_hosts_sum import put_on
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across
+from paceline.collectives.across import BLOCK, Across, Bf16, Int8, LowRank
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.compress import BLOCK, Bf16, Int8, LowRank
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor

@@ -60,6 +60,34 @@ def layers(case: Case, group: dist.ProcessGroup | None, dtype: torch.dtype) -> t
     return plain, ours
 
 
+def both(
+    plain: BatchNorm, ours: SyncBatchNorm, union: Tensor, share: Tensor, mine: slice
+) -> list[tuple[Tensor, Tensor]]:
+    """(ours, wanted) after a step on this rank's share of the union: outputs, and gradients of the inputs."""
+    whole, part = union.clone().requires_grad_(), share.clone().requires_grad_()
+    plain.zero_grad()
+    ours.zero_grad()
+    wanted, output = plain(whole), ours(part)
+    upstream = torch.randn_like(union)
+    (wanted * upstream).sum().backward()
+    (output * upstream[mine]).sum().backward()
+    assert whole.grad is not None and part.grad is not None
+    return [(output, wanted[mine]), (part.grad, whole.grad[mine])]
+
+
+def assert_equal_layers(plain: BatchNorm, ours: SyncBatchNorm, group: dist.ProcessGroup) -> None:
+    """The sums of the parameters' gradients, and the buffers; these to the bit on all ranks."""
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        dist.all_reduce(p.grad, group=group)
+        assert relative(p.grad, q.grad) <= 1e-13
+    for b, c in zip(ours.buffers(), plain.buffers(), strict=True):
+        assert relative(b, c) <= 1e-13
+        everybodys = [torch.empty_like(b) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everybodys, b, group=group)
+        assert all(torch.equal(b, other) for other in everybodys)
+
+
 def equal_to_the_union(case: Case, rank: int, group: dist.ProcessGroup) -> None:
     plain, ours = layers(case, group, torch.float64)
     size = dist.get_world_size(group)
@@ -69,26 +97,10 @@ def equal_to_the_union(case: Case, rank: int, group: dist.ProcessGroup) -> None:
             continue
         torch.manual_seed(step)
         union = 3 + 2 * torch.randn(sum(counts), CHANNELS, *case.rest, dtype=torch.float64)
-        upstream = torch.randn_like(union)
         mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        whole, part = union.clone().requires_grad_(), union[mine].clone().requires_grad_()
-        plain.zero_grad()
-        ours.zero_grad()
-        wanted, output = plain(whole), ours(part)
-        (wanted * upstream).sum().backward()
-        (output * upstream[mine]).sum().backward()
-        assert whole.grad is not None and part.grad is not None
-        assert relative(output, wanted[mine]) <= 1e-13
-        assert relative(part.grad, whole.grad[mine]) <= 1e-13
-        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            dist.all_reduce(p.grad, group=group)
-            assert relative(p.grad, q.grad) <= 1e-13
-        for b, c in zip(ours.buffers(), plain.buffers(), strict=True):
-            assert relative(b, c) <= 1e-13
-            everybodys = [torch.empty_like(b) for _ in range(size)]
-            dist.all_gather(everybodys, b, group=group)
-            assert all(torch.equal(b, other) for other in everybodys)  # to the bit
+        for found, wanted in both(plain, ours, union, union[mine], mine):
+            assert relative(found, wanted) <= 1e-13
+        assert_equal_layers(plain, ours, group)
 
 
 def stand_in(rank: int, group: dist.ProcessGroup) -> None:
@@ -98,34 +110,22 @@ def stand_in(rank: int, group: dist.ProcessGroup) -> None:
     for filler in (torch.nan, 7.0):
         torch.manual_seed(0)
         union = torch.randn(5, CHANNELS, 2, 2, dtype=torch.float64)
-        whole = union.clone().requires_grad_()
-        share = {0: union[:3], 1: torch.full_like(union[:1], filler), 2: union[3:]}[rank].clone().requires_grad_()
-        plain.zero_grad()
-        ours.zero_grad()
+        share = {0: union[:3], 1: torch.full_like(union[:1], filler), 2: union[3:]}[rank]
         ours.counted = rank != 1
-        wanted, output = plain(whole), ours(share)
-        upstream = torch.randn_like(union)
         mine = {0: slice(3), 1: slice(1), 2: slice(3, 5)}[rank]
-        (wanted * upstream).sum().backward()
-        (output * upstream[mine]).sum().backward()
-        assert whole.grad is not None and share.grad is not None
+        (output, wanted), (grad, wanted_grad) = both(plain, ours, union, share, mine)
         assert output.shape == share.shape
         if rank == 1:
-            assert torch.equal(share.grad, torch.zeros_like(share))
+            assert torch.equal(grad, torch.zeros_like(share))
+            assert all(p.grad is not None and torch.equal(p.grad, torch.zeros_like(p)) for p in ours.parameters())
             mean, var = union.mean((0, 2, 3)), union.var((0, 2, 3), correction=0)
             shape = (1, CHANNELS, 1, 1)
             expected = (filler - mean) / (var + ours.eps).sqrt() * ours.weight + ours.bias
             torch.testing.assert_close(output[:, :, :1, :1], expected.view(shape), rtol=1e-12, atol=0, equal_nan=True)
         else:
-            assert relative(output, wanted[mine]) <= 1e-13
-            assert relative(share.grad, whole.grad[mine]) <= 1e-13
-        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            assert rank != 1 or torch.equal(p.grad, torch.zeros_like(p))
-            dist.all_reduce(p.grad, group=group)
-            assert relative(p.grad, q.grad) <= 1e-13
-        for b, c in zip(ours.buffers(), plain.buffers(), strict=True):
-            assert relative(b, c) <= 1e-13
+            assert relative(output, wanted) <= 1e-13
+            assert relative(grad, wanted_grad) <= 1e-13
+        assert_equal_layers(plain, ours, group)
 
 
 def nobody_and_one(rank: int, group: dist.ProcessGroup) -> None:

@@ -23,5 +23,5 @@ def test_each_gradient_is_aligned_as_autograds_own_are(dtype: torch.dtype) -> No
 def test_a_gradient_with_other_strides_is_copied_on_its_own_device() -> None:
     meta = torch.device("meta")  # has no memory, but is another device than the default
     parameter = nn.Parameter(torch.empty(4, 3, device=meta))
-    found = laid_out(torch.empty(3, 4, device=meta).T, parameter, (3, 1))
+    (found,) = laid_out([torch.empty(3, 4, device=meta).T], [parameter], [(3, 1)]) or [None]
     assert found is not None and found.device == meta and found.stride() == (3, 1)

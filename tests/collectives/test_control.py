@@ -15,7 +15,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import torch_collectives as gather
 from paceline.collectives.control import LOOP_NUMBERS, NAME, sum_over_ranks
-from paceline.collectives.memory_moves import StartedSum
+from paceline.collectives.memory_sum import StartedSum
 from paceline.collectives.torch_collectives import MOST_BYTES, start_sum
 from paceline.errors import ExitCode, PacelineError
 from paceline.protocol.control import SHARED_MEMORY

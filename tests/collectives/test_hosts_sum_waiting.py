@@ -21,15 +21,15 @@ HANGS = f"""{TORCH}
 from paceline.collectives import memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable
-from paceline.collectives.hosts_sum import by_leaf
+from paceline.collectives.hosts import by_leaf
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.transports import OverHosts
+from paceline.collectives.transports import HierarchicalTransport
 from paceline.collectives.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, forest = make_communicator().hosts(), Forest([(n, n + 1) for n in range(4)], rank)
+hosts, forest = make_communicator().hosts(), Forest.of_ranks(4, rank)
 buckets = buckets_of(trainable(model), 1000)
-sums = Reducer(forest, OverHosts(buckets, hosts, by_leaf(forest, 2)))
+sums = Reducer(forest, HierarchicalTransport(buckets, hosts, by_leaf(forest, 2)))
 def late(gradient):
     if rank == 3 and number == 5:
         time.sleep(600)  # FAULT
@@ -45,7 +45,7 @@ handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.tree import Forest
 model = torch.nn.Linear(300, 300)
-sums = sum_by_leaf(model, Forest([(n, n + 1) for n in range(4)], rank))
+sums = sum_by_leaf(model, Forest.of_ranks(4, rank))
 def step():
     with sums.leaf(rank, is_last=True):
         model(torch.ones(1, 300)).sum().backward()

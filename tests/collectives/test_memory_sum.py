@@ -11,8 +11,17 @@ from tests.collectives.memory_harness import in_threads
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import memory_communicator
-from paceline.collectives.memory_moves import all_gather, barrier, broadcast_in_memory, reduce_scatter
-from paceline.collectives.memory_sum import ALIGNED, TreeSum, cut, root_of, spare_count
+from paceline.collectives.memory_sum import (
+    ALIGNED,
+    TreeSum,
+    all_gather,
+    barrier,
+    broadcast_in_memory,
+    cut,
+    reduce_scatter,
+    root_of,
+    spare_count,
+)
 from paceline.collectives.tree import Forest, added, middle, tree_sum
 from paceline.errors import ExitCode, TrainingError
 

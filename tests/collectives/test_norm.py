@@ -17,15 +17,14 @@ from torch import Tensor
 
 from paceline.collectives.norm import (
     BLOCK,
-    BlockRun,
     BlockTree,
     OwnShare,
     SharedNorm,
-    TreePlace,
     even_shares,
     joined_runs,
     square_sums,
 )
+from paceline.collectives.tree import Node, subtrees
 
 CPU = torch.device("cpu")
 
@@ -44,12 +43,12 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(blocks, generator=generator, dtype=torch.float64).exp2() ** 9  # the order shows
     tree = BlockTree([blocks * BLOCK])
-    handed_on: dict[TreePlace, float] = {}
+    handed_on: dict[Node, float] = {}
     for first, stop in pairwise(sorted({0, blocks, *(cut for cut in cuts if cut < blocks)})):
-        run = BlockRun(first, stop)
-        places, sums = tree.places(run), tree.sums(run, values[first:stop])
+        places, sums = tree.nodes((first, stop)), tree.sums((first, stop), values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
+        assert sorted(places) == subtrees((first, stop), blocks)
         handed_on |= {place: float(one) for place, one in zip(places, sums, strict=True)}
     assert tree.root(handed_on) == plain_root(values.tolist())
 
@@ -77,8 +76,7 @@ def test_a_share_that_begins_within_a_block_is_refused() -> None:
 
 
 def test_neighbouring_runs_become_one() -> None:
-    runs = [BlockRun(4, 6), BlockRun(0, 2), BlockRun(2, 4), BlockRun(9, 10), BlockRun(7, 7)]
-    assert joined_runs(runs) == [BlockRun(0, 6), BlockRun(9, 10)]
+    assert joined_runs([(4, 6), (0, 2), (2, 4), (9, 10), (7, 7)]) == [(0, 6), (9, 10)]
 
 
 SIZES = (1, 700, 64, 5000, 37, 2222, 900)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.odd_model import over_torch
+from tests.collectives.odd_model import counted_exchanges, over_torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
@@ -99,29 +96,11 @@ def assert_sums(model: Mixed, divisor: float, world_size: int, *salts: int) -> N
     assert model.frozen.grad is None
 
 
-@contextmanager
-def counted_messages() -> Generator[list[int]]:
-    """The number of elements of each all-reduce started inside."""
-    sizes: list[int] = []
-    real: Callable[..., dist.Work | None] = dist.all_reduce
-
-    def counting(tensor: Tensor, *args: object, **options: object) -> dist.Work | None:
-        sizes.append(tensor.numel())
-        return real(tensor, *args, **options)
-
-    dist.all_reduce = counting
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = real
-
-
 DIVISORS = ((3.0, 3.0), (7, 7.0), (torch.tensor(0.3, dtype=torch.float64), 0.3))
 
 
 def over_ranks(model: nn.Module, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
-    forest = Forest([(r, r + 1) for r in range(world_size)], rank)
-    return over_torch(model, forest, bucket_bytes=bucket_bytes, in_order=False)
+    return over_torch(model, Forest.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
 
 
 def buckets(rank: int, world_size: int) -> None:
@@ -146,7 +125,7 @@ def accumulation(rank: int, world_size: int) -> None:
     reducer = over_ranks(model, rank, world_size, 100)
     for _ in range(2):
         model.zero_grad()
-        with counted_messages() as sizes:
+        with counted_exchanges() as sizes:
             for salt in (0, 1):
                 with reducer.leaf(rank, is_last=False):
                     model.loss(values_of(rank, salt), used_on(rank)).backward()
@@ -174,7 +153,7 @@ def overlap(rank: int, world_size: int) -> None:
     layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
     reducer = over_ranks(layers, rank, world_size, 2 * 8 * 8 * 4)
     during: list[int] = []
-    with counted_messages() as sizes:
+    with counted_exchanges() as sizes:
         layers[0].weight.register_hook(lambda _: during.append(len(sizes)))
         with reducer.leaf(rank, is_last=True):
             layers(torch.ones(2, 8)).sum().backward()
@@ -236,7 +215,7 @@ def errors(rank: int, world_size: int) -> None:
     layers.zero_grad()
     with pytest.raises(KeyError), reducer.leaf(rank, is_last=False):
         raise KeyError
-    with counted_messages() as sizes:
+    with counted_exchanges() as sizes:
         backward()
         assert len(sizes) == 3
         reducer.finish(1)

@@ -28,10 +28,6 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(size, generator=generator) * 10.0**exponents).to(dtype)
 
 
-def forest(size: int, rank: int) -> Forest:
-    return Forest([(number, number + 1) for number in range(size)], rank)
-
-
 def against_gloo(rank: int, world_size: int) -> list[str]:
     """What differs, over all sizes and types at once."""
     asked = [(size, dtype) for dtype in FLOATS for size in SIZES]
@@ -41,7 +37,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
             dist.all_reduce(tensor.mul_(1 / world_size))
     memory = make_communicator().memory
     assert memory is not None
-    found = RingSum(memory, *map(list, zip(*asked, strict=True)), forest(world_size, rank)).run(
+    found = RingSum(memory, *map(list, zip(*asked, strict=True)), Forest.of_ranks(world_size, rank)).run(
         [own], factor=1 / world_size
     )
     return [str(each) for each, a, b in zip(asked, found, expected, strict=True) if a is None or not same(a, b)]
@@ -76,7 +72,7 @@ def test_however_it_is_cut_and_whatever_the_divisor(world_size: int) -> None:
 
     def act(memory):
         own = [values(memory.rank, size, torch.float32) for size in sizes]
-        total = RingSum(memory, sizes, [torch.float32] * len(sizes), forest(world_size, memory.rank))
+        total = RingSum(memory, sizes, [torch.float32] * len(sizes), Forest.of_ranks(world_size, memory.rank))
         return total.run([own], 3.0, factor=0.1)
 
     expected = [

@@ -13,16 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.test_tree import SIZES, VIRTUAL, Mixed, bits, forest_of, take_step, wanted_gradients
+from tests.collectives.test_tree import SIZES, Mixed, Reduced, same_bits
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from paceline.collectives import shards as shares
 from paceline.collectives.reducer import sum_to_shares
-from paceline.collectives.shards import ALIGNED, Shards
+from paceline.collectives.shards import ALIGNED, MOST_UNDER_WAY, Shards
 from paceline.collectives.torch_collectives import AllToAll
 from paceline.collectives.tree import Forest
 from paceline.strategies.refusals import ELEMENT_WISE
@@ -202,27 +201,16 @@ def test_sharded_updates_have_the_bits_of_the_plain_optimizer_and_an_nth_of_its_
     run_ranks(everything, 3, tmp_path, str(tmp_path / "worlds"), timeout=140)
 
 
-def shares_have_the_bits_of_the_whole(rank: int, world_size: int) -> None:
-    for virtual_ranks in VIRTUAL:
-        forest = forest_of(rank, world_size, virtual_ranks)
-        for bucket_bytes in (600, 25 << 20) if virtual_ranks == 7 else (600,):
-            model = Mixed()
-            shards = Shards(model, rank, world_size, bucket_bytes=bucket_bytes)
-            reducer = sum_to_shares(shards, forest)
-            for salt in range(4):
-                model.zero_grad()
-                take_step(model, reducer, forest, salt)
-                divisor = 3.0 + salt
-                reducer.finish(torch.tensor(divisor, dtype=torch.float64) if salt % 2 else divisor)
-                for index, gradient in enumerate(wanted_gradients(virtual_ranks, salt, divisor)):
-                    weight, case = model.weights[index], (virtual_ranks, salt, index)
-                    assert weight.grad is None  # nobody holds a whole one
-                    if (piece := shards.pieces.get(weight)) is None:
-                        continue
-                    found = piece.parameter.grad
-                    assert (found is None) == (gradient is None), case
-                    if gradient is not None and found is not None:
-                        assert bits(found) == bits(gradient.reshape(-1)[piece.start : piece.stop]), case
+def shares(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
+    shards = Shards(model, forest.rank, len(forest.owned), bucket_bytes=bucket_bytes)
+
+    def own(weight: nn.Parameter, wanted: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
+        assert weight.grad is None  # nobody holds a whole one
+        if (piece := shards.pieces.get(weight)) is None:
+            return None
+        return piece.parameter.grad, None if wanted is None else wanted.reshape(-1)[piece.start : piece.stop]
+
+    return sum_to_shares(shards, forest), own
 
 
 LAYERS, WIDTH = 16, 64  # 16 KiB each
@@ -233,7 +221,7 @@ def memory(rank: int, world_size: int) -> None:
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
-    reducer = sum_to_shares(shards, Forest([(r, r + 1) for r in range(world_size)], rank))
+    reducer = sum_to_shares(shards, Forest.of_ranks(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()
     old = {storage for storage in storages() if storage not in weights}
@@ -248,7 +236,7 @@ def memory(rank: int, world_size: int) -> None:
         with reducer.leaf(rank, is_last=True):
             layers(torch.ones(1, WIDTH)).sum().backward()
         whole, share, little = LAYERS * one, LAYERS * one // world_size, 40 * WIDTH * 4 * LAYERS // 8
-        on_their_way = (shares.MOST_UNDER_WAY + 2) * 2 * one  # sent and received
+        on_their_way = (MOST_UNDER_WAY + 2) * 2 * one  # sent and received
         assert most[0] <= share + on_their_way + little < whole + share
         reducer.finish(1)
         held = sum(p.grad.numel() * 4 for piece in shards.pieces.values() if (p := piece.parameter).grad is not None)
@@ -275,7 +263,7 @@ def storages() -> dict[int, int]:
 
 def all_of_shares(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
-        shares_have_the_bits_of_the_whole(rank, size)
+        same_bits(rank, size, shares)
         if size == 2:
             memory(rank, size)
 

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
-from paceline.collectives.transports import InMemory
+from paceline.collectives.transports import MemoryTransport
 from paceline.collectives.tree import Forest
 from paceline.data.plan import ranks_share
 
 pytestmark = pytest.mark.ranks
-
-
-def by_rank(rank: int, world_size: int) -> Forest:
-    return Forest([(each, each + 1) for each in range(world_size)], rank)
 
 
 def compare(rank: int, world_size: int, leaves: list[int]) -> int:
@@ -31,7 +27,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
             shared = sum_by_leaf(models[0], forest)
-            assert isinstance(shared._transport, InMemory)
+            assert isinstance(shared._transport, MemoryTransport)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
                 over_gloo = by_leaf(over_torch(models[1], forest), models[1], shares[rank], left_out)
@@ -44,9 +40,9 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
                 compared += 1
     if world_size == 2:  # a sum of two has one order only
         models = [Odd(), Odd()]
-        forest = by_rank(rank, world_size)
+        forest = Forest.of_ranks(world_size, rank)
         several = [sum_by_rank(models[0], forest), over_torch(models[1], forest, in_order=False)]
-        assert isinstance(several[0]._transport, InMemory)
+        assert isinstance(several[0]._transport, MemoryTransport)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
                 with sums.leaf(rank, is_last=part == 1):
@@ -74,7 +70,7 @@ def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
-    sums = sum_by_rank(model, by_rank(rank, world_size))
+    sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad

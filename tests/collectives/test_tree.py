@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.odd_model import over_torch
+from tests.collectives.odd_model import counted_exchanges, over_torch
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
@@ -256,46 +253,35 @@ def take_step(model: Mixed, reducer: Reducer, forest: Forest, salt: int) -> None
             model.backward([torch.full_like(w, math.inf) for w in model.weights], order)
 
 
-def same_bits(rank: int, world_size: int) -> None:
+Reduced = tuple[Reducer, Callable[[nn.Parameter, Tensor | None], tuple[Tensor | None, Tensor | None] | None]]
+"""a reducer, and (weight, wanted gradient) -> what this rank has of it and what it should have; None: no part"""
+
+
+def same_bits(rank: int, world_size: int, make: Callable[[Mixed, Forest, int], Reduced]) -> None:
+    """Compare sums by the reducers that `make` (model, forest, bucket bytes) gives with those of one process."""
     for virtual_ranks in VIRTUAL:
         forest = forest_of(rank, world_size, virtual_ranks)
         for bucket_bytes in (600, 25 << 20) if virtual_ranks == 7 else (600,):
             model = Mixed()
-            reducer = over_torch(model, forest, bucket_bytes=bucket_bytes)
+            reducer, own = make(model, forest, bucket_bytes)
             for salt in range(4):
                 model.zero_grad()
                 take_step(model, reducer, forest, salt)
                 divisor = 3.0 + salt
                 reducer.finish(torch.tensor(divisor, dtype=torch.float64) if salt % 2 else divisor)
                 for index, gradient in enumerate(wanted_gradients(virtual_ranks, salt, divisor)):
-                    found, case = model.weights[index].grad, (virtual_ranks, salt, index)
-                    assert (found is None) == (gradient is None), case
-                    if gradient is not None and found is not None:
-                        assert found.dtype == gradient.dtype and found.shape == gradient.shape
-                        assert bits(found) == bits(gradient), case
+                    if (pair := own(model.weights[index], gradient)) is None:
+                        continue
+                    (found, wanted), case = pair, (virtual_ranks, salt, index)
+                    assert (found is None) == (wanted is None), case
+                    if found is not None and wanted is not None:
+                        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+                        assert bits(found) == bits(wanted), case
                 assert model.frozen.grad is None
 
 
-@contextmanager
-def counted_exchanges() -> Generator[list[str]]:
-    """The names of the collectives that begin an exchange, started inside."""
-    started: list[str] = []
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            started.append(name)
-            return real[name](*args, **options)
-
-        return call
-
-    for name in real:
-        setattr(dist, name, counting(name))
-    try:
-        yield started
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+def whole_gradients(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
+    return over_torch(model, forest, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
 
 
 def overlap(rank: int, world_size: int) -> None:
@@ -329,7 +315,7 @@ def overlap(rank: int, world_size: int) -> None:
 
 def everything(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
-        same_bits(rank, size)
+        same_bits(rank, size, whole_gradients)
         overlap(rank, size)
 
 

@@ -60,11 +60,13 @@ def exported(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: 
     reductions: dict[str, tuple[str, Tensor]] = {}
     for full in source.names(""):
         tensor = source.tensor(full) if full.startswith(("model/", "buffers/", "reduction/")) else None
-        if tensor is not None and (match := REDUCTION.fullmatch(full)):
+        if tensor is None:
+            continue
+        if match := REDUCTION.fullmatch(full):
             reductions[match[2]] = (match[1], tensor)
-        elif tensor is not None and (match := BUFFER.fullmatch(full)):
+        elif match := BUFFER.fullmatch(full):
             buffers.setdefault(match[2], {})[int(match[1] or 0)] = tensor
-        elif tensor is not None:
+        else:
             found[full.removeprefix("model/")] = tensor
     for name, of_ranks in buffers.items():
         first = of_ranks[min(of_ranks)]

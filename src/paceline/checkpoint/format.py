@@ -40,6 +40,7 @@ READ_BYTES = 1 << 20
 LENGTH_BYTES = 8  # of the number at the start of a safetensors file
 MAX_HEADER_BYTES = 64 << 20
 METADATA = "__metadata__"
+INVALID_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64,
@@ -161,11 +162,11 @@ def decode_manifest(data: bytes) -> Manifest:
     """
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
-        # Before the hash and the fields: a newer paceline may seal and describe in another way.
+        # Before the hash and the fields: a newer paceline may seal and describe differently.
         stated = msgspec.json.decode(envelope.manifest, type=_Stated).format
     except msgspec.ValidationError as error:
         raise Damaged(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except INVALID_JSON as error:
         raise Damaged(f"is no JSON: {error}, in {len(data):,} bytes") from None
     if stated != FORMAT:
         age = "newer than this paceline's" if stated > FORMAT else "not this paceline's,"
@@ -180,7 +181,7 @@ def decode_manifest(data: bytes) -> Manifest:
         )
     try:
         manifest = msgspec.json.decode(inner, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except INVALID_JSON as error:
         raise Damaged(f"is not the manifest of a paceline checkpoint: {error}") from None
     _check_files(manifest)
     pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -212,8 +213,7 @@ def _check_files(manifest: Manifest) -> None:
         if file.name in seen:
             raise Damaged(f"names the file {file.name!r} twice")
         seen.add(file.name)
-        keys = [piece.key for piece in file.pieces]
-        if len(set(keys)) < len(keys):
+        if len({piece.key for piece in file.pieces}) < len(file.pieces):
             raise Damaged(f"names a key of {file.name} twice")
 
 
@@ -369,7 +369,7 @@ def _check_header(length: int, header: bytes, file: ShardFile) -> None:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in table.items() if key != METADATA}
         msgspec.json.decode(table.get(METADATA, b"{}"), type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except INVALID_JSON as error:
         raise Damaged(f"has a header that is none of safetensors': {error}") from None
     if entries.keys() != {piece.key for piece in file.pieces}:
         raise Damaged("holds other tensors than the manifest says")

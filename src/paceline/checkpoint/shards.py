@@ -22,7 +22,9 @@ from torch import Tensor
 
 from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
 from paceline.checkpoint.state import Source, TensorShard, place
+from paceline.collectives.buckets import balanced
 from paceline.collectives.control import gather_words
+from paceline.collectives.tree import round_up
 from paceline.errors import UsageError
 from paceline.rank.world import World
 
@@ -37,16 +39,10 @@ OURS = "paceline"  # the key of our metadata
 
 
 def rank_part(held: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
-    """What `rank` saves: all that it alone holds, and its share, by bytes, of what every rank holds."""
-    loads = [0] * world_size
-    mine = [h for h in held if not (h.replicated or h.spare)]
-    replicated = sorted((h for h in held if h.replicated), key=lambda h: (-h.tensor.nbytes, h.name))
-    for one in replicated:
-        lightest = min(range(world_size), key=lambda r: (loads[r], r))
-        loads[lightest] += one.tensor.nbytes
-        if lightest == rank:
-            mine.append(one)
-    return mine
+    """The tensors that `rank` saves: those that only it holds, and its share, by bytes, of the replicated ones."""
+    replicated = sorted((h for h in held if h.replicated), key=lambda h: h.name)
+    share = balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
+    return [h for h in held if not (h.replicated or h.spare)] + [replicated[i] for i in share]
 
 
 @dataclass(frozen=True)
@@ -82,18 +78,22 @@ def layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayou
             raise UsageError(code="type-not-saved", name=one.name, dtype=one.tensor.dtype, allowed=allowed)
     *offsets, data_bytes = itertools.accumulate((one.tensor.nbytes for one in ordered), initial=0)
     found = ShardLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
-    described = len(found.header({"pieces": msgspec.json.encode(found.pieces).decode()}))
-    header = math.ceil((LENGTH_BYTES + described + room_bytes) / ALIGNED_BYTES) * ALIGNED_BYTES
+    header = round_up(
+        LENGTH_BYTES + len(found.header({"pieces": _described(found.pieces)})) + room_bytes, ALIGNED_BYTES
+    )
     return replace(found, header_bytes=header, total_bytes=header + data_bytes)
+
+
+def _described(pieces: tuple[Piece, ...]) -> str:
+    return msgspec.json.encode(pieces).decode()
 
 
 def _piece(held: TensorShard) -> Piece:
     stop = held.start + held.tensor.numel() // held.count
     times = f"x{held.count}" if held.count > 1 else ""
     part = "" if held.whole is None else f"[{held.start}:{stop}]{times}"
-    shape = tuple(held.shape)
-    kind = WORDS[held.tensor.dtype]
-    return Piece(held.name + part, held.name, kind, shape, held.start, stop, held.count, held.apart)
+    dtype, shape = WORDS[held.tensor.dtype], tuple(held.shape)
+    return Piece(held.name + part, held.name, dtype, shape, held.start, stop, held.count, held.apart)
 
 
 @torch.no_grad()
@@ -112,8 +112,7 @@ def fill(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]) -> None:
             place.view(held.tensor.dtype).view(held.tensor.shape).copy_(
                 held.tensor, non_blocking=last[held.tensor.device] is not held
             )
-    words = {OURS: msgspec.json.encode(meta).decode(), "pieces": msgspec.json.encode(shard.pieces).decode()}
-    text = shard.header(words)
+    text = shard.header({OURS: msgspec.json.encode(meta).decode(), "pieces": _described(shard.pieces)})
     length = shard.header_bytes - LENGTH_BYTES
     if len(text) > length:
         raise UsageError(code="description-too-long", needed=len(text), length=length)
@@ -165,8 +164,7 @@ class ShardFiles:
         if name not in self._pieces:
             return None
         first = self._pieces[name][0][1]
-        shape = torch.Size(first.shape)
-        count = math.prod(shape)
+        shape, count = torch.Size(first.shape), math.prod(first.shape)
         if any(piece.apart for _, piece in self._pieces[name]):
             whole = self._of_runs(name)
             return whole.view(shape) if start == 0 and stop is None else whole[start:stop].clone()
@@ -217,9 +215,9 @@ class ShardFiles:
 
 
 def whole(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
-    """Every tensor of the state in its shape, by name, in the order of the names (a collective).
+    """Every tensor of the state in its shape, by name, sorted by name (a collective).
 
-    What only some ranks hold is brought together; what is replicated is this rank's own.
+    Shards are gathered; replicated tensors are those of this rank.
     """
     mine: dict[str, list[TensorShard]] = defaultdict(list)
     for h in held:
@@ -232,7 +230,7 @@ def whole(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
         total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)
         for piece in mine.get(name, ()):
             piece.place(total.view(-1)).copy_(piece.tensor.reshape(piece.count, -1))
-        # as bytes: each is some rank's own and zero elsewhere, so the sum is that rank's, whatever the type
+        # as bytes: all ranks but one have zeros, so the sum is the tensor, whatever its type
         dist.all_reduce(total.view(-1).view(torch.uint8), group=world.group)
         state[name] = total
     return dict(sorted(state.items()))
@@ -288,7 +286,7 @@ class ShardedParameter:
         return [piece for piece in pieces if piece.tensor.numel()]
 
     def _pieces(self, one: TensorShard, rows: Tensor, first: int) -> Iterator[TensorShard]:
-        # `rows` of the shard, from row `first` on
+        """`rows` of the shard, from row `first` on, by run."""
         inner, outer = self.whole[self.dim + 1 :].numel(), self.whole[1 : self.dim].numel()
         apart = self.whole[self.dim] * inner
         at = 0

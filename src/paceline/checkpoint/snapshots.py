@@ -13,6 +13,7 @@ compression), the ranks with the same number on their hosts exchange their parts
     after      rank 0 holds a c, rank 1 b d  rank 2 holds a c, rank 3 b d
 """
 
+import itertools
 import math
 import mmap
 import os
@@ -117,7 +118,7 @@ class SnapshotWriter:
 
 
 def _is_page_locked(buffer: Tensor) -> bool:
-    """Ask CUDA for it; without CUDA, or if it refuses, the host waits for each copy."""
+    """Ask CUDA to lock its pages. Without CUDA, or if it refuses, the host waits for each copy."""
     if not torch.cuda.is_available():
         return False
     refused = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
@@ -139,16 +140,16 @@ class OtherHosts:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._tries, self._pause, self._since = 0, 0, -math.inf  # the duration is not known before the first time
-        own, local = sum(one.tensor.nbytes for one in _own(held)), world.local_size
-        replicated = sum(one.tensor.nbytes for one in held if one.replicated)
-        ranks = gather_words([world.local_rank, local, own, free_memory(), replicated], world)
-        total = sum(one[2] for one in ranks) + ranks[0][4]
+        own, local = sum(shard.tensor.nbytes for shard in _own(held)), world.local_size
+        replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
+        ranks = gather_words([[world.local_rank, local], own, free_memory(), replicated], world)
+        total = sum(own for _, own, _, _ in ranks) + ranks[0][3]
         self.why_not = ""
         """why snapshots are impossible; the same on all ranks"""
-        if any(one[2] for one in ranks):
-            if any(one[:2] != [rank % local, local] for rank, one in enumerate(ranks)) or world.group is not None:
+        if any(own for _, own, _, _ in ranks):
+            if any(at != [rank % local, local] for rank, (at, *_) in enumerate(ranks)) or world.group is not None:
                 self.why_not = "hosts with unequal numbers of ranks hold parts of the state"
-            elif any(one[3] is not None and one[3] < COPIES * total for one in ranks):
+            elif any(free is not None and free < COPIES * total for _, _, free, _ in ranks):
                 self.why_not = f"every host would need {COPIES * total / 1e9:.1f} GB, {COPIES:g} times the whole state"
             else:
                 groups = [dist.new_group([*range(n, world.size, local)], group_desc="snapshots") for n in range(local)]
@@ -168,7 +169,7 @@ class OtherHosts:
         others = self._exchanged(held, self._group)
         ended = time.perf_counter()
         times = gather_words([ended - began, (began - self._since) / self._tries], self._world)
-        took, every = max(one[0] for one in times), times[0][1]  # one clock, or ranks would pause differently
+        took, every = max(times)[0], times[0][1]  # the intervals of one rank, or ranks would pause differently
         self._tries, self._pause, self._since = 0, max(0, math.ceil(took / (MOST_SHARE * every)) - 1), ended
         return others
 
@@ -218,7 +219,7 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
 def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state of which every part is in one of these memory files, given by rank."""
     found: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
-    for descriptor in (descriptor for of_rank in files for descriptor in of_rank):
+    for descriptor in itertools.chain.from_iterable(files):
         if os.fstat(descriptor).st_size <= LENGTH_BYTES or not any(os.pread(descriptor, LENGTH_BYTES, 0)):
             continue
         read = read_meta(_path(descriptor))
@@ -226,8 +227,7 @@ def newest(files: Iterable[Sequence[int]]) -> Snapshot | None:
             continue
         with suppress(msgspec.ValidationError):  # not written by paceline
             meta = msgspec.convert(read[0], SnapshotMeta)
-            parts = found.setdefault((meta.generation, meta.step, meta.parts), {})
-            parts[meta.part] = (descriptor, meta, read[1])
+            found.setdefault((meta.generation, meta.step, meta.parts), {})[meta.part] = descriptor, meta, read[1]
     complete = [key for key, parts in found.items() if len(parts) == key[2]]
     if not complete:
         return None
@@ -255,13 +255,9 @@ def snapshot_of(giver: int, mine: Snapshot | None, world: World) -> Snapshot:
         return mine
     found = newest([files])
     assert found is not None
-    weakref.finalize(found.source, _close, files)
-    return found
-
-
-def _close(files: Sequence[int]) -> None:
     for file in files:
-        os.close(file)
+        weakref.finalize(found.source, os.close, file)
+    return found
 
 
 def _path(descriptor: int) -> str:

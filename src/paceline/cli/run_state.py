@@ -27,7 +27,7 @@ from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.attempt import notices, read_ended, read_nodes
 from paceline.runs.console import say
 from paceline.runs.events import Evaluated, Started, Step, last_events, read_events
-from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, failure_records, numbered_attempts
+from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, failure_records, numbered_attempts
 from paceline.runs.owners import check_ours, note_strangers, opened
 from paceline.runs.reading import decode, folders, is_folder, names, real_path
 from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary

@@ -1,99 +1,264 @@
-"""Sums over hosts, for a slow network: each host has added up by itself before, and little travels between them.
+"""Sums over hosts for a slow network: each host has added up its ranks before, and the rest is sent compressed.
 
-The ranks of a host hold the same tensors. Each of them carries some to the ranks that have its place on the other hosts
-(`compress` says how), and all hand out in memory what they come back with.
+The ranks of a host hold the same tensors. Each rank sends some of them to the ranks with its number on the other hosts,
+and the ranks of a host exchange the results in memory.
 
     2 hosts of 2 ranks, 3 tensors      0 and 2 exchange the largest, 1 and 3 the other two
+
+A compression returns the sum over hosts of a list of tensors, and the state for its next sum (*error feedback*):
+
+    values of this step + residual  =  sent values  +  next residual
+
+Nothing is lost, only late: over steps, the sums equal those without compression, except for the last residual. All
+hosts get the same bits, which depend on the values only.
+
+    whole      the values
+    bf16       2 bytes for each; int8: 1 byte, and a scale for each block of 512 (Dettmers 2016)
+    powersgd   products of each matrix with a few vectors (Vogels, Karimireddy, Jaggi 2019)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import kinds
-from paceline.collectives.compress import NAME, State, compression
+from paceline.collectives.buckets import balanced, numels_and_dtypes
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.torch_collectives import start_gather
-from paceline.collectives.transports import InMemory
-from paceline.collectives.tree import Forest, Grads
+from paceline.collectives.torch_collectives import labelled, start_gather, start_sum, when_done
+from paceline.collectives.transports import MemoryTransport
+from paceline.collectives.tree import Forest, Grads, round_up
+
+State = Mapping[str, Tensor]
+BLOCK = 512  # elements with one scale: 0.8 % more bytes
+LARGEST = 127
+TINY = 1e-30  # a block with a smaller scale stays in the residual
+DEFAULT_RANK = 4
+NAME = "between hosts"
 
 
-def of_one_host(hosts: Hosts) -> Forest:
-    """Each rank of this host is one leaf."""
-    return Forest([(rank, rank + 1) for rank in range(hosts.memory.size)], hosts.memory.rank)
+class Uncompressed:
+    """Sums lists of tensors of these shapes over the ranks of a group, one on each host, without compression."""
+
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self._shapes = shapes
+
+    def begin(self) -> State:
+        """The state before the first sum."""
+        return {}
+
+    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+        """The sums, new and contiguous, and the next state (a collective). The arguments do not change."""
+        flat = labelled(flattened(tensors), NAME)
+        return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
+
+
+class Bf16:
+    """Encodes numbers as bytes: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Encode."""
+        return values.bfloat16().view(torch.uint8)
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode. Numbers that were not finite are not finite."""
+        return packed.view(torch.bfloat16).to(dtype)
+
+
+class Int8:
+    """As Bf16. A row is its scales, float32, and then its numbers."""
+
+    def pack(self, values: Tensor) -> Tensor:
+        """See Bf16."""
+        blocks = values.view(len(values), -1, BLOCK)
+        scales = (blocks.abs().amax(-1) / LARGEST).float()
+        factors = torch.where(scales > TINY, 1 / scales, 0).to(values.dtype)
+        numbers = (blocks * factors[..., None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+        return torch.cat([scales.view(torch.uint8), numbers.flatten(1).view(torch.uint8)], 1)
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """See Bf16."""
+        at = packed.shape[1] // (BLOCK + torch.float32.itemsize) * torch.float32.itemsize
+        scales = packed[:, :at].contiguous().view(torch.float32).to(dtype)
+        numbers = packed[:, at:].contiguous().view(torch.int8).view(len(packed), -1, BLOCK)
+        return (numbers.to(dtype) * scales[..., None]).flatten(1)
+
+
+class Quantized:
+    """Each host adds up a share: it receives the rounded shares of all hosts, and sends its rounded sum to all.
+
+    A host therefore sends 2 (H - 1) / H numbers for each value with H hosts, as an all-reduce does.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Bf16 | Int8) -> None:
+        self._shapes, self._dtype, self._hosts, self._code = shapes, dtype, hosts, code
+        self._size = sum(shape.numel() for shape in shapes)
+        self._share = round_up(self._size, BLOCK * hosts) // hosts
+
+    def begin(self) -> State:
+        """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
+        share = self._share
+        return {"held": torch.zeros(self._hosts * share, dtype=self._dtype), "owed": torch.zeros(share).to(self._dtype)}
+
+    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+        """See Uncompressed."""
+        code, values = self._code, state["held"].clone()
+        values[: self._size] += flattened(tensors)
+        packed = code.pack(values.view(self._hosts, -1))
+        received = torch.empty_like(packed)
+        work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
+        held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
+        when_done(work, received)
+        total = state["owed"].clone()
+        for part in code.unpack(received, self._dtype):  # in the order of hosts
+            total += part
+        mine = code.pack(total[None])
+        gathered = start_gather(mine.flatten(), NAME, group)
+        owed = total.sub_(code.unpack(mine, self._dtype)[0])
+        sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
+        return split(sums, self._shapes), {"held": held, "owed": owed}
+
+
+class LowRank:
+    """For a matrix M (m, n), sends M Q (m, r); P is an orthonormal basis of the sum of these. Then sends P' M (r, n).
+
+    P P' M is the projection of M to the space of P; the residual is the rest. The next Q is the sum of P' M: the steps
+    are those of a power iteration. Vectors, and matrices that are hardly larger than their products, are sent whole.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
+        self._shapes, self._dtype, self._rank = shapes, dtype, rank
+        sizes = [(shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (1, 1) for shape in shapes]
+        self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 2 * rank * (m + n) < m * n}
+        self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
+        self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
+            shapes[i].numel() for i in self._whole
+        )
+        """the number of values that a sum sends"""
+
+    def begin(self) -> State:
+        """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
+        state: dict[str, Tensor] = {}
+        for i, (m, n) in self._matrices.items():
+            state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
+            generator = torch.Generator().manual_seed(i)  # the same on all hosts
+            state[f"basis/{i}"] = torch.randn(n, self._rank, dtype=self._dtype, generator=generator)
+        return state
+
+    def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
+        """See Uncompressed."""
+        after: dict[str, Tensor] = {}
+        values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
+        left = [value @ state[f"basis/{i}"] for i, value in values.items()]
+        others = [tensors[i] for i in self._whole]
+        shapes = [*(one.shape for one in left), *(one.shape for one in others)]
+        sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
+        bases: list[Tensor] = [torch.linalg.qr(one)[0] for one in sums[: len(left)]]
+        right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
+        for (i, value), base, own in zip(values.items(), bases, right, strict=True):
+            after[f"held/{i}"] = value - base @ own.T
+        found = dict(zip(self._whole, sums[len(left) :], strict=True))
+        if right:
+            totals = split(start_sum(flattened(right), NAME, group)(), [one.shape for one in right])
+            for i, base, total in zip(values, bases, totals, strict=True):
+                after[f"basis/{i}"] = total.clone()
+                found[i] = (base @ total.T).view(self._shapes[i])
+        return [found[i] for i in range(len(self._shapes))], after
+
+
+def compression(
+    compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
+) -> Uncompressed | LowRank | Quantized:
+    """The compression with this name. `rank`: of powersgd; `dtype`: in which it computes, float32 or float64."""
+    if compress is None:
+        return Uncompressed(shapes)
+    if compress == "powersgd":
+        return LowRank(shapes, dtype, rank or DEFAULT_RANK)
+    return Quantized(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """(n,): their elements, copied."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of `flat` with these shapes; the inverse of `flattened`."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class Across:
-    """Sums over hosts of tensors that are shaped as these parameters. What it holds back is part of a state."""
+    """Sums over hosts of tensors with the shapes of these parameters. The residual is part of a state."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], hosts: Hosts, compress: str | None = None, rank: int | None = None
     ) -> None:
-        """`compress` and `rank` as in `compress.compression`."""
+        """`compress` and `rank` as in `compression`."""
         self._parameters, self._hosts = parameters, hosts
-        memory, sizes = hosts.memory, [p.numel() for p in parameters]
-        loads, carried = [0] * memory.size, [list[int]() for _ in range(memory.size)]
-        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            place = loads.index(min(loads))
-            loads[place] += sizes[index]
-            carried[place].append(index)
-        self._carried = sorted(carried[memory.rank])
+        memory = hosts.memory
+        self._carried = sorted(balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._way = compression(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
-        self._hand_out = TreeSum(memory, *kinds(parameters), of_one_host(hosts), NAME) if memory.size > 1 else None
+        self._codec = compression(
+            compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count
+        )
+        kinds, forest = numels_and_dtypes(parameters), Forest.of_ranks(memory.size, memory.rank)
+        self._hand_out = TreeSum(memory, *kinds, forest, NAME) if memory.size > 1 else None
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:
         """The sums over all hosts, new tensors (a collective).
 
         Args:
-            tensors: of each parameter, the same on all ranks of a host; None where it has none: all zeros.
+            tensors: one for each parameter, the same on all ranks of a host; None: all zeros.
 
         Returns:
-            None where no host has ever had any: what is held back must still arrive.
+            None for parameters that no host has ever had a tensor of: a residual must still be sent.
         """
         group = self._hosts.across()
         there = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
-        found: Grads = [None] * len(tensors)
+        results: Grads = [None] * len(tensors)
         if self._carried:
             mine = [self._values(i, tensors[i]) for i in self._carried]
-            sums, state = self._way.sum(mine, self._state[0], group)
+            sums, state = self._codec.sum(mine, self._state[0], group)
             for i, total in zip(self._carried, sums, strict=True):
-                found[i] = total.to(self._parameters[i].dtype)
+                results[i] = total.to(self._parameters[i].dtype)
         else:
             state = self._state[0]
         used = self._state[1] | there().amax(0)
         self._state = state, used
         if self._hand_out is not None:
-            handed = self._hand_out.run([[None if one is None else one.contiguous().view(-1) for one in found]])
-            found = [
-                None if one is None else one.view(p.shape) for one, p in zip(handed, self._parameters, strict=True)
-            ]
-        return [one if flag else None for one, flag in zip(found, used.tolist(), strict=True)]
+            results = self._hand_out.run([[None if own is None else own.contiguous().view(-1) for own in results]])
+        return [
+            total.view(p.shape) if flag and total is not None else None
+            for total, p, flag in zip(results, self._parameters, used.tolist(), strict=True)
+        ]
 
     def keep(self) -> None:
-        """Remember what is held back, for `put_back`."""
+        """Remember the state, for `put_back`."""
         self._kept = self._state
 
     def put_back(self) -> None:
-        """What was summed since `keep` has not been used."""
+        """Restore the state of `keep`: the sums since then were not used."""
         self._state = self._kept
 
     def forget(self) -> None:
-        """Nothing is held back."""
-        self._state: tuple[State, Tensor] = self._way.begin(), torch.zeros(len(self._parameters), dtype=torch.uint8)
+        """Drop the residual."""
+        self._state: tuple[State, Tensor] = (
+            self._codec.begin(),
+            torch.zeros(len(self._parameters), dtype=torch.uint8),
+        )
         self._kept = self._state
 
     def state(self) -> dict[str, Tensor]:
-        """What the next sum begins with, to be saved; `load` takes it over."""
+        """The state of the next sum, to be saved; see `load`."""
         return {**self._state[0], "used": self._state[1]}
 
     def load(self, state: State) -> None:
-        """Take over what `state` gave."""
-        self._state = {name: one for name, one in state.items() if name != "used"}, state["used"]
+        """Restore the result of `state`."""
+        self._state = {name: tensor for name, tensor in state.items() if name != "used"}, state["used"]
         self._kept = self._state
 
     def _values(self, index: int, tensor: Tensor | None) -> Tensor:
@@ -101,8 +266,8 @@ class Across:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class OnEachHost:
-    """A transport of one bucket: in memory on each host and then, divided, across hosts; or not at all, without it."""
+class PerHostTransport:
+    """A transport of one bucket: sums in memory on each host and then, divided, with `across` over hosts."""
 
     early = False
 
@@ -110,19 +275,20 @@ class OnEachHost:
         """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
-        memory = hosts.memory if hosts.memory.size > 1 else None
-        self._inside = InMemory(parameters, memory, of_one_host(hosts), ranks=hosts.size)
+        memory = hosts.memory
+        forest, shared = Forest.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
+        self._inside = MemoryTransport(parameters, shared, forest, ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See transports.Transport."""
         self._inside.begin(number, own)
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See transports.Transport. True: of this host's sums, where they are all."""
+        """See transports.Transport. Without `across`, about the sums of this host."""
         finite = self._inside.end(divisor)
         if self._across is None:
             return finite
-        # divided before: what is held back is part of a mean, whatever the weight of the step in which it arrives
+        # divided before: a residual is part of a mean, whatever the weight of the step in which it is sent
         sums = self._across.sum([None if divisor is None else p.grad for p in self._parameters])
         if divisor is None:
             self._across.put_back()

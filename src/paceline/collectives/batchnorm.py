@@ -1,7 +1,7 @@
-"""Normalise by the statistics of the whole global batch, though each rank holds only its share of it.
+"""Batch normalization with the statistics of the whole global batch.
 
-Every rank learns the mean and variance of the union. torch's own SyncBatchNorm refuses CPU tensors; this one runs
-wherever its process group does. examples/textbook/batchnorm.py says why, with an example, and is the same on one page.
+torch's own SyncBatchNorm does not support CPU tensors; this one supports every device of its process group.
+examples/textbook/batchnorm.py explains it, with an example, and is a runnable short version.
 """
 
 from typing import Any, NamedTuple, cast
@@ -35,30 +35,30 @@ def combined(a: Moments, b: Moments) -> Moments:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the union of all ranks' inputs; in eval mode, torch's plain one.
+    """Batch normalization over the inputs of all ranks; in eval mode, torch's batch norm.
 
     Input and output (N, C, ...) in any floating dtype; N may differ between ranks and be 0. Every rank must run the
     same forwards and backwards in training mode: both are collectives. The gradients of weight and bias are this
-    rank's part, to be summed over ranks like any other's.
+    rank's part, to be summed over ranks.
 
-    Where the union is empty, the running statistics normalise and stay as they are. In eval mode with
-    `track_running_stats=False` each rank uses the statistics of its own batch, as torch's does: ranks may evaluate
-    different numbers of batches, so nothing can be exchanged there.
+    If the inputs of all ranks are empty, the running statistics are used, and do not change. In eval mode with
+    `track_running_stats=False`, each rank uses the statistics of its batch, like torch: ranks may evaluate different
+    numbers of batches.
 
     Attributes:
-        counted: False while this rank forwards a stand-in because its share is empty: the input is normalised by the
-            statistics of the other ranks, adds nothing to them, and no gradient flows through it.
-        group: the ranks whose inputs belong together, by default all; without a process group a rank is alone. Beside
-            gradient buckets that start during backward, give it a group of its own (`dist.new_group()`): within one
-            group messages are paired by their order, but when a bucket is full depends on each rank's own backward.
+        counted: False for a dummy batch: the input is normalized by the statistics of the other ranks, is not part of
+            them, and no gradient flows through it.
+        group: the ranks whose inputs belong together; None: all, or only this rank without a process group. If
+            gradient buckets are sent during backward, use a separate group (`dist.new_group()`): a group matches
+            messages by their order, but the order of buckets and batch norms can differ between ranks.
 
     Raises:
-        ValueError: for an input that is not (N, num_features, ...); on every rank, where the union holds one value per
-            channel (its variance says nothing; torch's refuses it too).
+        ValueError: if an input is not (N, num_features, ...), or, on every rank, if all ranks together have one value
+            per channel, like torch.
     """
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        """`options` as torch's batch norm takes them; most layers become one by `convert`."""
+        """`options`: those of torch's batch norm. See also `convert`."""
         super().__init__(num_features, **options)
         self.group = group
         self.counted = True
@@ -69,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
         alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
         if not self.training or (alone and self.counted and input.numel() > 0):
-            return super().forward(input)  # nothing to synchronise: torch's own kernel
+            return super().forward(input)  # nothing to exchange: torch's kernel
         own_count = input.numel() // self.num_features if self.counted else 0
         with torch.no_grad():
             union = self._union(_moments(input, own_count))
@@ -79,10 +79,10 @@ class SyncBatchNorm(_BatchNorm):
         return cast(Tensor, _Normalise.apply(input, self.weight, self.bias, *numbers))
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any (N, C, ...): one class stands for BatchNorm1d, 2d and 3d."""
+        """Any (N, C, ...): one class for BatchNorm1d, 2d and 3d."""
 
     def _union(self, own: Moments) -> Moments:
-        """All ranks' moments as one, added up in rank order: so every rank computes the very same bits."""
+        """The moments of all ranks, added in rank order: every rank computes the same bits."""
         if not dist.is_initialized():
             return own
         packed = torch.cat([own.size.reshape(1), own.mean, own.m2])  # (1 + 2C,)
@@ -94,10 +94,10 @@ class SyncBatchNorm(_BatchNorm):
         return union
 
     def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
-        """(mean, biased variance), each (C,), to normalise by; moves the running statistics on."""
+        """(mean, biased variance), each (C,), to normalize with; updates the running statistics."""
         count, mean, m2 = union
-        # On a GPU, reading `count` would stall every layer. A union of 0 or 1 is possible only where this rank's own
-        # count, a plain number, is 0 or 1; there waiting costs little.
+        # On a GPU, reading `count` waits in every layer. A union of 0 or 1 is possible only if this rank's count, a
+        # Python number, is 0 or 1; then waiting costs little.
         few = own_count <= 1
         if few and count == 0:
             if self.running_mean is None or self.running_var is None:
@@ -112,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         return mean, m2 / count
 
     def _count_batch(self) -> float:
-        """Count this batch; return its weight in the running statistics."""
+        """Count this batch, and return its weight in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -124,11 +124,11 @@ class SyncBatchNorm(_BatchNorm):
 def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
-    The layers stay the very same objects and only change their class (as torch's lazy layers do): parameters, buffers,
-    names, hooks, and layers used at two places all stay as they were. An optimizer made earlier remains right.
+    The layers only change their class (as torch's lazy layers do): parameters, buffers, names, hooks and layers in two
+    places stay. An existing optimizer remains valid.
 
     Raises:
-        TypeError: for another kind of batch norm (lazy, torch's own SyncBatchNorm, a subclass), named; nothing changed.
+        TypeError: names another kind of batch norm (lazy, torch's SyncBatchNorm, a subclass); nothing has changed.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
@@ -145,10 +145,10 @@ def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mod
 
 
 def _moments(input: Tensor, count: int) -> Moments:
-    """The moments of (N, C, ...) over all dimensions but C; zeros for a count of 0, whatever the input holds.
+    """The moments of (N, C, ...) over all dimensions but C; zeros for a count of 0, whatever the input.
 
-    Computed in float32 for half precision. They travel in float64: a count above 2^24 has no exact float32, and the
-    union then is as precise as its parts.
+    Computed in float32 for half precision. They are exchanged in float64: a count above 2^24 has no exact float32, and
+    the union is as precise as its parts.
     """
     if count == 0:
         zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
@@ -160,7 +160,7 @@ def _moments(input: Tensor, count: int) -> Moments:
 
 
 class _Normalise(torch.autograd.Function):
-    """(input - mean) * invstd * weight + bias, where mean and invstd depend on the inputs of all ranks.
+    """(input - mean) * invstd * weight + bias; mean and invstd depend on the inputs of all ranks.
 
     The gradient of the input, with x = input - mean, g = the output's gradient and sums over all ranks' N values:
 
@@ -200,7 +200,7 @@ class _Normalise(torch.autograd.Function):
         if not ctx.counted:
             sums.zero_()
         own_sum, own_product = sums.clone()
-        # Always, even where no input gradient is wanted here: the other ranks may want theirs.
+        # Always, even if this rank needs no input gradient: the other ranks may need theirs.
         if dist.is_initialized():
             sums = start_sum(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
         grad_input = torch.zeros_like(input)
@@ -217,7 +217,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _computable(values: Tensor) -> Tensor:
-    """In the precision that sums are made in: float64 as it is, everything smaller in float32."""
+    """In the precision of sums: float64 unchanged, everything smaller in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -1,9 +1,4 @@
-"""Gradients in buckets and in memory: how they are packed, divided and laid out.
-
-How gradients of many parameters travel together: which ones, in which order, packed into one tensor each.
-
-How gradients lie in memory, so that ranks can add them up place by place, and optimizers read them.
-"""
+"""Gradients in buckets and in memory: how they are grouped, packed, divided and laid out."""
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -13,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.torch_collectives import gather_over_torch
+from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough to use the network well
-FIRST_BYTES = 1 << 20  # where buckets are larger: the first one leaves early
+FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it leaves early
 ALIGNED_BYTES = 64
 
 
@@ -28,14 +24,14 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
     """Group item indices, last item first, into runs of at most `capacity` bytes (a larger item gets its own run).
 
-    Last first, because backward reaches the last layers first: their bucket can travel while the rest computes.
+    Last first, because backward reaches the last layers first: their bucket is sent while the rest computes.
 
         assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
 
     Args:
         sizes: of the items, in bytes.
         capacity: of a bucket, in bytes.
-        first: the first one is full as soon as it has so many.
+        first: the number of bytes at which the first bucket is full.
     """
     buckets: list[list[int]] = []
     room = assigned = 0
@@ -48,27 +44,37 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
     return buckets
 
 
+def balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
+    """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
+    loads, held = [0] * holders, [list[int]() for _ in range(holders)]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        holder = loads.index(min(loads))
+        loads[holder] += sizes[index]
+        held[holder].append(index)
+    return held
+
+
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """The parameters in buckets, one type in each, ordered by when backward will have filled them."""
-    alike: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    """The parameters in buckets of one type each, in the order in which backward fills them."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for position, parameter in enumerate(parameters):
-        alike[parameter.dtype, parameter.device].append(position)
+        by_kind[parameter.dtype, parameter.device].append(position)
     buckets: list[list[int]] = []
-    for positions in alike.values():
+    for positions in by_kind.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
         first = FIRST_BYTES if bucket_bytes > FIRST_BYTES else 0
         buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]
-    buckets.sort(key=min, reverse=True)  # full when its earliest layer has its gradient
+    buckets.sort(key=min, reverse=True)  # a bucket is full when its earliest layer has its gradient
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
 
 def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:
-    """All gradients in one tensor, then one number for each: 1 where there is a gradient, 0 where it is None.
+    """All gradients in one tensor, then one flag for each: 1 for a gradient, 0 for None.
 
     (2, 3) and (4,) float32, the second without gradient -> (34,): 6 numbers, 10 zeros; 4 zeros, 12 more; 1, 0. Each
-    begins at a multiple of 64 bytes, as autograd's own gradients do: a fused optimizer may choose another kernel by it.
-    After the sum over ranks the last ones tell how many ranks used each parameter; a message of their own would cost a
-    round trip. Zeros fill it up to the length `padded`. `grads` of None are None for each.
+    begins at a multiple of 64 bytes, as autograd's own gradients do: a fused optimizer may choose its kernel by that.
+    After the sum over ranks the flags are the number of ranks that used each parameter; a separate message would cost a
+    round trip. Zeros fill the tensor up to the length `padded`. `grads` of None: None for each parameter.
     """
     grads = [None] * len(parameters) if grads is None else grads
     constant = partial(_constant, parameters[0].device, parameters[0].dtype)
@@ -96,26 +102,26 @@ def packed_size(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def _gap(parameter: Tensor) -> int:
-    """Elements after it, up to a multiple of 64 bytes."""
+    """The number of elements after it, up to a multiple of 64 bytes."""
     return -parameter.numel() % (ALIGNED_BYTES // parameter.element_size())
 
 
 def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
-    """Give each parameter its piece of `flat`, a sum of unpadded `pack`s, as .grad; None where no rank has used it."""
+    """Assign each .grad its piece of `flat`, a sum of unpadded `pack`s; None if no rank has used the parameter."""
     *pieces, used = flat.split([*(n for p in parameters for n in (p.numel(), _gap(p))), len(parameters)])
-    # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
+    # Read only if this rank did not use all of them: on a GPU, reading means waiting.
     used_anywhere: Sequence[float] = used_here if all(used_here) else used.tolist()
     for parameter, piece, is_used in zip(parameters, pieces[::2], used_anywhere, strict=True):
         if is_used:
             grad = piece.view(parameter.shape)
-            # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
+            # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
             parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
 
 
 def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
     """`total` /= `divisor`, keeping its type.
 
-    Through float32 at least: a GPU would turn a scalar tensor into the type of `total` first, and 70,000 tokens are
+    In float32 at least: a GPU would first convert a scalar tensor to the type of `total`, and 70,000 tokens are
     infinite in float16.
     """
     if isinstance(divisor, float) and divisor == 1.0:
@@ -126,7 +132,7 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """`divide` for all of them, in few kernels."""
+    """`divide` each of them, in few kernels."""
     for group, number in by_type(totals, divisor):
         if group[0].element_size() < 4:
             for total in group:
@@ -136,9 +142,9 @@ def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
 
 
 def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
-    """The tensors of each type together, and `number` as a kernel for many of them takes it: a GPU's in their type.
+    """Groups of tensors of one type, and `number` as a foreach kernel takes it: on a GPU in their type.
 
-    None if the host knows that `number`, a factor or divisor, is 1.
+    No groups if the host knows that `number`, a factor or divisor, is 1.
     """
     if isinstance(number, float) and number == 1.0:
         return
@@ -152,22 +158,22 @@ def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tupl
 Strides = tuple[int, ...]
 
 
-def kinds(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
-    """Elements and types."""
+def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
+    """The number of elements of each parameter, and its type."""
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
 def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
-    """How each gradient lies in memory while it is summed: as its parameter, where all ranks have that alike, dense."""
+    """The strides of each gradient while it is summed: its parameter's, if dense and equal on all ranks."""
     mine = [p.stride() if _is_dense(p) else () for p in parameters]
-    told = gather_over_torch(mine, ranks)
+    of_rank = gather_over_torch(mine, ranks)
+    agreed = [own != () and all(other[i] == of_rank[0][i] for other in of_rank) for i, own in enumerate(mine)]
     plain = [torch.empty(p.shape, device="meta").stride() for p in parameters]
-    same = [all(one[i] == told[0][i] for one in told) and mine[i] != () for i in range(len(parameters))]
-    return [own if agreed else other for own, other, agreed in zip(mine, plain, same, strict=True)]
+    return [own if use else other for own, other, use in zip(mine, plain, agreed, strict=True)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps, each once."""
+    """Whether its elements fill their memory without gaps or overlaps."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != reach:
@@ -176,13 +182,34 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def laid_out(grad: Tensor | None, parameter: nn.Parameter, strides: Strides) -> Tensor | None:
-    """The gradient with these strides and the parameter's type; the same tensor, if it has them already."""
-    if grad is None:
+def laid_out(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
+    """The gradients with these strides and the parameters' types; a gradient that has them is not copied."""
+    if grads is None:
         return None
-    if grad.stride() == strides and grad.dtype == parameter.dtype:
-        return grad
-    return torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device=grad.device).copy_(grad)
+    return [
+        grad
+        if grad is None or (grad.stride() == own and grad.dtype == p.dtype)
+        else torch.empty_strided(p.shape, own, dtype=p.dtype, device=grad.device).copy_(grad)
+        for grad, p, own in zip(grads, parameters, strides, strict=True)
+    ]
+
+
+def flat(tensors: Grads | None) -> Grads | None:
+    """The memory of each tensor in its order, (n,)."""
+    return None if tensors is None else [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors]
+
+
+def assign_grads(
+    parameters: Sequence[nn.Parameter], strides: Sequence[Strides], grads: Grads, sums: Sequence[Tensor | None]
+) -> None:
+    """Let each .grad be the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
+    for parameter, own, grad, total in zip(parameters, strides, grads, sums, strict=True):
+        if grad is None and total is not None:
+            grad = total.as_strided(parameter.shape, own)
+        # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
+        if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
+            grad = torch.empty_like(parameter).copy_(grad)
+        parameter.grad = grad
 
 
 def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapping[nn.Parameter, str]) -> None:
@@ -194,24 +221,6 @@ def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapp
 
 
 def sparse_gradient(what: str, strategy: str = "") -> UsageError:
-    """An error for a gradient that is not dense; `what` says which."""
-    return UsageError(
-        f"{what}, and {f'strategy {strategy}' if strategy else 'this strategy'} adds up dense gradients only. Leave "
-        "sparse=True out (of nn.Embedding, nn.EmbeddingBag, F.embedding; then use Adam in place of SparseAdam). Or use "
-        "strategy 'ddp', or 'single' for one process"
-    )
-
-
-def flat(tensor: Tensor | None) -> Tensor | None:
-    """(n,): the same memory in its order, whatever the shape."""
-    return None if tensor is None else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def give(parameter: nn.Parameter, strides: Strides, grad: Tensor | None, result: Tensor | None) -> None:
-    """Let .grad be the sum: `grad`, in whose memory it is, or `result` (n,) where this rank had nothing to add."""
-    if grad is None and result is not None:
-        grad = result.as_strided(parameter.shape, strides)
-    # A gradient has its parameter's strides: torch's fused optimizers walk both through memory side by side.
-    if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
-        grad = torch.empty_like(parameter).copy_(grad)
-    parameter.grad = grad
+    """An error for a gradient that is not dense; `what` names it."""
+    by = f"strategy {strategy}" if strategy else "this strategy"
+    return UsageError(code="sparse-gradient", what=what, strategy=by)

@@ -1,8 +1,8 @@
 """Communicators exchange tensors and messages between the ranks of a process group. All ranks choose the kind once.
 
-    all ranks on one host                                  "shared"   memory
-    several hosts of equally many ranks, more than one     "hosts"    gradients: memory on each host, gloo between hosts
-    otherwise                                              "torch"    torch.distributed
+    all ranks on one host                                      "shared"   memory
+    several hosts with the same number of ranks (2 or more)    "hosts"    gradients: memory and, between hosts, gloo
+    otherwise                                                  "torch"    torch.distributed
 
     make_communicator()                       # a collective, at its first call
     communicator().start_sum(numbers, "name")()
@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives import memory as handshake
-from paceline.collectives import memory_moves as moves
+from paceline.collectives import memory_sum
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of
-from paceline.collectives.hosts import Hosts, connect_hosts, group_name, hosts_of_one
-from paceline.collectives.hosts_sum import by_leaf, by_rank
+from paceline.collectives.hosts import Hosts, by_leaf, by_rank, connect_hosts, group_name, hosts_of_one
 from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, meet_in_memory
 from paceline.collectives.torch_collectives import (
     CPU,
@@ -40,9 +39,9 @@ from paceline.collectives.torch_collectives import (
 )
 from paceline.collectives.transports import (
     Bucket,
-    InMemory,
-    OverHosts,
-    OverTorch,
+    HierarchicalTransport,
+    MemoryTransport,
+    TorchTransport,
     Transport,
     fit_in_memory,
     leaving_bytes,
@@ -72,9 +71,10 @@ class Communicator:
     def hosts(self) -> Hosts | None:
         """The hosts of all ranks, if there are several with the same number of ranks (a collective)."""
         group = dist.group.WORLD
-        if group is None or group.size() == 1 or not _talks_over_gloo(group) or not _are_alone(group.size()):
+        if group is None or group.size() == 1 or not _talks_over_gloo(group):
             return None
-        return hosts_of_one(group, _timeout_seconds(group))
+        keys = gather_over_torch(handshake.host_key(), group.size())
+        return hosts_of_one(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
@@ -107,7 +107,7 @@ class Communicator:
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         """The all-reduce of gradients. `in_order`: in the order of the tree, else in the cheapest order."""
-        return OverTorch(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
+        return TorchTransport(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
 
 
 class _MemoryCommunicator(Communicator):
@@ -116,11 +116,11 @@ class _MemoryCommunicator(Communicator):
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory=memory)
         self._shared = memory
-        self._forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
+        self._forest = Forest.of_ranks(memory.size, memory.rank)
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
-            moves.broadcast_in_memory(self._shared, tensors, src, name)
+            memory_sum.broadcast_in_memory(self._shared, tensors, src, name)
         else:
             super().broadcast(tensors, src, name)
 
@@ -131,36 +131,36 @@ class _MemoryCommunicator(Communicator):
         if not mine.is_cpu:
             return super().start_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
-        moves.all_gather(self._shared, mine, rows.view(-1), name)
+        memory_sum.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
 
     def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        return moves.StartedSum(self._shared, numbers, name).finish
+        return memory_sum.StartedSum(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:
             return super().all_gather(out, mine, name, async_op=async_op)
-        return moves.all_gather(self._shared, mine, out, name)
+        return memory_sum.all_gather(self._shared, mine, out, name)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
         if not flat.is_cpu or op != dist.ReduceOp.SUM:
             super().reduce_scatter(out, flat, name, op)
         else:
-            moves.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
+            memory_sum.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
 
     def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
         if not own[0].is_cpu or own[0].is_complex():
             return super().start_share_of_sum(forest, own, name)
         share = own[0].new_empty(len(own[0]) // self.size)
-        moves.reduce_scatter(self._shared, own, forest, share, name=name)
+        memory_sum.reduce_scatter(self._shared, own, forest, share, name=name)
         return lambda: share
 
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
-        return InMemory(parameters, self._shared, forest)
+        return MemoryTransport(parameters, self._shared, forest)
 
 
 class _HostsCommunicator(Communicator):
@@ -176,12 +176,12 @@ class _HostsCommunicator(Communicator):
     def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
             return super().transport(parameters, forest, in_order=in_order)
-        nesting = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
-        return OverHosts(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, nesting)
+        plan = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
+        return HierarchicalTransport(buckets_of(parameters, leaving_bytes(self._hosts)), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
-"""ends with torch's default group, which torch keeps in a global variable"""
+"""entries end with torch's process groups"""
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -200,7 +200,7 @@ def make_communicator(
     Args:
         asked: "shared" fails if memory cannot be shared, "torch" does not try.
         group: if it has only some of the ranks, they use torch.distributed.
-        bulk_bytes: what each rank hands over in one tick.
+        bulk_bytes: the bytes that each rank hands over in one tick.
 
     Raises:
         UsageError: `asked` is "shared", and it is impossible; on rank 0, ToldElsewhere on the others.
@@ -237,7 +237,7 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
         return Communicator()
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
     name, seconds = group_name(met.host) if several else GROUP, _timeout_seconds(group)
-    memory = SharedMemory(met.peers, place, layout, seconds, group=name, of_all=not several)
+    memory = SharedMemory(met.peers, place, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
@@ -249,31 +249,24 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
     return _HostsCommunicator(connect_hosts(memory, met.host, met.hosts))
 
 
-def _are_alone(size: int) -> bool:
-    return len(set(gather_over_torch(handshake.host_key(), size))) == size
-
-
 def _talks_over_gloo(group: dist.ProcessGroup) -> bool:
-    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, where the program names none
+    return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, if the program names none
 
 
-def say(words: str) -> None:
-    """Tell the user, on rank 0 of the default group."""
+def say(text: str) -> None:
+    """Print a notice on rank 0 of the default group."""
     if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
-        print(f"paceline: {words}", file=sys.stderr, flush=True)
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _impossible(group: dist.ProcessGroup, why: str) -> UsageError | ToldElsewhere:
     if group.rank() != 0:
         return ToldElsewhere("rank 0 tells why memory cannot be shared", ExitCode.USAGE)
     switch = f", {SHARED_MEMORY}={os.environ[SHARED_MEMORY]}" if SHARED_MEMORY in os.environ else ""
-    return UsageError(
-        f"--collectives shared: the {group.size()} ranks cannot share memory: {why}{switch}. It takes CPU ranks of one "
-        "user, on one host or on several with equally many. Choose from: auto, torch, shared"
-    )
+    return UsageError(code="memory-not-shared", size=group.size(), reason=why, switch=switch)
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:
-    """How long a collective of this group may take, as whoever made it has said."""
+    """The timeout of this group's collectives."""
     backend = group._get_backend(torch.device(CPU))  # pyright: ignore[reportPrivateUsage]
     return backend.options._timeout.total_seconds()

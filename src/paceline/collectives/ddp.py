@@ -1,10 +1,10 @@
 """DDP's gradients through shared memory, by a communication hook: for scripts, `paceline launch --collectives shared`.
 
-torch fills its buckets during backward as ever. The last one to be full brings all of them through memory, for on a CPU
-no core is idle before that. They are multiplied and added as DDP does it over gloo (see `ring_sum`): same bits.
+torch fills its buckets during backward. The last full one sends all of them through memory, because no core of a CPU is
+idle before that. They are multiplied and added in the order of DDP over gloo (see `ring_sum`): the same bits.
 
-Where that cannot be, DDP stays as it is, and rank 0 says why. A hook of the script's own, also one that is registered
-later, takes the place of ours.
+If this is not possible, DDP does not change, and rank 0 prints the reason. A hook that the script registers, before or
+later, replaces this one.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from paceline.collectives.tree import Forest, Node
 from paceline.protocol.control import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
-_said: set[str] = set()
 _numbers = count(1)  # of DDPs, which all ranks make in one order
 _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
-"""By the reducer of a DDP: ours, as long as the script has registered none."""
+"""By the reducer of a DDP; until the script registers a hook."""
 
 
 def share_memory(ddp: Any, *, in_step: bool = True) -> None:
-    """Let the gradients of `ddp`, which has just been made, go through memory if they can (a collective).
+    """Send the gradients of `ddp`, which has just been made, through memory if possible (a collective).
 
-    `in_step`: whether all ranks make it at the same place, as torch's own collectives demand.
+    `in_step`: whether all ranks make it at the same place, as torch's own collectives require.
     """
     group, size = ddp.process_group, dist.get_world_size()
     if dist.get_world_size(group) == 1:
         return
-    why, memory = _found({  # here nothing may be asked of the others; the same is found on all ranks
+    why, memory = _found({  # without a collective; the same on all ranks
         "it was made with init_sync=False": not in_step,
         "its process group is not that of all ranks": group is not dist.group.WORLD,
         f"its backend is {dist.get_backend(group)}, not gloo": "cpu:gloo" not in str(dist.get_backend_config(group)),
@@ -67,7 +66,7 @@ def share_memory(ddp: Any, *, in_step: bool = True) -> None:
 
 
 def _obstacle(ddp: Any, size: int) -> str:
-    """Why this rank's gradients cannot go through memory, or would not have the same bits there; empty: they can."""
+    """Why this rank's gradients cannot go through memory with the same bits; empty: they can."""
     return _found({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
         "not all parameters are real numbers on the CPU": not fit_in_memory(ddp._module_parameters),
@@ -76,7 +75,7 @@ def _obstacle(ddp: Any, size: int) -> str:
         "the script has a communication hook of its own": getattr(ddp, "_comm_hooks", ()),
         "skip_all_reduce_unused_params is set": getattr(ddp, "skip_all_reduce_unused_params", False),
         "there are sparse gradients": any(getattr(module, "sparse", False) is True for module in ddp.modules()),
-        # there DDP divides or multiplies, as the case may be, and only by powers of two that is the same
+        # then DDP divides or multiplies, which is the same for powers of two only
         f"gradient_as_bucket_view or batched_grad_copy is set, and {size} is no power of two": size & size - 1
         and (ddp.gradient_as_bucket_view or getattr(ddp, "batched_grad_copy", False)),
     })  # fmt: skip
@@ -86,19 +85,18 @@ def _found(obstacles: Mapping[str, object]) -> str:
     return next((why for why, there in obstacles.items() if there), "")
 
 
-def _say(words: str) -> None:
-    if words not in _said:
-        say(words)
-    _said.add(words)
+@cache
+def _say(text: str) -> None:
+    say(text)  # once for each text
 
 
 class _Hook:
-    """What torch calls with each bucket of one DDP; the script's own hook, once there is one."""
+    """The hook of one DDP; calls the script's own hook if there is one."""
 
     def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
         self.instead: Callable[[Any], Future[Tensor]] | None = None
         self.joined = False
-        # torch holds the hook in a place where the garbage collector sees no cycle
+        # the garbage collector would not see a cycle through torch's reference to the hook
         self._ddp, self._memory = weakref.ref(ddp), memory
         self._name = "gradients" if number == 1 else f"gradients {number}"
         self._sums: dict[Any, RingSum] = {}
@@ -120,17 +118,16 @@ class _Hook:
     def _add_up(self, buffers: list[Tensor]) -> None:
         memory, sizes, dtypes = self._memory, [len(one) for one in buffers], [one.dtype for one in buffers]
         key = (*sizes, *dtypes)
-        if key not in self._sums:  # torch makes other buckets after the first step
-            forest = Forest([(rank, rank + 1) for rank in range(memory.size)], memory.rank)
-            self._sums = {key: RingSum(memory, sizes, dtypes, forest, self._name)}
+        if key not in self._sums:  # torch makes new buckets after the first step
+            self._sums = {key: RingSum(memory, sizes, dtypes, Forest.of_ranks(memory.size, memory.rank), self._name)}
         parts = memory.size
-        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join's: by those who have not ended
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: by the ranks that have not ended
             parts = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
         self._sums[key].run([buffers], factor=1.0 / parts)
 
 
 class RingSum(TreeSum):
-    """As `TreeSum` over ranks that have a leaf each, but for the order of additions."""
+    """As `TreeSum` over ranks with one leaf each, in the order of gloo's all-reduce."""
 
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
@@ -152,7 +149,7 @@ class RingSum(TreeSum):
 
 @cache
 def _stay_in_touch() -> None:
-    """Hear of what else a script may do with a DDP: register a hook, and let ranks end at different steps (Join)."""
+    """Watch for a script that registers a hook, or lets ranks end at different steps (Join)."""
     torch_dist, kind = cast(Any, dist), cast(Any, DistributedDataParallel)
     torch_dist._register_comm_hook = _giving_way(torch_dist._register_comm_hook, lambda state, hook: (hook, state))
     builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
@@ -162,7 +159,7 @@ def _stay_in_touch() -> None:
     match = kind._match_all_reduce_for_bwd_pass
 
     @wraps(match)
-    def matched(ddp: Any) -> None:  # called on a rank that has ended, in the place of a backward
+    def matched(ddp: Any) -> None:  # called on a rank that has ended, instead of a backward
         hook = _hooks.get(ddp.reducer)
         if hook is not None:
             hook.joined = True
@@ -174,7 +171,7 @@ def _stay_in_touch() -> None:
 
 
 def _giving_way(register: Callable[..., None], read: Callable[..., tuple[ScriptHook, object]]) -> Callable[..., None]:
-    """`register` of torch's, which would refuse a second hook: the script's first one takes the place of ours."""
+    """torch's `register`, which accepts one hook only: the script's first hook replaces ours."""
 
     @wraps(register)
     def registered(reducer: Any, *asked: Any) -> None:

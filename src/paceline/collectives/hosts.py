@@ -1,29 +1,58 @@
-"""Where ranks are on several hosts: who shares memory with whom, and over which connections hosts exchange.
+"""Ranks on several hosts: which ranks share memory, over which connections hosts exchange, and sums over all ranks.
 
     2 hosts of 3 ranks      share memory: 0 1 2 | 3 4 5      exchange over gloo: 0 3 | 1 4 | 2 5
 
-Each rank exchanges its share of what its host has added up with the ranks that have the same place on the other hosts.
-So a host sends what one rank alone would have to send, whatever the number of its ranks.
+For sums of lists of tensors, each host adds up its largest subtrees in shared memory, chunk by chunk; rank i of a host
+keeps the i-th share of each chunk. As soon as it has a bundle of them, it exchanges it over gloo with rank i of all
+other hosts (`Exchange` over a tree whose leaves are those of hosts: the additions and their order are those of one
+process). A host therefore sends as much as one rank alone would, whatever the number of its ranks. In the end the sums
+are handed out in shared memory. While one bundle is on its way, the next ones are added up.
+
+    V = 6, 2 hosts of 3 ranks      host 0: a+b in memory, and c        host 1: d, and e+f in memory
+                                   over gloo, a third by each rank:    ((a+b) + (c+d)) + (e+f)
 """
+
+from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from paceline.collectives.buckets import divide
 from paceline.collectives.memory import GROUP, MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.memory_sum import (
+    Chunk,
+    Flat,
+    Lane,
+    Results,
+    Scratch,
+    SlotLayout,
+    by_node,
+    in_words,
+    root_of,
+    spare_count,
+)
+from paceline.collectives.torch_collectives import Exchange
+from paceline.collectives.tree import ALIGNED, Forest, Node
+
+BUNDLE_BYTES = 1 << 20  # of each rank: hides gloo's latency, and the first bundle still leaves early
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This rank's place on one of several hosts, which all have equally many ranks, and these next to each other."""
+    """This rank's place on one of several hosts, all with the same number of consecutive ranks."""
 
     memory: SharedMemory  # of the ranks of this host
     number: int  # of this host, from 0
     count: int  # of hosts
-    # Torch owns the group; held here, too, its connections would outlive its end, and nobody would see it come.
+    # Torch owns the group: a reference here would keep its connections open after its end.
     _across: weakref.ref[dist.ProcessGroup]
 
     @property
@@ -37,7 +66,7 @@ class Hosts:
         return self.number * self.memory.size + self.memory.rank
 
     def across(self) -> dist.ProcessGroup:
-        """The ranks that have our place on their hosts, one of each, in the hosts' order.
+        """The ranks with this rank's number on their hosts, in the hosts' order.
 
         Raises:
             RuntimeError: torch's process groups have been taken down.
@@ -51,26 +80,195 @@ class Hosts:
 
 
 def group_name(host: int) -> str:
-    """What the hang guard calls the ranks that share the memory of this host, of several."""
+    """The name in the hang guard of the ranks that share the memory of one of several hosts."""
     return f"{GROUP} on host {host}"
 
 
 def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
     """Make the process groups between hosts (a collective of all ranks)."""
-    made: list[object] = []
-    for place in range(memory.size):  # every rank must make all groups, in one order
-        members = [number * memory.size + place for number in range(hosts)]
-        # not torch's default of half an hour
-        timeout = timedelta(seconds=memory.timeout_seconds)
-        made.append(dist.new_group(members, timeout=timeout, backend="gloo"))
-    own = made[memory.rank]
+    size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
+    # every rank must make all groups, in the same order
+    groups = [dist.new_group([*range(i, hosts * size, size)], timeout=timeout, backend="gloo") for i in range(size)]
+    own = groups[memory.rank]
     assert isinstance(own, dist.ProcessGroup)
     return Hosts(memory, host, hosts, weakref.ref(own))
 
 
 def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
-    """Where each rank of `group`, of gloo, is alone on its host: memory that it shares with nobody."""
+    """The hosts of `group`, of gloo, if each rank is alone on its host: memory without another rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
-    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank), of_all=False)
+    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
     return Hosts(memory, rank, group.size(), weakref.ref(group))
+
+
+@dataclass(frozen=True)
+class Subtree:
+    """One sum of a host: its number of leaves, and the lanes of its parts; nodes count from its first leaf."""
+
+    leaves: int
+    parts: Mapping[Node, Lane]
+
+
+@dataclass(frozen=True)
+class HierarchyPlan:
+    """How a sum over all ranks is made of sums of hosts."""
+
+    within: Sequence[Subtree]  # the sums of this host
+    lanes: int  # the largest number of any rank of the world
+    across: Forest  # its ranks are the hosts
+
+
+Bundle = Sequence[Chunk]
+"""Chunks of one type, of which each rank sends its share in one message."""
+
+
+def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
+    """In the order of the tree over all leaves of `forest`; its ranks are those of the world, `size` on each host."""
+    nodes, number = forest.nodes(), forest.rank // size
+    firsts = range(0, len(forest.owned), size)
+    across = Forest([(forest.owned[first][0], forest.owned[first + size - 1][1]) for first in firsts], number)
+    lanes = by_node(nodes[number * size : (number + 1) * size])
+    within = [
+        Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
+        for first, stop in across.nodes()[number]
+    ]
+    return HierarchyPlan(within, max(map(len, nodes)), across)
+
+
+def by_rank(forest: Forest, size: int) -> HierarchyPlan:
+    """Over the ranks of `forest` in a cheaper order: each host has one sum, whatever the number of its ranks."""
+    host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
+    return HierarchyPlan([host], 1, Forest.of_ranks(len(forest.owned) // size, forest.rank // size))
+
+
+class HostsSum:
+    """As `TreeSum`, over the ranks of several hosts, and in two parts. Creating it is not a collective."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        plan: HierarchyPlan,
+        name: str,
+        scratch: Scratch,
+    ) -> None:
+        """For 1 to MAX_TENSORS tensors of `sizes` elements and these types, the same on all ranks."""
+        self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
+        unit = ALIGNED * self._memory.size
+        rooms = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
+        self._tensors = len(sizes)
+        self._lanes = SlotLayout(self._memory, sizes, dtypes, rooms, scratch)
+        # tensors without elements send the flags alone
+        self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
+        self.forget()
+        self._call = self._memory.called("reduce_scatter", name, *in_words(sizes, dtypes))
+
+    def begin(self, own: Sequence[Flat | None], after: HostsSum | None = None) -> None:
+        """Add up the tensors of this host's ranks, and start to send the sums (a collective).
+
+        Several sums may begin before the first one ends, in the same order on all ranks.
+
+        Args:
+            own: as in `TreeSum.run`; overwritten when the sum ends.
+            after: the sum that has begun before this one; starts to send its second half.
+        """
+        self._own = own
+        with self._memory.operation(self._memory.bulk, self._call):
+            for bundle in self._bundles:
+                exchange = self._left(bundle, first=not self._under_way)
+                before = self if self._under_way else after
+                if before is not None:
+                    before.gather()
+                self._under_way.append(exchange)
+                self._gathered = False
+
+    def gather(self) -> None:
+        """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's share."""
+        if not self._gathered:
+            self._under_way[-1].gather()
+            self._gathered = True
+
+    def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
+        """Wait for the sum over all ranks, and hand it out within this host; returns as `TreeSum.run`.
+
+        The caller begins the collective of the memory that this is a part of.
+        """
+        results: list[Tensor | None] = []
+        self.gather()
+        for number, bundle in enumerate(self._bundles):
+            flat, size = self._under_way.popleft().end(), self._width(bundle)
+            if number == 0:
+                used: list[float] = flat[size : size + self._tensors].tolist()
+                results = self._lanes.results(self._own, [count != 0 for count in used])
+            if divisor is not None:
+                divide(flat[:size], divisor)
+            self._hand_out(bundle, flat, results)
+        self.forget()
+        return results
+
+    def forget(self) -> None:
+        """Drop the exchanges under way, after an error: they would keep connections open."""
+        self._under_way = deque[Exchange]()
+        self._own: Sequence[Flat | None] = ()
+        self._gathered = True
+
+    def _left(self, bundle: Bundle, *, first: bool) -> Exchange:
+        """Add up a bundle on this host, and send this rank's share; with the first bundle the flags."""
+        plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
+        # at least one element: gloo must not send an empty message
+        shape = len(plan.within), plan.across.padded(max(1, size + flags))
+        sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtype)
+        sums[:, size:] = 0
+        at = 0
+        for number, chunk in enumerate(bundle or [None]):
+            slot = self._lanes.send(chunk, self._own, is_first=first and number == 0)
+            if first and number == 0:
+                sums[0, size : size + flags] = torch.tensor(self._lanes.used()).to(sums.dtype)
+            if chunk is not None:
+                at += self._add_up(chunk, slot, sums[:, at:])
+        return Exchange(plan.across, [*sums.unbind()], self._hosts.across(), self._name)
+
+    def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
+        """Write the sums of this rank's share of a chunk to the begin of `sums` (subtrees, n); return their length."""
+        start, stop = self._lanes.share(chunk, self._memory.rank)
+        width = stop - start
+        for subtree, row in zip(self._plan.within, sums, strict=True):
+            parts, out = self._lanes.parts(subtree.parts, chunk, slot, start, stop), row[:width]
+            if len(parts) == 1:
+                out.copy_(next(iter(parts.values())))
+            else:
+                spare = self._lanes.spare(chunk.dtype, spare_count(parts, subtree.leaves), width)
+                root_of(parts, subtree.leaves, out, spare, None)
+        return width
+
+    def _hand_out(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
+        """Exchange the shares of the sums with all ranks of this host."""
+        bulk, at = self._memory.bulk, 0
+        for chunk in bundle:
+            start, stop = self._lanes.share(chunk, self._memory.rank)
+            slot = bulk.write()
+            mine = bulk.typed(chunk.dtype)[slot][self._memory.rank]
+            mine[: stop - start] = flat[at : at + stop - start]
+            at += stop - start
+            bulk.exchange()
+            self._lanes.take(chunk, slot, 0, results)
+
+    def _width(self, bundle: Bundle) -> int:
+        """The number of elements of this rank's share of a bundle."""
+        shares = [self._lanes.share(chunk, self._memory.rank) for chunk in bundle]
+        return sum(stop - start for start, stop in shares)
+
+
+def _bundled(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
+    """Group consecutive chunks of one type until each rank's share of them is large enough."""
+    bundles: list[list[Chunk]] = []
+    for chunk in chunks:
+        last = bundles[-1] if bundles else []
+        size = sum(other.size for other in last) * chunk.dtype.itemsize // ranks
+        if last and last[0].dtype == chunk.dtype and size < BUNDLE_BYTES:
+            last.append(chunk)
+        else:
+            bundles.append([chunk])
+    return bundles

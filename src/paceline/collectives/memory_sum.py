@@ -1,38 +1,24 @@
-"""Sums of lists of tensors over ranks that share memory.
+"""Collectives of ranks that share memory: sums of lists of tensors in the order of `tree`, and all others.
 
-Many tensors of all sizes are cut into pieces that pass through memory of a fixed size, with few calls for each.
+Each is made of ticks (see `memory`); all ranks call the same ones in the same order.
 
-A large tensor is cut into equal pieces, each a chunk of its own, which is summed right where it lies. Small ones travel
-together, as many as there is room for.
+A list of tensors passes through memory of a fixed size in chunks. A large tensor is split into equal pieces, each a
+chunk of its own. Small tensors share a chunk. Each rank has a list for each subtree that it owns; in the slot of a rank
+each list has a lane:
 
-Lists of tensors go into the memory of ranks that share it, and their sums out of it, chunk by chunk.
+    slot of rank 1     | lane 0: piece of its first subtree | lane 1: piece of its second subtree | ...
 
-Each rank has one list of tensors or more to add, as many as it owns subtrees. In its slot these lie side by side, each
-in a lane of its own:
-
-    slot of rank 1     | lane 0: its first subtree's piece | lane 1: its second subtree's piece | ...
-
-Sums of lists of tensors over ranks that share memory, in the order of `tree`, right where the tensors lie.
-
-Chunk by chunk, each rank copies what others shall add into its memory. Then either everybody adds up all of it (where
-that is little), or each rank adds up its share of the chunk and hands that out, in the tick in which the next chunk
-comes in. Nothing is made flat first: what autograd hands out as .grad is read, and written, once.
-
-Sums in shared memory in the order in which gloo's all-reduce adds: its bits, at every number of ranks.
-
-gloo cuts a tensor into as many parts as there are ranks. Part p starts at rank p - 1 and goes round downwards, and each
-rank adds its own to what comes. So of 4 ranks
-
-    part 0    x0 + (x1 + (x2 + x3))
-    part 1    x1 + (x2 + (x3 + x0))    and so on
-
-Source: `ring` in gloo/allreduce.cc, the algorithm that torch takes. See tests/collectives/test_ring.py.
+For each chunk, each rank copies what the others add into its memory. If there is little data, each rank then adds up
+all of it. Else each rank adds up its share of the chunk, and hands it out in the tick of the next chunk. Gradients are
+read and written where autograd has put them; nothing is flattened first.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +27,7 @@ from paceline.collectives.buckets import divide
 from paceline.collectives.memory import MAX_FLAGS, SharedMemory
 from paceline.collectives.tree import ALIGNED, Forest, Node, middle, round_up, tree_sum
 
-SMALL_SHARE = 4  # a tensor of less than a fourth of the room travels with others
+SMALL_SHARE = 4  # a tensor smaller than a fourth of the room shares a chunk
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What passes at once: one piece of a large tensor, or several whole small ones."""
+    """The data of one tick: one piece of a large tensor, or several whole small ones."""
 
     dtype: torch.dtype
     pieces: tuple[Segment, ...]
@@ -67,23 +53,17 @@ class Chunk:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Of each piece, in elements."""
+        """The number of elements of each piece."""
         return [piece.stop - piece.start for piece in self.pieces]
 
     @cached_property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return sum(self.lengths)
 
 
 def cut(sizes: Sequence[int], dtypes: Sequence[torch.dtype], rooms: Mapping[torch.dtype, int]) -> list[Chunk]:
-    """Chunks that together hold each element once; empty tensors are in none.
-
-    Args:
-        sizes: of the tensors, in elements.
-        dtypes: of each.
-        rooms: for each type, how many elements pass at once, a multiple of ALIGNED.
-    """
+    """Split tensors of `sizes` elements into chunks, each element into one. `rooms`: the most elements of a chunk."""
     chunks: list[Chunk] = []
     for dtype in dict.fromkeys(dtypes):
         room, together, used = rooms[dtype], list[Segment](), 0
@@ -91,7 +71,9 @@ def cut(sizes: Sequence[int], dtypes: Sequence[torch.dtype], rooms: Mapping[torc
             if dtypes[number] != dtype or size == 0:
                 continue
             if size * SMALL_SHARE >= room:
-                chunks += [Chunk(dtype, (Segment(number, *part),)) for part in _parts(size, room)]
+                each = -(-size // -(-size // room) // ALIGNED) * ALIGNED
+                starts = range(0, size, each)
+                chunks += [Chunk(dtype, (Segment(number, at, min(at + each, size)),)) for at in starts]
                 continue
             if used + size > room:
                 chunks.append(Chunk(dtype, tuple(together)))
@@ -103,37 +85,31 @@ def cut(sizes: Sequence[int], dtypes: Sequence[torch.dtype], rooms: Mapping[torc
     return chunks
 
 
-def _parts(size: int, room: int) -> list[tuple[int, int]]:
-    count = -(-size // room)
-    each = -(-size // count // ALIGNED) * ALIGNED
-    return [(start, min(start + each, size)) for start in range(0, size, each)]
-
-
 Flat = Sequence[Tensor | None]
-"""(n,) for each tensor, None where it is all zeros"""
+"""(n,) for each tensor; None: all zeros"""
 Results = Sequence[Tensor | None]
-"""(n,) for each tensor, None where nobody has anything to add"""
+"""(n,) for each tensor; None: no rank has a value"""
 Lane = tuple[int, int]
-"""the rank among those who share memory, and the number of its lane"""
+"""the index of a rank, and of its lane"""
 MAX_TENSORS = MAX_FLAGS
 
 
 class Scratch:
-    """Memory of this rank alone, made once and used again and again, for one thing at a time."""
+    """Reused memory of this rank alone, for one purpose at a time."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def take(self, dtype: torch.dtype, number: int, size: int) -> Tensor:
-        """(size,): piece `number` of this type, with whatever is in it."""
+        """(size,), uninitialized: piece `number` of this type."""
         made = self._made.get((dtype, number))
         if made is None or len(made) < size:
             made = self._made[dtype, number] = torch.empty(size, dtype=dtype)
         return made[:size]
 
 
-class Lanes:
-    """Lists of tensors, the same sizes and types on all ranks, in the bulk slots of memory that ranks share."""
+class SlotLayout:
+    """Lists of tensors of the same sizes and types on all ranks, in the bulk slots of shared memory."""
 
     def __init__(
         self,
@@ -143,26 +119,26 @@ class Lanes:
         rooms: Mapping[torch.dtype, int],
         scratch: Scratch,
     ) -> None:
-        """`rooms`: for each type, the elements of a lane, a multiple of ALIGNED."""
+        """`rooms`: the number of elements of a lane for each type, a multiple of ALIGNED."""
         self.chunks = cut(sizes, dtypes, rooms)
         self._memory, self._sizes, self._dtypes, self._rooms = memory, sizes, dtypes, rooms
         self._scratch = scratch
 
     def set_flags(self, slot: int, own: Sequence[Flat | None]) -> None:
-        """Say which tensors this rank has something to add to."""
+        """Flag the tensors for which this rank has values."""
         count = len(self._sizes)
         flags = sum(1 << i for i in range(count) if any(flat is not None and flat[i] is not None for flat in own))
         self._memory.bulk.set_flags(slot, flags, count)
 
     def used(self) -> list[bool]:
-        """Which tensors any rank that shares the memory has something to add to, in the tick that set flags."""
+        """Whether any rank has values for each tensor, in the tick that set flags."""
         used, count = 0, len(self._sizes)
         for flags in self._memory.bulk.flags(count):
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
     def results(self, own: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
-        """Where the sums go: where the first subtree's are, new where only others have something to add."""
+        """The tensors for the sums: those of the first subtree, or new ones if only other lists have values."""
         first: Flat = own[0] or [None] * len(self._sizes)
         return [
             flat if flat is not None or not used[i] else torch.empty(self._sizes[i], dtype=self._dtypes[i])
@@ -180,8 +156,8 @@ class Lanes:
     ) -> None:
         """Write the chunk of each of this rank's subtrees into its lane, multiplied by `factor`.
 
-        With `for_others` without the share that this rank itself adds up, where it can read that where it is: in the
-        piece of a large tensor that is there, and is added as it is.
+        `for_others`: this rank reads its own share of a large tensor in place, so that share is not written, unless
+        there is a factor.
         """
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
         room, only = self._rooms[chunk.dtype], chunk.only
@@ -205,18 +181,30 @@ class Lanes:
                 if factor is not None:
                     place.mul_(factor)
 
+    def send(
+        self, chunk: Chunk | None, own: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
+    ) -> int:
+        """Make one tick with the chunk of all ranks, and with their flags in the first one; return its slot."""
+        slot = self._memory.bulk.write()
+        if is_first:
+            self.set_flags(slot, own)
+        if chunk is not None:
+            self.load(chunk, own, slot, factor=factor)
+        self._memory.bulk.exchange()
+        return slot
+
     def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
-        """Elements [start, stop) of the chunk, of these subtrees; they are other ranks' memory."""
+        """Elements [start, stop) of the chunk of each subtree, in the memory of the ranks."""
         slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._rooms[chunk.dtype]
         return {node: slots[rank][lane * room + start : lane * room + stop] for node, (rank, lane) in lanes.items()}
 
     def share(self, chunk: Chunk, rank: int) -> tuple[int, int]:
-        """Which elements of the chunk a rank adds up, where each does its share."""
+        """The elements [start, stop) of the chunk that a rank adds up if each rank adds up a share."""
         each = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
         return min(rank * each, chunk.size), min((rank + 1) * each, chunk.size)
 
     def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
-        """Put together what each rank has added up, its share, written at element `at` of its slot."""
+        """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
         slots = self._memory.bulk.typed(chunk.dtype)[slot]
         shares = [self.share(chunk, rank) for rank in range(self._memory.size)]
         parts = [slots[rank][at : at + stop - start] for rank, (start, stop) in enumerate(shares)]
@@ -228,11 +216,11 @@ class Lanes:
             torch.cat(parts, out=result[only.start : only.stop])
 
     def whole(self, chunk: Chunk) -> Tensor:
-        """Memory of this rank alone, for a chunk of many tensors."""
+        """Scratch memory for a chunk of several tensors."""
         return self._scratch.take(chunk.dtype, 0, chunk.size)
 
     def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
-        """Memory of this rank alone, for `count` sums that are half added up, (size,) each."""
+        """Scratch memory for `count` partial sums, (size,) each."""
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
@@ -249,7 +237,7 @@ def hand_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
 
 
 def by_node(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
-    """In which lane each subtree lies, of the subtrees of each rank."""
+    """The lane of each subtree, given the subtrees of each rank."""
     return {node: (rank, lane) for rank, of_rank in enumerate(nodes) for lane, node in enumerate(of_rank)}
 
 
@@ -258,12 +246,12 @@ def _or_zeros(part: Tensor | None, like: Tensor, size: int) -> Tensor:
 
 
 WIDEST_BYTES = 8  # of an element
-DIRECT_BYTES = 128 << 10  # up to here another tick costs more than to add up everything everywhere
-DIRECT_FACTOR = 8  # so many times as much, where only two are added
+DIRECT_BYTES = 128 << 10  # up to this size a second tick costs more than adding up everything on each rank
+DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
 
 
 class TreeSum:
-    """One sum of lists of tensors over the leaves of a forest, again and again. A new one is no collective."""
+    """A repeated sum of lists of tensors over the leaves of a forest. Creating it is not a collective."""
 
     def __init__(
         self,
@@ -283,13 +271,13 @@ class TreeSum:
         direct_bytes = DIRECT_BYTES * (DIRECT_FACTOR if len(self._nodes) == 2 else 1)
         self._shares = memory.size if total_bytes > direct_bytes else 0
         lane_bytes = self._lane_bytes(lanes)
-        # at the same byte for all types: the tick that brings in a chunk of one hands out sums of another
+        # the same byte for all types: a tick can contain a chunk of one type and sums of another
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         rooms = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = Lanes(memory, sizes, dtypes, rooms, Scratch())
+        self._lanes = SlotLayout(memory, sizes, dtypes, rooms, Scratch())
         self._call = memory.called("all_reduce", name, *in_words(sizes, dtypes))
         self.finite = False
-        """Whether the last sums are known to hold no infinity or NaN, on all ranks alike; False: nobody has looked."""
+        """Whether the last sums are known to be finite; the same on all ranks. False: unknown."""
 
     def run(
         self, own: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
@@ -297,28 +285,22 @@ class TreeSum:
         """The sum over all leaves, divided as `buckets.divide` does (a collective).
 
         Args:
-            own: for each of this rank's subtrees its sums, contiguous; None for all zeros. They are written over.
+            own: the sums of each of this rank's subtrees, contiguous; None for all zeros. They are overwritten.
             divisor: see `divide`; the same on every rank.
-            factor: what each element of ours is multiplied by before it is added.
+            factor: multiplies each element of this rank before it is added.
 
         Returns:
-            (n,) for each tensor: that of the first subtree, if it is there, with the sum in it. None where it is None
-            in all subtrees of all ranks.
+            (n,) for each tensor: that of the first subtree, if there is one, now with the sum. None if it is None in
+            all subtrees of all ranks.
         """
         self.finite = False
         with self._memory.operation(self._memory.bulk, self._call):
             return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
 
     def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        bulk, lanes, results = self._memory.bulk, self._lanes, list[Tensor | None]()
+        lanes, results = self._lanes, list[Tensor | None]()
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = bulk.write()
-            if number == 0:
-                lanes.set_flags(slot, own)
-            if chunk is not None:
-                lanes.load(chunk, own, slot, factor=factor)
-            bulk.publish()
-            bulk.wait()
+            slot = lanes.send(chunk, own, is_first=number == 0, factor=factor)
             if number == 0:
                 results = lanes.results(own, lanes.used())
             if chunk is not None:
@@ -326,7 +308,7 @@ class TreeSum:
         return results
 
     def _run_shares(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        """In tick k chunk k comes in, shares of chunk k - 1 are added up and go out: one tick for each chunk."""
+        """Tick k brings in chunk k, and hands out the sums of chunk k - 1."""
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()
@@ -335,13 +317,12 @@ class TreeSum:
             if number < len(lanes.chunks):
                 lanes.load(lanes.chunks[number], own, slot, for_others=True, factor=factor)
             if number > 0:
-                # with a factor ours is in memory, too: what lies here is without it
+                # with a factor this rank's share is in memory: the tensors are not multiplied
                 here = own if factor is None else [None] * len(own)
                 finite &= self._add_share(lanes.chunks[number - 1], here, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, not finite, 1)
-            bulk.publish()
-            bulk.wait()
+            bulk.exchange()
             if number == 0:
                 results = lanes.results(own, lanes.used())
             else:
@@ -351,10 +332,10 @@ class TreeSum:
         return results
 
     def _lane_bytes(self, lanes: int) -> int:
-        all_bytes, unit = self._memory.bulk.data_bytes, ALIGNED * WIDEST_BYTES * max(1, self._shares)
-        if self._shares:  # lanes, and the share of the result
-            return all_bytes * self._shares // (lanes * self._shares + 1) // unit * unit
-        return all_bytes // lanes // unit * unit
+        shares = max(1, self._shares)
+        unit = ALIGNED * WIDEST_BYTES * shares
+        # lanes, and the share of the result
+        return self._memory.bulk.data_bytes * shares // (lanes * shares + (self._shares > 0)) // unit * unit
 
     def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> None:
         parts = self._lanes.parts(self._nodes, chunk, slot, 0, chunk.size)
@@ -366,7 +347,7 @@ class TreeSum:
             self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
 
     def _add_share(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, divisor: float | Tensor | None) -> bool:
-        """Whether the sum is finite, found out while it is still in the cache; False: it may be."""
+        """Whether the sum is finite, computed while it is in the cache. False: unknown."""
         start, stop = self._lanes.share(chunk, self._memory.rank)
         if start == stop:
             return True
@@ -377,13 +358,13 @@ class TreeSum:
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
                 parts[node] = tensor[only.start + start : only.start + stop]
         self._make_root(chunk, start, parts, out, divisor)
-        # never finite where one element is not; it may overflow by itself
+        # not finite if an element is not; it may also overflow
         return math.isfinite(out.sum(dtype=torch.float32 if out.element_size() < 4 else None))
 
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
-        """The sum of these parts, which begin at element `start` of the chunk, in `out`."""
+        """Write the sum of these parts, which begin at element `start` of the chunk, into `out`."""
         del start
         root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
 
@@ -394,12 +375,12 @@ def in_words(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, 
 
 
 def spare_count(parts: Collection[Node], leaves: int) -> int:
-    """How many sums have to wait, at most, to be added to another one, while these subtrees become one."""
+    """The largest number of partial sums that exist at once while these subtrees become one, except the last one."""
     return max(1, _places(parts, (0, leaves))) - 1
 
 
 def _places(parts: Collection[Node], node: Node) -> int:
-    """How many sums there are at most while this one is made, itself included."""
+    """The largest number of sums that exist at once while this one is made, including it."""
     if node in parts:
         return 0
     cut = middle(node)
@@ -410,7 +391,7 @@ def _places(parts: Collection[Node], node: Node) -> int:
 def root_of(
     parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
-    """The tree's sum of two parts or more, in `out`; the parts are only read."""
+    """Write the tree's sum of two parts or more into `out`; the parts are only read."""
     free, ours = [*spare, out], set[int]()
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -435,14 +416,23 @@ SEGMENT_BYTES = 1 << 20  # gloo's longest
 
 
 def ring_part(size: int, itemsize: int, ranks: int) -> int:
-    """How many of `size` elements are in each part, but the last ones, which may be shorter or empty."""
+    """The number of elements in each part of a sum of `size` elements; the last parts may be shorter or empty."""
     longest = SEGMENT_BYTES // itemsize
     segments = round_up(max(-(-size // longest), 2 * ranks), ranks)
     return segments // ranks * -(-size // segments)
 
 
 def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> None:
-    """Elements [first, first + len(out)) of a sum over ranks; `size` is the length of the whole tensor."""
+    """Elements [first, first + len(out)) of a sum of tensors of `size` elements, in the order of gloo's all-reduce.
+
+    gloo splits a tensor into one part for each rank. Part p starts at rank p - 1 and goes round downwards; each rank
+    adds its own to what it receives. So of 4 ranks
+
+        part 0    x0 + (x1 + (x2 + x3))
+        part 1    x1 + (x2 + (x3 + x0))    and so on
+
+    Source: `ring` in gloo/allreduce.cc, the algorithm that torch takes. See tests/collectives/test_ring.py.
+    """
     ranks, low = len(of_rank), 0
     each = ring_part(size, out.element_size(), ranks)
     while low < len(out):
@@ -452,3 +442,144 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
         for back in range(2, ranks + 1):
             total = torch.add(of_rank[(number - back) % ranks][low:high], total, out=out[low:high])
         low = high
+
+
+def barrier(memory: SharedMemory) -> None:
+    """Return when all ranks have called it."""
+    with memory.operation(memory.bulk, memory.called("barrier", "barrier")):
+        memory.bulk.write()
+        memory.bulk.exchange()
+
+
+def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
+    """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
+    flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+    sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
+    slots = bulk.typed(torch.uint8)
+    chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
+    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+        for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, to compare calls
+            slot = bulk.write()
+            places = slots[slot][src][: chunk.size].split(chunk.lengths)
+            pieces = [flat[piece.tensor][piece.start : piece.stop] for piece in chunk.pieces]
+            if is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    place.copy_(piece)
+            bulk.exchange()
+            if not is_source:
+                for place, piece in zip(places, pieces, strict=True):
+                    piece.copy_(place)
+
+
+def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shares") -> None:
+    """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]. `mine` may be this rank's part of `out`."""
+    share, bulk = len(mine), memory.bulk
+    slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
+    parts = out.view(memory.size, share)
+    with memory.operation(bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
+        for start in range(0, share, room):
+            stop = min(start + room, share)
+            slot = bulk.write()
+            slots[slot][memory.rank][: stop - start] = mine[start:stop]
+            bulk.exchange()
+            for rank, part in enumerate(parts):
+                if rank != memory.rank or mine.data_ptr() != part.data_ptr():
+                    part[start:stop] = slots[slot][rank][: stop - start]
+
+
+def reduce_scatter(
+    memory: SharedMemory,
+    own: Sequence[Tensor | None],
+    forest: Forest,
+    out: Tensor,
+    divisor: float | Tensor | None = None,
+    name: str = "gradients",
+    *,
+    as_gloo: bool = False,
+) -> Tensor:
+    """This rank's share of the sum over all leaves, in the tree's order, divided as `buckets.divide` does.
+
+    Args:
+        memory: of all ranks.
+        own: (n,) for each of this rank's subtrees; None for all zeros. Only read.
+        forest: the leaves of each rank.
+        out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
+        divisor: the same on every rank; None: the sum.
+        name: for the hang guard.
+        as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`); each rank then has one leaf.
+    """
+    nodes, bulk, share = forest.nodes(), memory.bulk, len(out)
+    lanes, size = max(map(len, nodes)), memory.size
+    slots = bulk.typed(out.dtype)
+    room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
+    shares = [None if flat is None else flat.view(size, share) for flat in own]
+    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
+        for start in range(0, share, room):
+            stop = min(start + room, share)
+            slot = bulk.write()
+            mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
+            for lane, flat in enumerate(shares):
+                for rank, place in enumerate(mine[lane]):
+                    if flat is None:
+                        place.zero_()
+                    elif rank != memory.rank:  # this rank's share is read in place
+                        place.copy_(flat[rank, start:stop])
+            bulk.exchange()
+            parts = {
+                node: slots[slot][rank][(at := (lane * size + memory.rank) * room) : at + stop - start]
+                for rank, of_rank in enumerate(nodes)
+                for lane, node in enumerate(of_rank)
+            }
+            for node, flat in zip(nodes[memory.rank], shares, strict=True):
+                if flat is not None:
+                    parts[node] = flat[memory.rank, start:stop]
+            total = out[start:stop]
+            if as_gloo and size > 2:  # a sum of two has one order
+                ring_sum([*parts.values()], memory.rank * share + start, size * share, total)
+            else:
+                root_of(parts, forest.leaves, total, [one[: stop - start] for one in spare], None)
+            if divisor is not None:
+                divide(total, divisor)
+    return out
+
+
+class StartedSum:
+    """A small sum over ranks that has begun in shared memory; for the hang guard, like torch's `Work`."""
+
+    def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
+        """Begin with this rank's `slots`, float64."""
+        self._memory, self._size, self._sum = memory, len(slots), slots
+        self._is_over, self._error = False, ""
+        if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
+            memory.running.finish()
+        channel = memory.totals
+        with memory.operation(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
+            slot = channel.write()
+            channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
+            self._tick = channel.publish()
+            memory.running = self
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have begun it, or one of them never will."""
+        return self._is_over or bool(self._error) or self._memory.totals.arrived(self._tick)
+
+    def finish(self) -> Tensor:
+        """The sum, in the order of ranks."""
+        if self._is_over:
+            return self._sum
+        if self._error:
+            raise RuntimeError(f"this sum has failed already: {self._error}")
+        memory, channel = self._memory, self._memory.totals
+        try:
+            channel.wait()
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            memory.leave()
+            raise
+        of_rank: list[Any] = channel.typed(self._sum.dtype)[self._tick & 1]
+        total = of_rank[0][: self._size].clone()
+        for other in of_rank[1:]:
+            total += other[: self._size]
+        self._sum, self._is_over, memory.running = total, True, None
+        return total

@@ -1,9 +1,9 @@
-"""The sum of gradients over virtual ranks: leaves of one tree, in buckets that leave while backward still runs.
+"""The sum of gradients over virtual ranks, the leaves of one tree, in buckets that are sent during backward.
 
-autograd would add virtual ranks up from left to right. So the gradients of each are taken away before the next one's
-backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank add up as ever: they are
-always on one rank. In this rank's last backward of a step a bucket leaves as soon as its last gradient is there, in the
-same order on all ranks. How the sums of all ranks come together is the transport's part: see `transports`.
+autograd would add virtual ranks from left to right. The gradients of each one are therefore taken away before the next
+one's backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank accumulate: they are
+always on one rank. In this rank's last backward of a step, a bucket is sent when its last gradient is complete, in the
+same order on all ranks. A transport sums the buckets over ranks (see `transports`).
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across, OnEachHost, of_one_host
+from paceline.collectives.across import Across, PerHostTransport
 from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.shards import Shards, Shares
-from paceline.collectives.transports import InMemory, Transport
+from paceline.collectives.shards import Shards, ShardTransport
+from paceline.collectives.transports import MemoryTransport, Transport
 from paceline.collectives.tree import Forest, added_each
 from paceline.errors import UsageError
 
@@ -32,9 +32,9 @@ class Reducer:
                 loss(...).backward()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
-    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. Unused on all of
-    them it keeps None: an optimizer skips None, but for a zero it would still decay the weight (AdamW) or move it by
-    old momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. If no rank uses
+    it, .grad stays None. An optimizer skips None, but given zeros it would decay the weight (AdamW) or move it by old
+    momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Reducer:
         """Hook into the parameters.
 
         Args:
-            forest: who owns which leaves.
+            forest: the leaves of each rank.
             transport: with the same buckets on every rank.
             at_start: called before a step's first backward.
-            module: whose parameters they are: for their names.
+            module: has the names of the parameters.
             own_leaf: the one leaf of this rank, to which all its backwards belong, also those of dummy batches: a rank
                 without samples has zeros. None: each backward belongs to its virtual rank.
         """
@@ -80,9 +80,9 @@ class Reducer:
         """Begin one backward of a virtual rank.
 
         Args:
-            virtual_rank: ours, and not before the one of the last backward.
-            is_last: whether this is our last backward of the step: then buckets leave as they fill.
-            counted: False for a dummy batch, whose gradients are thrown away.
+            virtual_rank: one of this rank, not below that of the previous backward.
+            is_last: whether this is this rank's last backward of the step: then buckets are sent as they fill.
+            counted: False for a dummy batch, whose gradients are discarded.
         """
         if self._leaf is None and self._sent == 0:
             self._at_start()
@@ -94,7 +94,7 @@ class Reducer:
                 parameter.grad = None
             return
         if self._leaf not in (None, virtual_rank):
-            # the gradients of the virtual rank that has ended become a leaf of each bucket that is still here
+            # the gradients of the previous virtual rank become a leaf of each bucket that is not sent
             for index in range(self._sent, len(self._buckets)):
                 self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
@@ -112,28 +112,28 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> bool:
-        """Return when every .grad holds the sum over all leaves, divided by `divisor` (a collective).
+        """Return when every .grad is the sum over all leaves, divided by `divisor` (a collective).
 
         Args:
             divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
 
         Returns:
-            Whether all of them are known to be finite, on all ranks alike.
+            Whether all of them are known to be finite; the same on all ranks.
         """
         return self._end(divisor)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Make the reducer usable again after an error in forward or backward; .grad is as the error left it.
+        """Make the reducer usable again after an error in forward or backward; .grad does not change.
 
-        The buckets that this rank has not sent leave now: other ranks, which may be waiting in `finish`, have sent
-        theirs, and messages of the next step must not meet those of this one.
+        This rank sends the remaining buckets: other ranks, which may be waiting in `finish`, have sent theirs, and
+        messages of the next step must not match those of this one.
         """
         self._end(None)
 
     def _end(self, divisor: float | Tensor | None) -> bool:
         try:
-            while self._sent < len(self._buckets):  # every rank sends every bucket, also one without a gradient
+            while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
             return self._transport.end(divisor)
         finally:
@@ -144,7 +144,7 @@ class Reducer:
         self._leaf: int | None = None
         self._leaving = False
         self._sent = 0
-        # a parameter that several modules use may get its gradient in several parts: it leaves at the end
+        # a parameter that several modules use may get its gradient in several parts: its bucket is sent at the end
         self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
         self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
 
@@ -152,11 +152,7 @@ class Reducer:
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
         if bucket < self._sent:
-            raise UsageError(
-                f"{self._names.get(parameter, 'a parameter')} gets a second gradient in the step's last micro-batch, "
-                "after the first was sent to the other ranks. If activation checkpointing recomputes modules that use "
-                "it twice, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+            raise UsageError(code="gradient-after-send", name=self._names.get(parameter, "a parameter"))
         if not self._leaving:
             return
         self._missing[bucket].discard(parameter)
@@ -168,9 +164,9 @@ class Reducer:
         parameters = self._buckets[index]
         check_gradients(parameters, self._numels[index], self._names)
         if any(p.grad is not None for p in parameters):
-            # outside of every `leaf` they are those of our first one
+            # outside of every `leaf` they belong to this rank's first one
             leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
-            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they become the sum's own
+            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: the sum owns them now
             for parameter in parameters:
                 parameter.grad = None
 
@@ -180,7 +176,7 @@ class Reducer:
         self._sent += 1
         self._add_leaf(index)
         sums = self._sums[index].finish()
-        self._sums[index] = self._forest.partial_sums(added_each)  # the transport's now: let them go
+        self._sums[index] = self._forest.partial_sums(added_each)  # the transport owns them now
         self._transport.begin(index, sums)
 
 
@@ -191,47 +187,42 @@ def check_gradients(
     check_dense(((p, p.grad) for p in parameters), names)
     for parameter, numel in zip(parameters, numels, strict=True):
         if parameter.grad is not None and parameter.grad.numel() != numel:
-            raise UsageError(
-                f"{names.get(parameter, 'a parameter')} had {numel} elements when the strategy was applied, "
-                f"and now has {parameter.numel()} (p.data = ... or p.set_(...)): its gradient cannot be added up "
-                "over ranks. Change the shape before the strategy is applied"
-            )
+            name = names.get(parameter, "a parameter")
+            raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
 
 
 def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
-    """What sums gradients over the leaves of `forest`, in the order of its tree: the bits of one process."""
+    """A reducer over the leaves of `forest`, in the order of its tree: the bits of one process."""
     return _reducer(module, forest, in_order=True)
 
 
 def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
-    """What sums gradients over ranks, each of which is one leaf, in the order that is cheapest (a collective).
-
-    `group`: of those ranks, where they are not all.
-    """
+    """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: of some of the ranks."""
     return _reducer(module, forest, in_order=False, group=group)
 
 
 def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
-    """What sums gradients over the ranks of each host, and by `across` over hosts, if at all (a collective)."""
-    transport = OnEachHost(trainable(module), hosts, across)
-    return Reducer(of_one_host(hosts), transport, module=module, own_leaf=hosts.memory.rank)
+    """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
+    rank = hosts.memory.rank
+    transport = PerHostTransport(trainable(module), hosts, across)
+    return Reducer(Forest.of_ranks(hosts.memory.size, rank), transport, module=module, own_leaf=rank)
 
 
 def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
-    """What gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
-    return Reducer(forest, Shares(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+    """A reducer that gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
+    return Reducer(forest, ShardTransport(shards, forest), at_start=shards.drop_gradients, module=shards.module)
 
 
 def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
     parameters, own_leaf = trainable(module), None if in_order else forest.owned[forest.rank][0]
     if len(forest.owned) == 1:
-        return Reducer(forest, InMemory(parameters, None, forest), module=module, own_leaf=own_leaf)
+        return Reducer(forest, MemoryTransport(parameters, None, forest), module=module, own_leaf=own_leaf)
     transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
     return Reducer(forest, transport, module=module, own_leaf=own_leaf)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
-    """The first name of each parameter of `module`, and those that have several."""
+    """The first name of each parameter of `module`, and the parameters with several names."""
     names: dict[nn.Parameter, str] = {}
     tied: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():

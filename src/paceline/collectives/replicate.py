@@ -1,8 +1,7 @@
-"""The same model on every rank to start from, and other tensors that all ranks get from one.
+"""Broadcasts of a model's parameters and buffers, and of other tensors, from one rank to all.
 
-Equal gradients keep equal copies equal. Buffers (BatchNorm's running statistics) are no parameters, and travel too. A
-broadcast fits by position, not by name: ranks that built different models would exchange the wrong tensors without a
-word, or wait for ever. So the models are compared first.
+A broadcast matches tensors by position, not by name: ranks with different models would exchange the wrong tensors
+silently, or hang. The models are therefore compared first.
 """
 
 from collections import defaultdict
@@ -15,26 +14,27 @@ from torch import Tensor, nn
 
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.torch_collectives import CPU
+from paceline.errors import first_few
 
 MAX_NAMED_RANKS = 8  # in an error message
 
 
 def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the parameters and buffers of rank `src`, in place (a collective over all ranks of the group).
+    """Copy the parameters and buffers of rank `src` to every rank, in place (a collective over the group).
 
     Args:
-        module: the same architecture on every rank, already on its device. Shapes, strides and types are free.
-        src: the rank to copy from, of the group.
+        module: the same architecture on every rank, on its device.
+        src: the rank of the group to copy from.
         group: None: the default one.
 
     Raises:
-        ValueError: the same on every rank, if the ranks' modules differ in a name, shape or type, or in what is
-            trained. The ranks in the minority come first; no tensor has been touched.
+        ValueError: the same on every rank, if the modules differ in a name, shape or type, or in the trained
+            parameters. It lists the minority first. No tensor has changed.
     """
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
     device = next((t.device for t in tensors.values()), _default_device())
-    exchange = make_communicator(group=group)  # a collective: made by all ranks, however their models differ
+    exchange = make_communicator(group=group)  # a collective: all ranks call it, whatever their models
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
     check_same_model(exchange.gather(mine, "words of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
@@ -44,10 +44,8 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give every rank the contents of rank `src`'s tensors, in place (a collective); alike on all ranks, on any device.
-
-    Contiguous, because a backend sends memory.
-    """
+    """Copy the tensors of rank `src` to every rank, in place (a collective)."""
+    # contiguous, because a backend sends memory
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
         communicator(group).broadcast([*copies.values()], src, name)
@@ -57,7 +55,7 @@ def broadcast(
 
 
 def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
-    """Compare all ranks' entries. Every rank sees them all, so every rank raises the same error, or none.
+    """Compare the entries of all ranks. Every rank raises the same error, or none.
 
     Raises:
         ValueError: see `broadcast_module`.
@@ -68,25 +66,23 @@ def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
             ranks_with[value].append(rank)
         if len(ranks_with) > 1:
             odd_first = sorted(ranks_with.items(), key=lambda item: (len(item[1]), item[1]))
-            told = ", but ".join(f"{_name_ranks(ranks)}: {value}" for value, ranks in odd_first)
+            shown = ", but ".join(f"{_name_ranks(ranks)}: {value}" for value, ranks in odd_first)
             raise ValueError(
-                f"the ranks' models differ, first at entry {position}: {told}. "
+                f"the ranks' models differ, first at entry {position}: {shown}. "
                 "Every rank must build the same model: same code, same configuration."
             )
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    """What must be the same on all ranks."""
-    # What is trained belongs to it: gradients are sent by position, too.
+    # gradients are matched by position, too
     frozen = ", frozen" if name.startswith("parameter") and not tensor.requires_grad else ""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
 def _default_device() -> torch.device:
-    # Only for a module without any tensor: it still has to take part in the comparison.
+    # for a module without tensors, which takes part in the comparison
     return torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:MAX_NAMED_RANKS]))}{more}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_few([*map(str, ranks)], MAX_NAMED_RANKS)}"

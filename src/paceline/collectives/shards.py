@@ -1,31 +1,20 @@
 """Parameters and gradients in shares, of which each rank updates one (ZeRO stage 2).
 
-A module's parameters laid into buckets and cut into equal shares, each updated by one rank.
+A reduce-scatter gives each rank the sum of its share of the gradients. The rank updates this share, and an all-gather
+distributes the updated shares (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models"). An element-wise optimizer computes the same bits for an element, whatever else it updates.
 
-Each rank is given the sum of its share of the gradients (`Shares`), updates that share, and an all-gather brings the
-updated shares together (ZeRO stage 2: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models"). The update of an element-wise optimizer does not depend on who else is updated beside it, so the
-result has the very same bits.
-
-Parameters are laid side by side in buckets, those that backward reaches first in the first one, and each bucket is cut
-into N equal shares: so what is exchanged are whole pieces of memory, every rank has the same amount whatever the sizes
-of the parameters, and a bucket's gradients leave as soon as they are there. With 10 elements a cut, 2 ranks:
+Parameters lie side by side in buckets, in the order of backward, and each bucket is split into N equal shares. Ranks
+therefore exchange contiguous memory, hold the same amount whatever the sizes of the parameters, and send a bucket's
+gradients when they are complete. With shares of 10 elements and 2 ranks:
 
     parameters   a (6 elements), b (12)
     bucket       a a a a a a b b b b | b b b b b b b b . .
     rank 0 updates a and the first 4 of b, rank 1 the other 8
 
-Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state.
-examples/textbook/zero.py is the same on one page, to be run.
-
-The transport of gradients that are cut: each rank gets the sum of its share, and nobody ever holds all sums.
-
-A reduce-scatter, half of what an all-reduce sends. What a bucket's gradients took is free as soon as the bucket has
-arrived, so with one micro-batch for each rank no more than a few buckets of whole gradients exist at any time. With
-several micro-batches for each rank the gradients are added up before they leave, and so exist as a whole.
-
-    bucket, 2 ranks     rank 0 sends its gradients of share 1, and receives rank 1's of share 0
-                        rank 0 keeps the sum of share 0, rank 1 of share 1
+Memory of each rank, for P parameters and Adam: P weights, P/N gradients, 2P/N state. The gradients of a bucket are
+freed when it has arrived: with one micro-batch for each rank, only a few buckets of whole gradients exist at a time.
+Several micro-batches add up whole gradients first. examples/textbook/zero.py is a runnable short version.
 """
 
 from collections import deque
@@ -45,7 +34,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's run of a parameter's elements, [start, stop) of it flattened, as a parameter of its own."""
+    """This rank's elements [start, stop) of a parameter, flattened, as a separate parameter."""
 
     start: int
     stop: int
@@ -55,8 +44,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The elements [start, stop) of the bucket's parameter `index` lie from element `at` of a rank's share on."""
+class ShareRun:
+    """The elements [start, stop) of the bucket's parameter `index`, at element `at` of a rank's share."""
 
     index: int
     start: int
@@ -65,18 +54,18 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class CutBucket:
-    """Parameters side by side in `weights`, (N * share,), rank r's share from element r * share on."""
+class ShardedBucket:
+    """Parameters side by side in `weights`, (N * share,); the share of rank r begins at element r * share."""
 
     parameters: Sequence[nn.Parameter]
     weights: Tensor
     share: int
-    runs: Sequence[Sequence[Placed]]
+    runs: Sequence[Sequence[ShareRun]]
     """by rank"""
 
 
 class Shards:
-    """A module's parameters, laid into buckets and cut into shares: `pieces` are those of this rank."""
+    """A module's parameters in buckets, split into shares; `pieces` are those of this rank."""
 
     def __init__(
         self,
@@ -95,7 +84,7 @@ class Shards:
             bucket_bytes: of each bucket.
 
         Raises:
-            ValueError: if two parameters are views of one memory, which would be torn apart.
+            ValueError: if two parameters are views of the same memory.
         """
         parameters = trainable(module)
         _refuse_views(parameters)
@@ -115,7 +104,7 @@ class Shards:
     def shard(self, optimizer: Optimizer) -> None:
         """Let `optimizer`, made for the module's parameters, update this rank's pieces instead, and then gather.
 
-        Its groups and all their options stay, so schedulers work as ever.
+        Its groups and their options stay, so that schedulers work as usual.
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p].parameter for p in group["params"] if p in self.pieces]
@@ -132,7 +121,7 @@ class Shards:
 
     @torch.no_grad()
     def take_assigned(self, *_: object) -> None:
-        """Before an update: move values that `p.data = ...` or `p.set_(...)` has put elsewhere into the shared memory.
+        """Before an update: move values that `p.data = ...` or `p.set_(...)` has put elsewhere into the bucket.
 
         Raises:
             UsageError: if they have another shape, type or device.
@@ -148,12 +137,12 @@ class Shards:
                 parameter.data = place.copy_(parameter.data.clone())
 
     def drop_gradients(self) -> None:
-        """Let the pieces' gradients go."""
+        """Free the pieces' gradients."""
         for piece in self.pieces.values():
             piece.parameter.grad = None
 
     def gather(self, *_: object) -> None:
-        """Bring all ranks' updated shares together (a collective)."""
+        """All-gather the updated shares (a collective)."""
         if self.world_size == 1:
             return
         works = [
@@ -170,13 +159,9 @@ class Shards:
 
 def check_assigned(name: str, values: Tensor, place: Tensor) -> None:
     """Raise UsageError if `values`, assigned to parameter `name`, do not fit in its memory."""
-    wanted, found = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)) for t in (place, values))
+    wanted, found = (f"{tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (place, values))
     if wanted != found:
-        raise UsageError(
-            f"the parameter {name} was given other data (p.data = ... or p.set_(...)): {found[0]}, {found[1]} on "
-            f"{found[2]}, in place of {wanted[0]}, {wanted[1]} on {wanted[2]}. This strategy cuts parameters when "
-            "it is applied, so they must keep their shape, type and device. Change the model before that"
-        )
+        raise UsageError(code="assigned-data-differs", name=name, found=found, wanted=wanted)
 
 
 def _refuse_views(parameters: Iterable[nn.Parameter]) -> None:
@@ -192,11 +177,11 @@ def _refuse_views(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def _laid(parameters: Sequence[nn.Parameter], world_size: int) -> CutBucket:
+def _laid(parameters: Sequence[nn.Parameter], world_size: int) -> ShardedBucket:
     lengths = [round_up(p.numel(), ALIGNED) for p in parameters]
     share = round_up(sum(lengths), ALIGNED * world_size) // world_size
     weights = parameters[0].new_zeros(share * world_size)
-    runs: list[list[Placed]] = [[] for _ in range(world_size)]
+    runs: list[list[ShareRun]] = [[] for _ in range(world_size)]
     at = 0
     for index, (parameter, length) in enumerate(zip(parameters, lengths, strict=True)):
         end = at + parameter.numel()
@@ -205,16 +190,16 @@ def _laid(parameters: Sequence[nn.Parameter], world_size: int) -> CutBucket:
         for rank in range(at // share if share else 0, -(-end // share) if share else 0):
             low, high = max(at, rank * share), min(end, (rank + 1) * share)
             if low < high:
-                runs[rank].append(Placed(index, low - at, high - at, low - rank * share))
+                runs[rank].append(ShareRun(index, low - at, high - at, low - rank * share))
         at += length
-    return CutBucket(parameters, weights, share, runs)
+    return ShardedBucket(parameters, weights, share, runs)
 
 
-MOST_UNDER_WAY = 2  # buckets: one travels while the next one fills
+MOST_UNDER_WAY = 2  # buckets: one is sent while the next one fills
 
 
-class Shares:
-    """Gives each piece of `shards` its gradient, where any rank has used its parameter; the parameters get none."""
+class ShardTransport:
+    """A transport that gives each piece of `shards` its gradient, or None if no rank has used its parameter."""
 
     early = True
 
@@ -228,7 +213,7 @@ class Shares:
         bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
-        own.clear()  # the gradients are copied: let them go before those of others come
+        own.clear()  # they are copied: free them before those of other ranks arrive
         self._under_way.append(communicator().start_share_of_sum(self._forest, packed, f"bucket {number}"))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._end_first()
@@ -239,13 +224,13 @@ class Shares:
             self._end_first()
         if divisor is not None:
             shares = [*zip(self._shards.buckets, self._arrived, self._used, strict=True)]
-            # Looked at only if this rank did not use all of them itself: on a GPU, looking means waiting.
-            flags = [share[bucket.share :] for bucket, share, used in shares if not all(used)]
-            told: list[float] = torch.cat(flags).tolist() if flags else []
+            # Read only if this rank did not use all of them: on a GPU, reading means waiting.
+            parts = [share[bucket.share :] for bucket, share, used in shares if not all(used)]
+            flags: list[float] = torch.cat(parts).tolist() if parts else []
             for bucket, share, used in shares:
                 size = 0 if all(used) else len(share) - bucket.share
-                self._hand_out(bucket, divide(share[: bucket.share], divisor), told[:size] or used)
-                del told[:size]
+                self._hand_out(bucket, divide(share[: bucket.share], divisor), flags[:size] or used)
+                del flags[:size]
         return False
 
     def forget(self) -> None:
@@ -257,18 +242,17 @@ class Shares:
     def _end_first(self) -> None:
         self._arrived.append(self._under_way.popleft()())
 
-    def _hand_out(self, bucket: CutBucket, sums: Tensor, used: Sequence[float]) -> None:
+    def _hand_out(self, bucket: ShardedBucket, sums: Tensor, used: Sequence[float]) -> None:
         for run in bucket.runs[self._shards.rank]:
             if used[run.index]:
                 piece = self._shards.pieces[bucket.parameters[run.index]]
                 piece.parameter.grad = sums[run.at : run.at + run.stop - run.start]
 
 
-def _packed(bucket: CutBucket, grads: Grads | None, world_size: int) -> Tensor:
-    """Each rank's share of the gradients, then one number for each parameter: 1 where there is a gradient.
+def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tensor:
+    """(n * (share + flags),): for each rank its share of the gradients, and a flag for each parameter with a gradient.
 
-    (n * (share + flags),): every rank needs to know of its own pieces which ones nobody has used, and a message of
-    their own would cost a round trip.
+    A rank must know which of its pieces no rank has used; a separate message would cost a round trip.
     """
     parameters = bucket.parameters
     flat = [None] * len(parameters) if grads is None else [None if g is None else g.reshape(-1) for g in grads]

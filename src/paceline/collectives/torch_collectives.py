@@ -1,14 +1,7 @@
-"""Collectives over torch.distributed alone.
+"""Collectives over torch.distributed alone: messages, small sums, and sums over the leaves of a tree.
 
-What every rank has to say, on every rank, over torch.distributed alone.
-
-On the CPU each rank sends it to all others at once, if it is not much: one trip there and back, however many ranks
-there are. Gloo's own all-gather and all-reduce are rings, which take one and two trips for each rank but one.
-
-Sums over the leaves of a tree by torch.distributed: on their way while something else is computed.
-
-Each rank finishes a share of every sum: an all-to-all brings it the others' subtrees of its share, and an all-gather
-brings everybody the sums. That moves as many bytes as an all-reduce, once per subtree that a rank owns.
+On the CPU, each rank sends small data to all others directly: one round trip for any number of ranks. gloo's all-gather
+and all-reduce are rings with W - 1 and 2 (W - 1) round trips.
 """
 
 import json
@@ -24,11 +17,11 @@ from paceline.collectives.tree import Forest, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 CPU = torch.device("cpu")
-AT_ONCE_BYTES = 1 << 26  # of all messages to all; what is larger is not copied for each
+AT_ONCE_BYTES = 1 << 26  # of the messages to all ranks; larger data is not copied for each
 HEADER_BYTES = 64
 Start = Callable[[Tensor, str], Callable[[], Tensor]]
-"""Start to send (n,) to all ranks, as `start_gather` does"""
-MOST_BYTES = 1 << 16  # that a rank sends to all beyond a ring's: 50 ms at 10 Mbit/s
+"""Starts to send (n,) to all ranks, as `start_gather` does"""
+MOST_BYTES = 1 << 16  # that a rank sends in addition to those of a ring: 50 ms at 10 Mbit/s
 
 
 def gather_over_torch(
@@ -40,9 +33,9 @@ def gather_over_torch(
     name: str = "words",
     start: Start | None = None,
 ) -> list[Any]:
-    """The `words` (anything JSON can hold) of all `size` ranks of a group, the default one, by rank, on every rank.
+    """The `words` (a JSON value) of all `size` ranks of a group, by rank, on every rank.
 
-    `name` says what for; `start` sends in place of `start_gather`.
+    `name`: for the hang guard. `start`: replaces `start_gather`.
     """
     start = start or partial(start_gather, group=group)
     if size == 1:
@@ -57,12 +50,13 @@ def gather_over_torch(
 
 
 def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start to send `mine`, (n,), the same n on all ranks of a group, to all of them; the returned function waits.
+    """Start to send `mine`, (n,) on all ranks of a group, to all of them.
 
-    Gloo pairs messages of equal length whatever they hold, so on the CPU each begins with its name, type and size.
+    gloo matches messages by their length only. On the CPU each therefore begins with its name, type and size.
 
     Returns:
-        To be called once: (ranks, n), by rank. Raises TrainingError with MISMATCH if ranks have begun different ones.
+        Waits, and returns (ranks, n); to be called once. Raises TrainingError with MISMATCH if ranks have begun
+        different collectives.
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
@@ -85,20 +79,16 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
     headers = rows[:, :HEADER_BYTES]
     if not torch.equal(headers, mine[:HEADER_BYTES].expand_as(headers)):
         texts = [bytes(header.tolist()).rstrip(b"\0").decode(errors="replace") for header in headers]
-        called = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
-        raise TrainingError(
-            f"Detected mismatch between collectives: {called}. All ranks must call the same ones in the same order.",
-            ExitCode.MISMATCH,
-        )
+        calls = "; ".join(f"rank {number} of the group sends '{text}'" for number, text in enumerate(texts))
+        raise TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where="", calls=calls)
     return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 
 def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start adding up `numbers`, (n,), over the ranks of a group, the same n on all; the returned function waits.
+    """Start to add up `numbers`, (n,) on all ranks of a group; the returned function waits.
 
-    `numbers` may become the sum.
-
-    Sent to all where that takes few bytes more than a ring: none between two.
+    `numbers` may become the sum. They are sent to all ranks if that takes few bytes more than a ring; none between two
+    ranks.
     """
     size = dist.get_world_size(group)
     more = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
@@ -111,7 +101,7 @@ def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None
 
 
 def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
-    """What is `found`, once the work that finds it is done; gloo reads what is `sent` until then: it is kept."""
+    """`found`, once `work` has filled it. `sent` is kept until then, because gloo reads it."""
     if work is not None:  # None only for ranks outside the group
         work.wait()
     return found
@@ -120,24 +110,24 @@ def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
 def gather_shares(
     flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = True
 ) -> dist.Work | None:
-    """Bring all ranks' equal shares together in `flat`, uncopied; `mine` may be this rank's part of it."""
+    """All-gather of equal shares into `flat`, without copies; `mine` may be this rank's part of it."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
     return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
 def labelled(tensor: Tensor, name: str) -> Tensor:
-    """Give the collective that `tensor` is passed to a name, for whoever watches; torch itself takes no notice."""
+    """Name the collective that gets `tensor`, for the hang guard."""
     vars(tensor)["collective"] = name
     return tensor
 
 
 class AllToAll:
-    """The first half of a sum over all leaves: every rank gets all subtrees of its share, and adds them up."""
+    """A sum over all leaves; each rank receives the subtrees of its share, and adds them up."""
 
     def __init__(
         self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
     ) -> None:
-        """Begin it, with the sums of our own subtrees, each (n,), n equal shares for all ranks."""
+        """Begin it, with the sums of this rank's subtrees, each (n,): n is equal shares of all ranks."""
         self._nodes, self._own = forest.nodes(), own[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         self._share = len(own[0]) // world_size
@@ -152,7 +142,7 @@ class AllToAll:
             )  # fmt: skip
 
     def sum(self) -> Tensor:
-        """(n / N,): wait, and add up our share of the sum; it lies in what was received, which lives as long."""
+        """(n / N,): wait, and add up this rank's share of the sum, in the memory of the received subtrees."""
         if self._work is None:
             return self._own
         self._work.wait()
@@ -161,14 +151,15 @@ class AllToAll:
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
     def end(self) -> Tensor:
-        """The same in memory of its own, so that the subtrees of all ranks may go."""
+        """`sum` in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
 
 class Exchange:
-    """One sum over all leaves, on its way: made on every rank with its own subtrees' sums, each (n,), n padded.
+    """A sum over all leaves that has begun, on every rank with the sums of its subtrees, each (n,), n padded.
 
-    The next exchange may begin before this one ends, in the same order on every rank.
+    Each rank adds up a share after an all-to-all; an all-gather brings all ranks the sums. For each subtree of a rank,
+    this moves as many bytes as an all-reduce. Several exchanges may be under way, in the same order on every rank.
     """
 
     def __init__(
@@ -180,18 +171,18 @@ class Exchange:
         *,
         in_order: bool = True,
     ) -> None:
-        """`in_order`: of the tree; else, if each rank has one subtree, in the backend's order, and n is any number."""
+        """`in_order`: of the tree. Else each rank has one subtree, the order is the backend's, and n is any number."""
         self._group, self._name, self._flat = group, name, own[0]
         self._work: dist.Work | None = None
         self._scatter: AllToAll | None = None
         counts = [len(nodes) for nodes in forest.nodes()]
-        if counts == [1, 1] or not in_order:  # a sum of two has one order only: then the usual all-reduce is the tree
+        if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
             self._work = dist.all_reduce(labelled(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
             self._scatter = AllToAll(forest, own, group, name)
 
     def gather(self) -> None:
-        """Wait for the subtrees of our share, add them up, and start to bring the sums of all shares together."""
+        """Wait for the subtrees of this rank's share, add them up, and start to gather the sums of all shares."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
             self._work = gather_shares(self._flat, labelled(self._mine, self._name), self._group)

@@ -1,37 +1,35 @@
-"""One order of additions for any number of ranks, so that all of them come to the same *bits*.
+"""One order of additions for any number of ranks, with the same *bits*.
 
-Floating-point addition rounds, so the order matters: (a + b) + c differs from a + (b + c) in the last bits, and each
-number of ranks has its own natural order. Here the order is fixed before anybody asks how many ranks there are. The
-leaves of one binary tree are the V *virtual ranks*; a rank owns a run of neighbouring leaves. It adds up the complete
-subtrees among them, and what is left of the tree above is added from the subtrees of all ranks.
+Floating-point addition rounds: (a + b) + c differs from a + (b + c) in the last bits. Here the order does not depend on
+the number of ranks. The leaves of one binary tree are the V *virtual ranks*; a rank owns a run of consecutive leaves.
+It adds up the complete subtrees in it. The rest of the tree is added from the subtrees of all ranks.
 
     V = 6, leaves a..f:  ((a+b) + (c+d)) + (e+f)
 
-    1 rank  owns a..f            sends nothing: the whole tree is its own
+    1 rank  owns a..f            owns the whole tree, and sends nothing
     2 ranks own  a..c and d..f   the first has a+b and c, the second d and e+f
     3 ranks own  ab, cd, ef      a+b, c+d, e+f
-    any of them finishes with    ((a+b) + (c+d)) + (e+f): the same additions in the same order
+    each of them finishes with   ((a+b) + (c+d)) + (e+f): the same additions in the same order
 
-Memory: a rank that owns L leaves adds as a binary counter counts, and keeps up to log2(L) + 1 partial sums; up to
-2 log2(L) where its run does not begin with a large subtree. examples/textbook/tree.py is the same on
-two pages, to be run.
+A rank that owns L leaves adds like a binary counter, and keeps up to log2(L) + 1 partial sums, or up to 2 log2(L) if
+its run does not begin with a large subtree. examples/textbook/tree.py is a runnable short version.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 Node = tuple[int, int]
-"""A complete subtree, by the leaves [first, stop) that it holds."""
+"""A complete subtree with the leaves [first, stop)."""
 
 Grads = list[Tensor | None]
-"""Of each parameter of a bucket; None where it is not used: all zeros."""
+"""The gradient of each parameter of a bucket; None: not used, all zeros."""
 
 _T = TypeVar("_T")
-ALIGNED = 64  # elements: shares and pieces begin at a cache line, for every type, and so where a vector does
+ALIGNED = 64  # elements: shares and pieces of every type begin at a cache line
 
 
 def middle(node: tuple[int, int]) -> int:
@@ -44,7 +42,7 @@ def middle(node: tuple[int, int]) -> int:
 
 
 def is_node(node: Node, leaves: int) -> bool:
-    """Whether the leaves of `node` make a subtree of the tree over `leaves` leaves."""
+    """Whether `node` is a subtree of the tree over `leaves` leaves."""
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
         cut = middle(at)
@@ -70,13 +68,12 @@ def subtrees(owned: Node, leaves: int) -> list[Node]:
 
 
 def tree_sum(parts: dict[Node, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
-    """The root, from subtrees that together hold every leaf once: `add` is called in the tree's order."""
-
+    """The root, from subtrees that together hold every leaf once. Calls `add` in the tree's order."""
     return _sum_of((0, leaves), parts, add)
 
 
 def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _T:
-    # no closure that calls itself: that is a cycle, which would hold all parts until the garbage collector comes
+    # not a closure that calls itself: a cycle would keep all parts until the garbage collector runs
     if node in parts:
         return parts[node]
     cut = middle(node)
@@ -84,10 +81,10 @@ def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _
 
 
 class PartialSums(Generic[_T]):
-    """Adds up leaves as they come, from left to right, and never keeps more sums than the tree needs.
+    """Adds up leaves from left to right, and keeps no more sums than the tree needs.
 
-    As a binary counter carries, two neighbours become one as soon as they are a subtree: 7 leaves that belong together
-    are kept as sums of 4, 2 and 1. A leaf that is None, or never comes, is all zeros.
+    Like the carry of a binary counter, two neighbours become one sum when they are a subtree: 7 leaves of one subtree
+    are kept as sums of 4, 2 and 1. A leaf that is None or missing is all zeros.
     """
 
     def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
@@ -97,7 +94,7 @@ class PartialSums(Generic[_T]):
         self._sums: list[tuple[Node, _T | None]] = []
 
     def add(self, leaf: int, value: _T | None) -> None:
-        """Add `value`, which becomes ours, as `leaf`; leaves that were left out are zeros."""
+        """Add `value`, which the sum owns from now on, as `leaf`; skipped leaves are zeros."""
         if not self._next <= leaf < self.owned[1]:
             raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}, those still to come")
         while self._next < leaf:
@@ -105,7 +102,7 @@ class PartialSums(Generic[_T]):
         self._push(leaf, value)
 
     def finish(self) -> list[_T | None]:
-        """The sums of our `subtrees`, in order."""
+        """The sums of this rank's `subtrees`, in order."""
         while self._next < self.owned[1]:
             self._push(self._next, None)
         return [value for _, value in self._sums]
@@ -120,10 +117,9 @@ class PartialSums(Generic[_T]):
 
 
 def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in place, None for zeros.
+    """left + right in place; None: zeros.
 
-    x + 0 is x, except that it turns -0 into +0: that is done for None too, because another number of ranks would add
-    real zeros.
+    x + 0 is x, but -0 + 0 is +0. This is applied to None too, because a different number of ranks would add real zeros.
     """
     if left is None:
         return None if right is None else right.add_(0.0)
@@ -131,7 +127,7 @@ def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def added_each(left: Grads | None, right: Grads | None) -> Grads | None:
-    """`added` for all tensors of two lists."""
+    """`added` for each pair of tensors of two lists."""
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])
@@ -143,14 +139,19 @@ def added_each(left: Grads | None, right: Grads | None) -> Grads | None:
 
 @dataclass(frozen=True)
 class Forest:
-    """Who owns which leaves: `owned[rank]`, runs that tile 0..leaves."""
+    """The leaves `owned[rank]` of each rank: consecutive runs from 0 to `leaves`."""
 
     owned: Sequence[Node]
     rank: int
 
+    @classmethod
+    def of_ranks(cls, size: int, rank: int) -> Self:
+        """Each of `size` ranks is one leaf."""
+        return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
+
     @property
     def leaves(self) -> int:
-        """V."""
+        """V, the number of leaves."""
         return self.owned[-1][1]
 
     def nodes(self) -> list[list[Node]]:
@@ -158,11 +159,11 @@ class Forest:
         return [subtrees(owned, self.leaves) for owned in self.owned]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
-        """An empty counter for this rank's leaves."""
+        """An empty sum of this rank's leaves."""
         return PartialSums(self.owned[self.rank], self.leaves, add)
 
     def padded(self, size: int) -> int:
-        """`size` elements, made up to equal shares for all ranks that begin at cache lines."""
+        """`size` rounded up to equal shares of all ranks that begin at cache lines."""
         return round_up(size, ALIGNED * len(self.owned))
 
 

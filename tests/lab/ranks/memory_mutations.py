@@ -16,19 +16,17 @@ import torch
 from tests.lab.ranks.mutations import Mutation, planted
 from torch import Tensor
 
-from paceline.collectives import memory_moves as moves
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import SharedMemory
-from paceline.collectives.memory_moves import StartedSum
-from paceline.collectives.memory_sum import Chunk, Flat, Lanes, Results, TreeSum
+from paceline.collectives.memory_sum import Chunk, Flat, Results, SlotLayout, StartedSum, TreeSum
 from paceline.collectives.tree import Node
 
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
 
 Load = Callable[..., None]
-Take = Callable[[Lanes, Chunk, int, int, Results], None]
+Take = Callable[[SlotLayout, Chunk, int, int, Results], None]
 
 
 def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
@@ -45,19 +43,19 @@ def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
 
 
 def last_chunk_left_out() -> AbstractContextManager[None]:
-    original: Take = Lanes.take
+    original: Take = SlotLayout.take
 
-    def take(self: Lanes, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         if chunk is not self.chunks[-1]:
             original(self, chunk, slot, at, results)
 
-    return planted((Lanes, "take", take))
+    return planted((SlotLayout, "take", take))
 
 
 def last_chunk_short() -> AbstractContextManager[None]:
-    original: Take = Lanes.take
+    original: Take = SlotLayout.take
 
-    def take(self: Lanes, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.pieces[-1]
         result = results[piece.tensor]
         last = None if result is None or chunk is not self.chunks[-1] else result[piece.stop - 1 : piece.stop]
@@ -66,7 +64,7 @@ def last_chunk_short() -> AbstractContextManager[None]:
         if last is not None and before is not None:
             last.copy_(before)
 
-    return planted((Lanes, "take", take))
+    return planted((SlotLayout, "take", take))
 
 
 def divided_twice() -> AbstractContextManager[None]:
@@ -79,10 +77,10 @@ def divided_twice() -> AbstractContextManager[None]:
 
 
 def share_of_the_step_before() -> AbstractContextManager[None]:
-    original: Load = Lanes.load
-    kept: WeakKeyDictionary[Lanes, dict[Chunk, Tensor]] = WeakKeyDictionary()
+    original: Load = SlotLayout.load
+    kept: WeakKeyDictionary[SlotLayout, dict[Chunk, Tensor]] = WeakKeyDictionary()
 
-    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
+    def load(self: SlotLayout, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
         original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
@@ -92,11 +90,11 @@ def share_of_the_step_before() -> AbstractContextManager[None]:
             if before is not None:
                 mine.copy_(before)
 
-    return planted((Lanes, "load", load))
+    return planted((SlotLayout, "load", load))
 
 
 def no_wait_before_reading() -> AbstractContextManager[None]:
-    right_run, right_load = TreeSum.run, Lanes.load
+    right_run, right_load = TreeSum.run, SlotLayout.load
 
     def run(self: TreeSum, *arguments: Any) -> Any:
         bulk: Any = self._memory.bulk
@@ -106,26 +104,26 @@ def no_wait_before_reading() -> AbstractContextManager[None]:
         finally:
             del bulk.wait
 
-    def load(self: Lanes, *arguments: Any, **more: bool) -> None:
+    def load(self: SlotLayout, *arguments: Any, **more: bool) -> None:
         if self._memory.rank == ODD_RANK:
             time.sleep(0.01)  # a race that is always lost
         right_load(self, *arguments, **more)
 
-    return planted((TreeSum, "run", run), (Lanes, "load", load))
+    return planted((TreeSum, "run", run), (SlotLayout, "load", load))
 
 
 def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
-    return planted((Lanes, "used", lambda self: [True] * len(self._sizes)))
+    return planted((SlotLayout, "used", lambda self: [True] * len(self._sizes)))
 
 
 def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
-    original: Load = Lanes.load
+    original: Load = SlotLayout.load
 
-    def load(self: Lanes, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
+    def load(self: SlotLayout, chunk: Chunk, own: Sequence[Flat | None], slot: int, **more: bool) -> None:
         if any(tensor is not None for flat in own for tensor in flat or ()):
             original(self, chunk, own, slot, **more)
 
-    return planted((Lanes, "load", load))
+    return planted((SlotLayout, "load", load))
 
 
 def totals_of_one_rank_missing() -> AbstractContextManager[None]:
@@ -138,7 +136,7 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:
-    original = moves.all_gather
+    original = memory_sum.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -147,7 +145,7 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
             late, kept[out.data_ptr()] = kept.get(out.data_ptr(), mine), mine.clone()
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((moves, "all_gather", all_gather))
+    return planted((memory_sum, "all_gather", all_gather))
 
 
 def _bug(

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.checkpoint.shards import sha256_of, whole
+from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
 from paceline.config import settings as configuration
 from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
