@@ -1,4 +1,4 @@
-"""What `launch --check` writes down of one rank's script: facts only, a file for each rank; `verify.rules` judges them.
+"""What `launch --check` writes down of one rank's script: facts only, a file for each rank; `lab.check` judges them.
 
 A digest is a short hash of a tensor's bytes, empty where it says nothing: all elements are equal, or it cannot be had.
 Places are the user's own lines, "train.py:40 in main".
