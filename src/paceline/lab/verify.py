@@ -1,18 +1,14 @@
 """The specification and the results of `paceline verify`, as data between the command and its ranks; the report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from paceline.config.mesh import strategy_on
 from paceline.runs.console import table_console
-
-if TYPE_CHECKING:  # the ranks load this module, but no rich
-    from rich.console import Console
-    from rich.table import Table
 
 NAMED = 4  # round-off tensors
 Policy = Literal["none", "local", "sync"]  # batch norm's; "none" where the model has no batch norm
@@ -252,8 +248,6 @@ def print_report(spec: Spec | None, reports: Sequence[VerifyReport]) -> bool:
 
 def print_bits(spec: Spec | None, reports: Sequence[BitsReport]) -> bool:
     """Print one digest for each world size; return whether they are all the same. No spec: of a loop."""
-    from rich.table import Table
-
     console = table_console()
     first = reports[0]
     if spec:
@@ -309,8 +303,6 @@ def _first_difference(bits: Bits, yardstick: Bits) -> str:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    from rich.table import Table
-
     columns = ("processes", "strategy", "batch norm", "optimizer", *KINDS, "verdict")
     table = Table(*columns, title="largest difference from one process")
     for result in results:

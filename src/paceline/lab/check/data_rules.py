@@ -58,24 +58,24 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     distributed = "istributed" in one.sampler
     deals = distributed or one.sampler.startswith("BatchSamplerShard")  # Accelerate's, and so the Trainer's
-    do = _share_of(one)
+    fix = _share_of(one)
     if distributed:
-        do = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
+        fix = "DistributedSampler(data) with its own num_replicas and rank, and one seed on all ranks"
     of_all = [seen.indices for seen in passes.values()]
     indexed = all(of_all) and all(loader.probes for loader in loaders.values())
     if not indexed:
         if all(len(seen.leaves) > 1 for seen in passes.values()) and same_leaf(p.leaves for p in passes.values()):
-            do = "let each rank read its own share: itertools.islice(samples, rank, None, world_size)"
-            words = "all ranks train on the same batches"
-            yield Remark("same batches", "wrong", words, one.made, do, "their contents are equal, batch by batch")
+            fix = "let each rank read its own share: itertools.islice(samples, rank, None, world_size)"
+            text = "all ranks train on the same batches"
+            yield Remark("same batches", "wrong", text, one.made, fix, "their contents are equal, batch by batch")
         return
     if not same_data(loaders):
         told_apart = unlike(loader.probes for loader in loaders.values())
         if deals and told_apart and all(_draws_less(loaders[rank], seen) for rank, seen in passes.items()):
-            do = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
-            words = f"{one.sampler} deals out data that differ between ranks"
+            fix = "the same data on all ranks, not shared out by hand; random_split(..., generator=) of one seed"
+            text = f"{one.sampler} deals out data that differ between ranks"
             seen = "a sample with the same index is another one on each rank: some are seen twice, others never"
-            yield Remark("same batches", "wrong", words, one.made, do, seen)
+            yield Remark("same batches", "wrong", text, one.made, fix, seen)
         else:
             yield Remark("same batches", "right", "every rank has data of its own", one.made)
         return
@@ -85,11 +85,11 @@ def _shares(loaders: Loaders) -> Iterator[Remark]:
     drew = ", ".join(map(str, of_all[0][:SHOWN]))
     if not differs(map(tuple, of_all)) and len(of_all[0]) > 1:
         seen = f"{named(loaders)} drew samples {drew}, ... in epoch 1"
-        yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, do, seen)
+        yield Remark("same batches", "wrong", "all ranks train on the same batches", one.made, fix, seen)
     elif shared > allowed and repeats < REPEATED:
-        words = "ranks do not share the samples among them: each draws from all of them"
+        text = "ranks do not share the samples among them: each draws from all of them"
         seen = f"a rank has {shared:.0%} of its samples in common with another one in epoch 1"
-        yield Remark("same batches", "wrong", words, one.made, do, seen)
+        yield Remark("same batches", "wrong", text, one.made, fix, seen)
     else:
         yield Remark("same batches", "right", "every rank has its own samples of the data", one.made)
 
@@ -132,18 +132,20 @@ def _order(loaders: Loaders) -> Iterator[Remark]:
         yield Remark("same order", "right", "every epoch has an order of its own", one.site)
     elif first.indices != sorted(first.indices):
         seen = f"both epochs begin with samples {', '.join(map(str, first.indices[:SHOWN]))}"
-        words = "every epoch has the same order"
-        do = "sampler.set_epoch(epoch), in front of this loop"
-        yield Remark("same order", "wrong", words, one.site, do, seen)
+        text = "every epoch has the same order"
+        fix = "sampler.set_epoch(epoch), in front of this loop"
+        yield Remark("same order", "wrong", text, one.site, fix, seen)
 
 
 def _shrinks(loaders: Loaders) -> Iterator[Remark]:
     one, world = next(iter(loaders.values())), len(loaders)
     if one.divided:
-        words = f"the batch of a rank shrinks with the world: {one.divided} is {one.batch_size} on {world} ranks"
-        do = "nothing, if one global batch is meant; else a batch size of each rank's own, and a learning rate for both"
+        text = f"the batch of a rank shrinks with the world: {one.divided} is {one.batch_size} on {world} ranks"
+        fix = (
+            "nothing, if one global batch is meant; else a batch size of each rank's own, and a learning rate for both"
+        )
         seen = f"{world * one.batch_size} samples a step; on {4 * world} ranks {one.batch_size / 4:g} on each of them"
-        yield Remark("batch shrinks", "note", words, one.made, do, seen)
+        yield Remark("batch shrinks", "note", text, one.made, fix, seen)
 
 
 def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Remark]:
@@ -154,12 +156,13 @@ def _augmentation(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Re
     same = sorted(name for name in used if not differs(loader.random[name] for loader in loaders.values()))
     if same:
         seeded = ranks[0].seeds.get(same[0].partition(",")[0], "")
-        do = f"{'torch.manual_seed' if 'torch' in same[0] else same[0] + '.seed'}(seed + rank), after the model is made"
+        seed = "torch.manual_seed" if "torch" in same[0] else f"{same[0]}.seed"
+        fix = f"{seed}(seed + rank), after the model is made"
         if same[0].startswith(OWN_GENERATORS):
-            do = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
-        words = "all ranks draw the same random numbers for their samples (the same augmentation)"
+            fix = "np.random.default_rng([seed, rank]), random.Random(seed + rank), torch.Generator().manual_seed(...)"
+        text = "all ranks draw the same random numbers for their samples (the same augmentation)"
         seen = f"batches are made with {'; '.join(same)}, whose state is the same on {named(loaders)}"
-        yield Remark("same augmentation", "wrong", words, seeded or one.site, do, seen)
+        yield Remark("same augmentation", "wrong", text, seeded or one.site, fix, seen)
     elif used:
         yield Remark("same augmentation", "right", "every rank has random numbers of its own for its data", one.site)
 
@@ -168,28 +171,28 @@ def _lengths(loaders: Loaders, *, means: bool) -> Iterator[Remark]:
     one, passes = next(iter(loaders.values())), _first(loaders)
     told = ", ".join(f"rank {rank}: {loader.batches}" for rank, loader in loaders.items())
     if differs(loader.batches for loader in loaders.values()):
-        words = "ranks have different numbers of batches: at the end some wait for others for ever"
-        do = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {one.site}"
-        yield Remark("uneven steps", "wrong", words, one.made, do, told)
+        text = "ranks have different numbers of batches: at the end some wait for others for ever"
+        fix = f"DistributedSampler, which pads; or `with Join([model]):` around the loop at {one.site}"
+        yield Remark("uneven steps", "wrong", text, one.made, fix, told)
         return
     sizes = [*zip(*(seen.sizes for seen in passes.values()), strict=False)]
     if any(seen.cut_off for seen in passes.values()):
         sizes = sizes[:-1]  # not all ranks have come to their real last batch
     odd = next((k for k, many in enumerate(sizes) if differs(many)), None)
     if odd is not None and means:
-        words = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
-        do = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
+        text = "ranks average over unequal shares: DDP's mean of their means weighs samples unequally"
+        fix = "DataLoader(..., drop_last=True), or loss.sum() * world_size / samples of all ranks"
         told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(passes, sizes[odd], strict=True))
-        yield Remark("unequal shares", "wrong", words, one.made, do, f"samples in batch {odd + 1}: {told}")
+        yield Remark("unequal shares", "wrong", text, one.made, fix, f"samples in batch {odd + 1}: {told}")
 
 
 def _inputs(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     of_ranks = [facts.replicas[0].inputs for facts in ranks if facts.replicas]
     if len(of_ranks) > 1 and all(len(one) > 1 for one in of_ranks) and same_leaf(of_ranks):
         site = ranks[0].steps[0].backward_site if ranks[0].steps else ranks[0].replicas[0].site
-        do = "give each rank a share of its own: x[rank::world_size]"
-        words = "all ranks train on the same batches"
-        yield Remark("same batches", "wrong", words, site, do, "what goes into the model is equal on all ranks")
+        fix = "give each rank a share of its own: x[rank::world_size]"
+        text = "all ranks train on the same batches"
+        yield Remark("same batches", "wrong", text, site, fix, "what goes into the model is equal on all ranks")
     elif len(of_ranks) > 1 and all(of_ranks):
         yield Remark("same batches", "right", "every rank has inputs of its own", ranks[0].replicas[0].site)
 
@@ -209,13 +212,13 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         training = [loader for loader in ranks[0].loaders if loader.training and loader.training[0].seconds]
         alone = _seconds(next(iter(looked.values()))[0], one.batches)
         epoch = sum(_seconds(loader.training[0], loader.batches) for loader in training)
-        words = f"{named(looked)} evaluates alone"
+        text = f"{named(looked)} evaluates alone"
         if training and alone >= COSTLY_SECONDS and alone >= COSTLY * epoch:
             seen = f"about {alone:.1f} s beside {epoch:.1f} s of an epoch, in which the others wait"
-            do = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
-            yield Remark("evaluation alone", "costs", words + ", and the others wait", one.site, do, seen)
+            fix = f"DataLoader({SHARE}, ...) on all ranks, and dist.all_reduce of the counts"
+            yield Remark("evaluation alone", "costs", text + ", and the others wait", one.site, fix, seen)
         elif training:
-            yield Remark("evaluation alone", "right", words + ", which costs little", one.site)
+            yield Remark("evaluation alone", "right", text + ", which costs little", one.site)
     if len(looked) < 2 or one.samples < 0 or not one.probes:
         return
     same = same_data(loaders)
@@ -225,21 +228,21 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
     elif not any(seen.summed for of_rank in looked.values() for seen in of_rank):
         printing = [rank for rank, of_rank in looked.items() if any(seen.printed for seen in of_rank)]
         if len(printing) == 1:
-            words = f"{named(printing)} tells a score of its own share only"
-            do = "dist.all_reduce(counts) before it is divided and printed"
+            text = f"{named(printing)} tells a score of its own share only"
+            fix = "dist.all_reduce(counts) before it is divided and printed"
             seen = "each rank evaluates a share, and no collective brings the results together"
-            yield Remark("score of a share", "wrong", words, one.site, do, seen)
+            yield Remark("score of a share", "wrong", text, one.site, fix, seen)
     elif same and drawn > one.samples and not any(facts.gathers_for_metrics for facts in ranks):
-        words = "the score counts samples twice: the sampler pads the shares to one length"
-        do = f"DataLoader({SHARE}, ...): shares without padding"
+        text = "the score counts samples twice: the sampler pads the shares to one length"
+        fix = f"DataLoader({SHARE}, ...): shares without padding"
         seen = f"ranks evaluate {drawn} samples of {one.samples}"
-        yield Remark("padded score", "wrong", words, one.made, do, seen)
+        yield Remark("padded score", "wrong", text, one.made, fix, seen)
     elif _rates_of_shares([*looked.values()]):
-        words = "the score is a mean over unequal shares: each rank's counts as much as another's"
-        do = "dist.all_reduce the sums and the counts, and divide then"
+        text = "the score is a mean over unequal shares: each rank's counts as much as another's"
+        fix = "dist.all_reduce the sums and the counts, and divide then"
         told = ", ".join(f"rank {rank}: {of_rank[0].drawn}" for rank, of_rank in looked.items())
         site = next(seen.reduced_site for of_rank in looked.values() for seen in of_rank if seen.reduced)
-        yield Remark("mean of means", "wrong", words, site, do, f"shares of {told} samples were summed as rates")
+        yield Remark("mean of means", "wrong", text, site, fix, f"shares of {told} samples were summed as rates")
     else:
         yield Remark("padded score", "right", "evaluation counts each sample once", one.made)
 
@@ -280,10 +283,10 @@ def _padding(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         counts = [*zip(*(one.counts for one in others), strict=False)]
         worst = max(counts, key=lambda many: (max(many) - min(many)) / max(1, *many), default=())
         if worst and max(worst) - min(worst) > LITTLE * max(worst):
-            words = "the loss is a mean over unequal counts: padding is left out of it on each rank for itself"
-            do = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
+            text = "the loss is a mean over unequal counts: padding is left out of it on each rank for itself"
+            fix = 'reduction="sum", times world_size, divided by the dist.all_reduce of (target != ignore_index).sum()'
             told = ", ".join(f"{facts.rank}: {count}" for facts, count in zip(ranks, worst, strict=True))
-            yield Remark("mean over padding", "wrong", words, loss.site, do, f"elements that count, by rank {told}")
+            yield Remark("mean over padding", "wrong", text, loss.site, fix, f"elements that count, by rank {told}")
 
 
 def _own_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -291,12 +294,12 @@ def _own_counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     rows = [*zip(*(next(iter(steps_of(facts)), []) for facts in ranks), strict=False)]
     counts = [*filter(None, map(_divided, rows))]
     if len(rows) >= LEAST_STEPS and len(counts) > len(rows) / 2:
-        words = "the loss is a mean over unequal counts: each rank divides it by one of its own"
-        do = "the sum, times world_size, divided by the dist.all_reduce of that count"
+        text = "the loss is a mean over unequal counts: each rank divides it by one of its own"
+        fix = "the sum, times world_size, divided by the dist.all_reduce of that count"
         worst = max(counts, key=lambda many: max(many) / min(many))
         told = ", ".join(f"{facts.rank}: {count:g}" for facts, count in zip(ranks, worst, strict=True))
         seen = f"at {len(counts)} of {len(rows)} steps; the most, by rank {told}"
-        yield Remark("mean over padding", "wrong", words, rows[0][0].backward_site, do, seen)
+        yield Remark("mean over padding", "wrong", text, rows[0][0].backward_site, fix, seen)
 
 
 def _divided(row: Sequence[SeenStep]) -> list[float]:
@@ -315,7 +318,7 @@ def _metrics(facts: ScriptFacts) -> Iterator[Remark]:
         if not one.name:
             yield Remark("padding in a score", "right", "scores are the same with more padding", one.site)
             continue
-        words = f"the score counts padding: {one.name} depends on how long the longest sample is"
-        do = "kept = labels != -100; and score predictions[kept], labels[kept] only"
+        text = f"the score counts padding: {one.name} depends on how long the longest sample is"
+        fix = "kept = labels != -100; and score predictions[kept], labels[kept] only"
         seen = f"it is {one.value:.4g}, and {one.padded:.4g} of the same samples with one more column of padding"
-        yield Remark("padding in a score", "wrong", words, one.site, do, seen)
+        yield Remark("padding in a score", "wrong", text, one.site, fix, seen)

@@ -43,9 +43,9 @@ def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
 
 def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     """Of a script that trains in a session, which raises an error for what the other rules look for."""
-    words = "the script trains in a paceline.session(), which checks samples, gradients and weights while it trains"
-    do = "paceline verify FILE.py:FUNCTION, which compares the loop with one process"
-    yield Remark("session", "note", words, ranks[0].steps[0].site if ranks[0].steps else "", do)
+    text = "the script trains in a paceline.session(), which checks samples, gradients and weights while it trains"
+    fix = "paceline verify FILE.py:FUNCTION, which compares the loop with one process"
+    yield Remark("session", "note", text, ranks[0].steps[0].site if ranks[0].steps else "", fix)
     yield from (*_files(ranks), *_loads(ranks), *_threads(ranks[0]))
 
 
@@ -54,9 +54,9 @@ def _counts(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     counts = [len(next(iter(steps_of(facts)), [])) for facts in ranks]
     if all(facts.ended for facts in ranks) and differs(counts) and not joined and all(counts):
         told = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
-        do = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
+        fix = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
         yield Remark(
-            "uneven steps", "wrong", "ranks take different numbers of steps", steps_of(ranks[0])[0][0].site, do, told
+            "uneven steps", "wrong", "ranks take different numbers of steps", steps_of(ranks[0])[0][0].site, fix, told
         )
 
 
@@ -68,10 +68,10 @@ def _lost(facts: ScriptFacts) -> Iterator[Remark]:
         if len(lost) < 2 or len(lost) <= len(seen) / 2:
             continue
         count, of = Counter((step.lost, step.backwards) for step in lost).most_common(1)[0][0]
-        words = f"the gradients of {count} of {of} micro-batches are cleared before the optimizer steps"
-        do = "optimizer.zero_grad() only after optimizer.step(), not in front of each backward()"
+        text = f"the gradients of {count} of {of} micro-batches are cleared before the optimizer steps"
+        fix = "optimizer.zero_grad() only after optimizer.step(), not in front of each backward()"
         site = lost[0].clear_site or lost[0].backward_site
-        yield Remark("lost gradients", "wrong", words, site, do, f"at {len(lost)} of {len(seen)} steps")
+        yield Remark("lost gradients", "wrong", text, site, fix, f"at {len(lost)} of {len(seen)} steps")
         return
 
 
@@ -97,17 +97,17 @@ def _windows(facts: ScriptFacts) -> Iterator[Remark]:
         full = full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in whole)
         if rest and step.backwards < window and after.epoch != step.epoch and full and clean:
             clean, site = False, step.site if scaled else site
-            words = f"the last window of an epoch has {step.backwards} micro-batches, and is divided by {window}"
-            do = f"loss / min({window}, len(loader) - first micro-batch of the window)"
+            text = f"the last window of an epoch has {step.backwards} micro-batches, and is divided by {window}"
+            fix = f"loss / min({window}, len(loader) - first micro-batch of the window)"
             seen = f"its gradient has {step.backwards}/{window} of its size"
-            yield Remark("last window", "wrong", words, site, do, seen)
+            yield Remark("last window", "wrong", text, site, fix, seen)
     for left in facts.dropped:
         if rest and left.epoch <= EPOCHS and left.backwards == rest and left.optimizer == 0 and clean:
             clean = False
             what = "are never used" if left.cleared else "go into the first step of the next epoch"
-            words = f"the gradients of the last {left.backwards} micro-batches of an epoch {what}"
-            do = f"step at the last one, too: if (i + 1) % {window} == 0 or i + 1 == len(loader)"
-            yield Remark("last window", "wrong", words, steps[0].site, do, f"windows have {window} micro-batches")
+            text = f"the gradients of the last {left.backwards} micro-batches of an epoch {what}"
+            fix = f"step at the last one, too: if (i + 1) % {window} == 0 or i + 1 == len(loader)"
+            yield Remark("last window", "wrong", text, steps[0].site, fix, f"windows have {window} micro-batches")
     if clean:
         yield Remark("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
 
@@ -122,9 +122,9 @@ def _buffers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         evaluated = [*zip(*(replica.buffers for replica in replicas), strict=False)]
         site = replicas[0].evaluation_site
         if any(differs(row) for row in evaluated):
-            words = "each rank evaluates with batch norm statistics of its own"
-            do = "evaluate through the DDP model, which sends rank 0's buffers; or SyncBatchNorm"
-            yield Remark("batch norm", "wrong", words, site, do, "buffers differ between ranks when evaluation begins")
+            text = "each rank evaluates with batch norm statistics of its own"
+            fix = "evaluate through the DDP model, which sends rank 0's buffers; or SyncBatchNorm"
+            yield Remark("batch norm", "wrong", text, site, fix, "buffers differ between ranks when evaluation begins")
         elif evaluated:
             yield Remark("batch norm", "right", "buffers are equal on all ranks when evaluation begins", site)
 
@@ -138,10 +138,10 @@ def _files(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for site, files in shared.items():
         path, of = files[0]
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        do = "if dist.get_rank() == 0: in front of it; or the rank in the file's name"
+        fix = "if dist.get_rank() == 0: in front of it; or the rank in the file's name"
         if ranks[0].session:
-            do = "s.save(model, path) for weights; if s.rank == 0: in front of other files"
-        yield Remark("one file", "wrong", "several ranks write one file", site, do, f"{named(of)}: {path}{more}")
+            fix = "s.save(model, path) for weights; if s.rank == 0: in front of other files"
+        yield Remark("one file", "wrong", "several ranks write one file", site, fix, f"{named(of)}: {path}{more}")
     if writers and not shared:
         yield Remark("one file", "right", "no file is written by two ranks")
 
@@ -159,29 +159,29 @@ def _loads(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         astray = [rank for rank, one in places.items() if set(one.devices) - {one.own_device}]
         if astray and not differs(tuple(one.devices) for one in places.values()):
             one = places[astray[0]]
-            words = f"all ranks load to GPU {one.devices[0]}, whose memory it fills"
-            do = "torch.load(path, map_location=device), or map_location='cpu'"
-            yield Remark("one GPU", "costs", words, one.site, do, f"{named(astray)}: {path}")
+            text = f"all ranks load to GPU {one.devices[0]}, whose memory it fills"
+            fix = "torch.load(path, map_location=device), or map_location='cpu'"
+            yield Remark("one GPU", "costs", text, one.site, fix, f"{named(astray)}: {path}")
 
 
 def _unused(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
     for replicas in zip(*(facts.replicas for facts in ranks), strict=False):
         one = replicas[0]
         if one.find_unused and min(r.looked for r in replicas) >= LEAST_LOOKS and not max(r.unused for r in replicas):
-            words = "find_unused_parameters=True is not needed: each step walks the whole graph for nothing"
-            do = "TrainingArguments(ddp_find_unused_parameters=False)" if one.by_library else "leave it out"
+            text = "find_unused_parameters=True is not needed: each step walks the whole graph for nothing"
+            fix = "TrainingArguments(ddp_find_unused_parameters=False)" if one.by_library else "leave it out"
             seen = f"every parameter was used in {one.looked} forwards on all ranks"
-            yield Remark("unused parameters", "note" if one.by_library else "costs", words, one.site, do, seen)
+            yield Remark("unused parameters", "note" if one.by_library else "costs", text, one.site, fix, seen)
 
 
 def _threads(facts: ScriptFacts) -> Iterator[Remark]:
     share = max(1, facts.cores // max(1, facts.local_world))
     if facts.threads > share:
         call = "session(threads={})" if facts.session else "torch.set_num_threads({})"
-        do = call.format(share) if facts.threads_site else f"--threads-per-rank {share}"
-        words = "there are more threads than cores"
+        fix = call.format(share) if facts.threads_site else f"--threads-per-rank {share}"
+        text = "there are more threads than cores"
         seen = f"{facts.local_world} ranks x {facts.threads} threads on {facts.cores} cores"
-        yield Remark("threads", "costs", words, facts.threads_site, do, seen)
+        yield Remark("threads", "costs", text, facts.threads_site, fix, seen)
     elif facts.threads:
         yield Remark("threads", "right", f"{facts.local_world} ranks x {facts.threads} threads, {facts.cores} cores")
 
@@ -198,9 +198,9 @@ def _rate(facts: ScriptFacts) -> Iterator[Remark]:
     batch = loader.training[0].sizes[0]
     rate = max(step.learning_rate for step in steps)  # it may begin with 0
     apart = facts.world // facts.split  # ranks that have batches of their own
-    words = f"{apart} ranks x batch {batch} = {apart * batch} samples, learning rate {rate:g}"
-    do = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
-    yield Remark("learning rate", "note", words, loader.made, do)
+    text = f"{apart} ranks x batch {batch} = {apart * batch} samples, learning rate {rate:g}"
+    fix = "decide whether the rate is to grow with the world: lr * world_size (SGD), lr * world_size ** 0.5 (Adam)"
+    yield Remark("learning rate", "note", text, loader.made, fix)
 
 
 def _schedule(facts: ScriptFacts) -> Iterator[Remark]:
@@ -213,10 +213,10 @@ def _schedule(facts: ScriptFacts) -> Iterator[Remark]:
     for one in facts.schedules:
         own = one.steps == steps == sum(len(seen.sizes) for seen in loader.passes)
         if own and one.length in alone and min(alone) > LONGER * epochs * loader.batches:
-            words = "the learning rate's schedule is as long as the training of one process: it ends before its end"
-            do = "epochs * len(loader), which counts the batches of one rank"
+            text = "the learning rate's schedule is as long as the training of one process: it ends before its end"
+            fix = "epochs * len(loader), which counts the batches of one rank"
             seen = f"made at {one.made} with {one.length} steps; {epochs} epochs have {epochs * loader.batches}"
-            yield Remark("schedule", "wrong", words, one.site, do, seen)
+            yield Remark("schedule", "wrong", text, one.site, fix, seen)
 
 
 def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
@@ -229,9 +229,9 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
         found = [replace(one, **PAST, site=site) if one.rule == "replicas" else one for one in found]
     elif past is not None:
         alone = [facts.rank for facts in ranks if any(_past(facts))]
-        words = f"{named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
-        do = "ddp(x), not ddp.module(x), if this is not meant"
-        found.append(Remark("past DDP", "note", words, past.backward_site, do, "after steps through DDP"))
+        text = f"{named(alone)} {'trains' if len(alone) == 1 else 'train'} on alone, past DDP"
+        fix = "ddp(x), not ddp.module(x), if this is not meant"
+        found.append(Remark("past DDP", "note", text, past.backward_site, fix, "after steps through DDP"))
     yield from found
 
 
@@ -263,9 +263,9 @@ def _of_optimizers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
                 yield finding
             told.add(finding.words)
         elif len(looked) >= LEAST_LOOKS and all(map(_is_sum, looked)):
-            words = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
-            do = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
-            yield Remark("gradients", "wrong", words, first.site, do, f"at {len(looked)} of {len(rows)} steps")
+            text = "gradients are summed over ranks, not averaged: steps are larger by the number of ranks"
+            fix = "parameter.grad /= dist.get_world_size(), after the sum; or DistributedDataParallel(model)"
+            yield Remark("gradients", "wrong", text, first.site, fix, f"at {len(looked)} of {len(rows)} steps")
         else:
             yield Remark("gradients", "right", f"gradients are equal on all ranks at {len(rows)} steps", first.site)
             yield from _clips(rows)
@@ -273,9 +273,9 @@ def _of_optimizers(ranks: Sequence[ScriptFacts]) -> Iterator[Remark]:
                 yield drift
         if start and (ranks[0].replicas or not apart):
             site = ranks[0].replicas[0].site if ranks[0].replicas else first.site
-            do = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
-            words = "ranks start from different weights"
-            yield Remark("different start", "wrong", words, site, do, "they differ before the first step")
+            fix = "DistributedDataParallel(model), which sends rank 0's weights; or one torch.manual_seed for all"
+            text = "ranks start from different weights"
+            yield Remark("different start", "wrong", text, site, fix, "they differ before the first step")
         elif not start:
             yield Remark("different start", "right", "all ranks start from the same weights", first.site)
 
@@ -297,9 +297,9 @@ def _without_own(rows: list[list[SeenStep]], *, replicas: bool) -> tuple[list[li
         return rows, None
     if 2 * exchanged <= len(looked) or not (kept or replicas):
         return rows, None
-    words = f"{len(own)} parameters are each rank's own: they differ from the start, and ranks exchange what they give"
-    do = "DistributedDataParallel(model) with them in it, if they are meant to be equal"
-    remark = Remark("own parameters", "note", words, first[0].site, do, f"in {exchanged} of {len(looked)} steps")
+    text = f"{len(own)} parameters are each rank's own: they differ from the start, and ranks exchange what they give"
+    fix = "DistributedDataParallel(model) with them in it, if they are meant to be equal"
+    remark = Remark("own parameters", "note", text, first[0].site, fix, f"in {exchanged} of {len(looked)} steps")
     return [[_of_parameters(step, kept) for step in row] for row in looked], remark
 
 
@@ -352,10 +352,10 @@ def _brought_together(rows: Sequence[Sequence[SeenStep]]) -> Remark | None:
     ]
     if not any(equal):
         return None
-    words = "ranks step with gradients of their own, and their weights are brought together later (local SGD)"
-    do = "DistributedDataParallel(model), if this is not meant"
+    text = "ranks step with gradients of their own, and their weights are brought together later (local SGD)"
+    fix = "DistributedDataParallel(model), if this is not meant"
     seen = f"gradients differ at {sum(apart)} of {len(rows)} steps; weights are equal again before {sum(equal)} of them"
-    return Remark("gradients", "note", words, rows[0][0].site, do, seen)
+    return Remark("gradients", "note", text, rows[0][0].site, fix, seen)
 
 
 def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Remark]:
@@ -363,10 +363,10 @@ def _clips(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Remark]:
     for row in rows:
         norms = [step.norm for step in row]
         if max(norms) - min(norms) > CLOSE * max(norms) and any(step.norm > step.limit > 0 for step in row):
-            words = "gradients are clipped before they are averaged: each rank by a norm of its own"
-            do = "clip_grad_norm_ after the gradients are averaged, in front of optimizer.step()"
+            text = "gradients are clipped before they are averaged: each rank by a norm of its own"
+            fix = "clip_grad_norm_ after the gradients are averaged, in front of optimizer.step()"
             seen = f"clipped to {row[0].limit:g}; norms by rank {', '.join(f'{norm:.3g}' for norm in norms)}"
-            yield Remark("clipping", "wrong", words, row[0].clip_site, do, seen)
+            yield Remark("clipping", "wrong", text, row[0].clip_site, fix, seen)
             return
 
 
@@ -376,12 +376,12 @@ def _drift(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Remark | N
     for number, row in enumerate(rows, 1):
         if differs(step.parameters for step in row):
             changed = [rank for rank, (a, b) in enumerate(zip(before, row, strict=False)) if a.after != b.parameters]
-            words = "weights are changed between two steps, and differ between ranks then"
-            do = (
+            text = "weights are changed between two steps, and differ between ranks then"
+            fix = (
                 "change weights on all ranks alike: without a condition on the rank, and without its own random numbers"
             )
             seen = f"{named(changed)}: between steps {number - 1} and {number}"
-            return Remark("replicas", "wrong", words, row[0].site, do, seen)
+            return Remark("replicas", "wrong", text, row[0].site, fix, seen)
         if differs(step.after for step in row):
             return _unequal_step(facts, row, number)
         before = row
@@ -392,43 +392,43 @@ def _unequal_step(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> R
     site, seen = row[0].site, f"at step {number}"
     plateau = next((one for one in facts.schedules if one.name == "ReduceLROnPlateau"), None)
     if differs(step.learning_rate for step in row):
-        words = "ranks step with different learning rates: their weights drift apart"
-        do = "one learning rate on all ranks"
+        text = "ranks step with different learning rates: their weights drift apart"
+        fix = "one learning rate on all ranks"
         seen += ": " + ", ".join(f"{step.learning_rate:g} on rank {rank}" for rank, step in enumerate(row))
         if plateau is not None:
             site = plateau.site
-            do = "give scheduler.step the mean over all ranks: dist.all_reduce(loss), then loss / world_size"
+            fix = "give scheduler.step the mean over all ranks: dist.all_reduce(loss), then loss / world_size"
     elif differs(step.settings for step in row):
-        words = "ranks step with different optimizer settings: their weights drift apart"
-        do = "one weight decay, momentum, ... on all ranks"
+        text = "ranks step with different optimizer settings: their weights drift apart"
+        fix = "one weight decay, momentum, ... on all ranks"
     else:
-        words = "the optimizer's step gives different weights on ranks with equal gradients"
-        do = "one optimizer on all ranks, whose state is changed on no rank alone"
-    return Remark("replicas", "wrong", words, site, do, seen)
+        text = "the optimizer's step gives different weights on ranks with equal gradients"
+        fix = "one optimizer on all ranks, whose state is changed on no rank alone"
+    return Remark("replicas", "wrong", text, site, fix, seen)
 
 
 def _why_apart(facts: ScriptFacts, step: SeenStep, when: str, *, start: bool) -> Remark:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
         apart = ", and ranks start from different weights" if start else ""
-        words = f"gradients are never averaged over ranks: no model is wrapped{apart}"
-        do, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
+        text = f"gradients are never averaged over ranks: no model is wrapped{apart}"
+        fix, site = "model = DistributedDataParallel(model), before the optimizer is made", step.site
     elif not step.forwards and replica.past_site:
-        words, do, site = PAST["words"], PAST["type_instead"], replica.past_site
+        text, fix, site = PAST["words"], PAST["type_instead"], replica.past_site
     elif step.synced < step.forwards and replica.no_sync_site:
-        words = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
-        do, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
+        text = "gradients are not averaged: the last micro-batch before a step is within no_sync(), too"
+        fix, site = "leave no_sync() for the last micro-batch of each window", replica.no_sync_site
     elif not step.forwards:
-        words = "gradients are not averaged: no DDP model has gone forward since the last step"
-        do, site = "call the DDP model itself: ddp(x), not a method of ddp.module", step.backward_site
+        text = "gradients are not averaged: no DDP model has gone forward since the last step"
+        fix, site = "call the DDP model itself: ddp(x), not a method of ddp.module", step.backward_site
     elif step.strangers:
-        words = f"gradients of {step.strangers} parameters are not averaged: DDP was made without them"
-        do, site = "put all layers into the model first, then DistributedDataParallel(model)", step.site
+        text = f"gradients of {step.strangers} parameters are not averaged: DDP was made without them"
+        fix, site = "put all layers into the model first, then DistributedDataParallel(model)", step.site
     else:
-        words = "gradients differ between ranks when the optimizer steps"
-        do = "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone"
+        text = "gradients differ between ranks when the optimizer steps"
+        fix = "give the optimizer only parameters of the DDP model, and change no gradient on one rank alone"
         site = step.site
-    return Remark("gradients", "wrong", words, site, do, f"they differ {when}")
+    return Remark("gradients", "wrong", text, site, fix, f"they differ {when}")
 
 
 def steps_of(facts: ScriptFacts) -> list[list[SeenStep]]:
