@@ -167,6 +167,6 @@ def test_train_says_how_to_use_all_gpus(
 ) -> None:
     driver(monkeypatch, *[H100] * count)
     monkeypatch.setattr(train, "_train_here", lambda config: (Path(), 0))
-    monkeypatch.setattr(train, "launch", lambda job, config: (Path(), 0))
+    monkeypatch.setattr(train, "_launch", lambda job, config: (Path(), 0))
     assert train.main(["mnist-cnn", *words]) == 0
     assert capfd.readouterr().err.count("--nproc auto") == lines
