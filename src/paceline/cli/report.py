@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_out(out: Path) -> None:
     """Raise UsageError if the file exists and is not a report: it would be lost."""
-    from paceline.protocol.marks import MARK
+    from paceline.report.page import MARK
 
     with suppress(OSError):
         if is_file(out):

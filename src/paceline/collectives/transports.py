@@ -109,7 +109,7 @@ class MemoryTransport:
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
-        first = self._own[0] or [None] * len(self._parameters)
+        first: Grads = self._own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
             results = self._sum.run([*map(flat, self._own)], divisor)

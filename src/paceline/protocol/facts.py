@@ -1,4 +1,4 @@
-"""The facts that `launch --check` records about the script of one rank, in a file for each rank. `lab.check` judges them.
+"""The facts that `launch --check` records about the script of one rank, in a file per rank. `lab.check` judges them.
 
 A digest is a short hash of a tensor's bytes. It is empty if all elements are equal or the tensor cannot be read. A site
 is a line of the user's program, "train.py:40 in main".

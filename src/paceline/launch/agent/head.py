@@ -24,9 +24,8 @@ from paceline.launch.agent.workers import Inherited
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, Orders
 from paceline.protocol.evidence import GOOD_ENDS, LOADER_KILLED, Evidence, Sample, Verdict, VerdictKind
 from paceline.protocol.job import NodePlan
-from paceline.runs.attempt import write_ended
+from paceline.runs.attempt import Ended, write_ended
 from paceline.runs.console import say
-from paceline.runs.events import Ended
 
 TRIAL_SECONDS = 600.0  # within which nodes that have come in are the reason where no first step is taken
 POLL_FAILING_SECONDS = 0.05  # between looks for failure records; while all goes well, as often as the guard looks

@@ -25,8 +25,7 @@ from paceline.host.procfs import allow_files
 from paceline.launch.output import cleaned
 from paceline.launch.plan import Command
 from paceline.protocol.control import read_inbox
-from paceline.rank.check.loaders import MAX_NAMES
-from paceline.runs.console import say
+from paceline.runs.console import MAX_NAMES, say
 
 FAN_OUT = 64  # clients that log in at the same time: each costs this machine some 50 ms of a core until it is in
 FILES, FILES_OF_ONE = 256, 3

@@ -11,14 +11,14 @@ from typing import Any
 
 from paceline.protocol.facts import MAX_DIGESTS
 
-MOST = 64  # on their way
+MAX_PENDING = 64  # on their way
 
 
 class DeferredReads:
     """Reads values of a device a step or two later, so that the host never waits for them."""
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MOST)
+        self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MAX_PENDING)
 
     def read(self, values: Any, then: Callable[[list[Any]], None]) -> None:
         """Call `then` with the numbers in this tensor: now if they are the host's, else in a later `look`."""
