@@ -38,7 +38,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,12 +47,14 @@ from torch import Tensor, nn
 
 from paceline.collectives.buckets import by_type
 from paceline.collectives.communicator import communicator, memory_communicator
-from paceline.collectives.hosts import Hosts
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere, TrainingError, UsageError
 from paceline.rank.guard import Guard
 from paceline.rank.sites import MAX_DEPTH, Owner, frame_of, owner, short, site_words
 from paceline.rank.world import World
+
+if TYPE_CHECKING:
+    from paceline.collectives.hosts import Hosts
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -297,7 +299,7 @@ def by_all(world: World) -> Gather:
     return lambda words: dict(enumerate(gather_words(words, world)))
 
 
-def by_host(host: Hosts) -> Gather:
+def by_host(host: "Hosts") -> Gather:
     """Among the ranks of this host."""
     those, first = memory_communicator(host.memory), host.number * host.memory.size
     return lambda words: dict(enumerate(those.gather(words, "words of a host"), first))

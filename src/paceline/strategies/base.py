@@ -16,12 +16,10 @@ from paceline.checkpoint.state import Source, TensorShard, load_into, whole_para
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import say
 from paceline.collectives.control import Pending, scaled
-from paceline.collectives.hosts import Hosts
 from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
-from paceline.parallel.pipeline import Pipeline
 from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
@@ -29,7 +27,9 @@ from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, 
 from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
 
 if TYPE_CHECKING:
+    from paceline.collectives.hosts import Hosts
     from paceline.collectives.reducer import Reducer
+    from paceline.parallel.pipeline import Pipeline
     from paceline.strategies.parts import ModelParts
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -63,9 +63,9 @@ class Strategy:
     """whether each rank holds a shard of the gradients only, so that all must be asked about them"""
     in_lockstep = False
     """whether a forward is a collective: then all ranks call equally many, some of them for dummy batches"""
-    host: Hosts | None = None
+    host: "Hosts | None" = None
     """this host, if each takes steps by itself: only its ranks hold these gradients"""
-    pipeline: Pipeline | None = None
+    pipeline: "Pipeline | None" = None
     """this rank's stage, if ranks share the layers: every forward goes through it"""
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a run costs beside computing, over all ranks, reported at its end: time waiting for data, and memory."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from paceline.data.workers import asks_for_batches
 from paceline.host.cgroup import usable_cores
 from paceline.rank.world import World
 from paceline.runs.summary import Summary
-from paceline.train.prepare import Parts
+
+if TYPE_CHECKING:
+    from paceline.train.prepare import Parts
 
 WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 WORTH_TELLING = 0.1
@@ -62,7 +64,7 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(found.values())
 
 
-def data_lines(summary: Summary, rank: int, parts: Parts) -> list[str]:
+def data_lines(summary: Summary, rank: int, parts: "Parts") -> list[str]:
     """One line on waiting for data, most of all by `rank`, with what may be done about it; none if it is little."""
     if summary.data_share is None or summary.data_share < WORTH_TELLING:
         return []
