@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,12 @@ from paceline.errors import plural
 from paceline.rank.world import device_words
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
-from paceline.train.prepare import Parts
+
+if TYPE_CHECKING:
+    from paceline.train.prepare import Parts
 
 
-def opening_lines(parts: Parts) -> list[str]:
+def opening_lines(parts: "Parts") -> list[str]:
     """The run's arithmetic, with everything about it that may surprise."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
@@ -73,7 +75,7 @@ def see_it(folder: Path) -> str:
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def facts(parts: Parts, place: RunLocation) -> dict[str, Any]:
+def facts(parts: "Parts", place: RunLocation) -> dict[str, Any]:
     """What the summary says of a task's run, beside what all runs have."""
     compute, known = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
@@ -91,12 +93,12 @@ def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     return f"asked to stop: saved after step {step}{of}. Go on with: {command}"
 
 
-def _length(parts: Parts) -> str:
+def _length(parts: "Parts") -> str:
     total, passes = parts.total_steps, parts.config.run.epochs
     return f"{plural(total, 'step')} in all" if total else f"{plural(passes, 'pass', 'passes')} over it"
 
 
-def _computed(parts: Parts) -> str:
+def _computed(parts: "Parts") -> str:
     """How it is computed, where that is not the usual way."""
     compute, precision = parts.config.compute, parts.config.compute.precision
     ways = {
