@@ -321,8 +321,7 @@ def _add_vouched(start: RunStart, plan: BatchPlan) -> Iterator[str]:
             since = min(since, first_missing)
             for missing in range(first_missing, step + 1):
                 _add_step(log, missing, share, start, plan)
-        ranks = ", ".join(str(log.started.rank) for log in absent)
-        who = f"{'rank' if len(absent) == 1 else 'ranks'} {ranks}"
+        who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(str(log.started.rank) for log in absent)}"
         when, them = (f"steps {since} to {step}", "them") if since < step else (f"step {step}", "it")
         yield (
             f"{when}: {who} took part in {them}, and did not live to write {them} down. So says "
