@@ -4,9 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import paceline
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,3 +53,8 @@ def test_every_contract_is_kept_and_reported_when_it_is_broken(copy):
         with path.open("a") as source:
             source.write(f"\n{line}\n")
     assert verdicts(copy) == dict.fromkeys(PLANTED, "BROKEN")
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Its import would replace the function: paceline.run, for example."""
+    assert [name for name in paceline.__all__ if find_spec(f"paceline.{name}")] == []

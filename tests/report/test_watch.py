@@ -22,7 +22,7 @@ from paceline.cli import watch as command
 from paceline.cli.run_state import NOTHING, Access
 from paceline.protocol.evidence import LIVE, WATCHED, Live, LiveRank, Phase
 from paceline.report.live import GrowingFile, LiveReader, RankNow, RunNow
-from paceline.report.watch_app import Actions, Details, RankTable, WatchApp
+from paceline.report.watch_app import Actions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.events import Started, Step
@@ -184,7 +184,7 @@ def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> Non
         assert table.get_row_at(0)[0].plain.strip() == "199"
         await pilot.press("enter")
         await pilot.pause()
-        assert isinstance(app.screen, Details)
+        assert isinstance(app.screen, RankScreen)
         await pilot.press("escape")
         await pilot.press("x", "n")
         assert told == []

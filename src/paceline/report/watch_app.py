@@ -35,7 +35,7 @@ class Actions:
     may_act: bool = True
 
 
-class Asked(ModalScreen[bool]):
+class ConfirmScreen(ModalScreen[bool]):
     """Yes or no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -52,7 +52,7 @@ class Asked(ModalScreen[bool]):
         yield Static(Text(f"{self._question}\n\n  y  yes      n  no"), id="asked", markup=False)
 
 
-class Details(ModalScreen[None]):
+class RankScreen(ModalScreen[None]):
     """The stack of one rank and the last lines of its log."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "back")]
@@ -96,7 +96,7 @@ class WatchApp(App[None]):
     #ranks { height: 1fr; }
     #asked { width: auto; max-width: 90%; height: auto; padding: 1 3; border: round $warning; background: $surface; }
     #details { width: 96%; height: 94%; padding: 0 1; border: round $accent; background: $surface; }
-    Asked, Details { align: center middle; }
+    ConfirmScreen, RankScreen { align: center middle; }
     """
     TITLE = "paceline watch"
     ENABLE_COMMAND_PALETTE = False
@@ -203,7 +203,7 @@ class WatchApp(App[None]):
         """Show the rank under the cursor."""
         row = self.query_one(RankTable).cursor_row
         if 0 <= row < len(self._shown):
-            self.push_screen(Details(self._shown[row][0], self._actions))
+            self.push_screen(RankScreen(self._shown[row][0], self._actions))
 
     def action_save(self) -> None:
         """Ask for a checkpoint."""
@@ -219,7 +219,7 @@ class WatchApp(App[None]):
                 self.run_worker(self._do(self._actions.stop))
 
         name = one_line(self.seen[1].name, 50)
-        self.push_screen(Asked(f"End {name}? It saves its state first, and can be resumed."), then)
+        self.push_screen(ConfirmScreen(f"End {name}? It saves its state first, and can be resumed."), then)
 
     async def _do(self, action: Callable[[], str]) -> None:
         self.notify(await _result_of(action), markup=False, timeout=8)
