@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import make_communicator, say
+from paceline.collectives.communicator import fit_in_memory, make_communicator, say
 from paceline.collectives.control import told_once
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
-from paceline.collectives.transports import fit_in_memory
 from paceline.data.plan import Work
 from paceline.errors import UsageError, flag
 from paceline.ladder import COMPRESS, SLOW, wrong_between_hosts
