@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
+from paceline.collectives.communicator import TorchTransport
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.transports import TorchTransport
 from paceline.collectives.tree import Forest
 
 LARGE = 40_000  # elements: several chunks of 64 KiB

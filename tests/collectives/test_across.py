@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.collectives.test_hosts_sum import put_on
+from tests.collectives.test_hosts import put_on
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 

@@ -8,9 +8,8 @@ from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.communicator import make_communicator
+from paceline.collectives.communicator import MemoryTransport, make_communicator
 from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
-from paceline.collectives.transports import MemoryTransport
 from paceline.collectives.tree import Forest
 from paceline.data.plan import ranks_share
 

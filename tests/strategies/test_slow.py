@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.collectives.test_hosts_sum import put_on, said
+from tests.collectives.test_hosts import put_on, said
 from tests.errors import codes, raises
 from tests.run_ranks import run_ranks
 from tests.strategies.test_state import opened, save, squared

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import balanced, numels_and_dtypes
+from paceline.collectives.communicator import MemoryTransport
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
 from paceline.collectives.torch_collectives import labelled, start_gather, start_sum, when_done
-from paceline.collectives.transports import MemoryTransport
 from paceline.collectives.tree import Forest, Grads, round_up
 
 State = Mapping[str, Tensor]
@@ -280,11 +280,11 @@ class PerHostTransport:
         self._inside = MemoryTransport(parameters, shared, forest, ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
-        """See transports.Transport."""
+        """See communicator.Transport."""
         self._inside.begin(number, own)
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See transports.Transport. Without `across`, about the sums of this host."""
+        """See communicator.Transport. Without `across`, about the sums of this host."""
         finite = self._inside.end(divisor)
         if self._across is None:
             return finite
@@ -301,5 +301,5 @@ class PerHostTransport:
         return False
 
     def forget(self) -> None:
-        """See transports.Transport."""
+        """See communicator.Transport."""
         self._inside.forget()

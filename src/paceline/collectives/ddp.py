@@ -25,11 +25,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import make_communicator, memory_communicator, say
+from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, say
 from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.torch_collectives import gather_over_torch
-from paceline.collectives.transports import fit_in_memory
 from paceline.collectives.tree import Forest, Node
 from paceline.protocol.control import SHARED_MEMORY
 

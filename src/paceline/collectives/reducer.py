@@ -3,7 +3,7 @@
 autograd would add virtual ranks from left to right. The gradients of each one are therefore taken away before the next
 one's backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank accumulate: they are
 always on one rank. In this rank's last backward of a step, a bucket is sent when its last gradient is complete, in the
-same order on all ranks. A transport sums the buckets over ranks (see `transports`).
+same order on all ranks. A transport sums the buckets over ranks (see `communicator.Transport`).
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from paceline.collectives.across import Across, PerHostTransport
 from paceline.collectives.buckets import check_dense, trainable
-from paceline.collectives.communicator import make_communicator
+from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
-from paceline.collectives.transports import MemoryTransport, Transport
 from paceline.collectives.tree import Forest, added_each
 from paceline.errors import UsageError
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
-from paceline.collectives.communicator import communicator
-from paceline.collectives.transports import Bucket
+from paceline.collectives.communicator import Bucket, communicator
 from paceline.collectives.tree import ALIGNED, Forest, Grads, round_up
 from paceline.errors import UsageError
 
@@ -209,7 +208,7 @@ class ShardTransport:
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
-        """See transports.Transport."""
+        """See communicator.Transport."""
         bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
@@ -219,7 +218,7 @@ class ShardTransport:
             self._end_first()
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See transports.Transport."""
+        """See communicator.Transport."""
         while self._under_way:
             self._end_first()
         if divisor is not None:
@@ -234,7 +233,7 @@ class ShardTransport:
         return False
 
     def forget(self) -> None:
-        """See transports.Transport."""
+        """See communicator.Transport."""
         self._under_way = deque[Callable[[], Tensor]]()
         self._arrived: list[Tensor] = []
         self._used: list[Sequence[float]] = []

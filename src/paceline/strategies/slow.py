@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import make_communicator, say
+from paceline.collectives.communicator import fit_in_memory, make_communicator, say
 from paceline.collectives.control import told_once
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
-from paceline.collectives.transports import fit_in_memory
 from paceline.config.strategies import SLOW, network_error
 from paceline.errors import UsageError, flag
 from paceline.rank.world import World

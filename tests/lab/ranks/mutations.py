@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.collectives import batchnorm, communicator, transports
+from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Pending, Summed, Totals
@@ -350,7 +350,7 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 
 
 def mean_of_rank_means() -> AbstractContextManager[None]:
-    right_pack = transports.pack
+    right_pack = communicator.pack
     seen: list[Work] = []  # of this rank in this step: buckets leave before the step synchronises
 
     def count() -> int:
@@ -390,7 +390,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
     return planted(
         *strategies(manual, Manual),
         *strategies(lambda right: change(right, before_sync=lambda: None), Bucketed),
-        (transports, "pack", pack),
+        (communicator, "pack", pack),
         *strategies(ddp, DDP),
     )
 
@@ -490,8 +490,10 @@ def no_gradient_without_samples() -> AbstractContextManager[None]:
 
 
 def unpacked_in_another_order() -> AbstractContextManager[None]:
-    original = transports.unpack
-    return planted((transports, "unpack", lambda flat, parameters, used: original(flat, parameters[::-1], used[::-1])))
+    original = communicator.unpack
+    return planted(
+        (communicator, "unpack", lambda flat, parameters, used: original(flat, parameters[::-1], used[::-1]))
+    )
 
 
 def order_differs_on_one_rank() -> AbstractContextManager[None]:
@@ -508,7 +510,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
 
 
 def reduced_in_half_precision() -> AbstractContextManager[None]:
-    right_pack = transports.pack
+    right_pack = communicator.pack
 
     def sync(right: Right, works: list[Work], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
@@ -520,7 +522,7 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
     return planted(
         *wrong_sync(sync, Manual),
-        (transports, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
+        (communicator, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
         *strategies(ddp, DDP),
     )
 

@@ -24,7 +24,7 @@ from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.hosts import by_leaf
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.transports import HierarchicalTransport
+from paceline.collectives.communicator import HierarchicalTransport
 from paceline.collectives.tree import Forest
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 hosts, forest = make_communicator().hosts(), Forest.of_ranks(4, rank)

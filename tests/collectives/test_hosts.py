@@ -20,18 +20,17 @@ from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
 from tests.run_ranks import run_ranks
 from torch import nn
 
+from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import memory as handshake
-from paceline.collectives import transports
 from paceline.collectives.buckets import buckets_of, trainable
+from paceline.collectives.communicator import HierarchicalTransport, make_communicator
 from paceline.collectives.communicator import communicator as exchange
-from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import gather_words, now, start_totals
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.transports import HierarchicalTransport
 from paceline.collectives.tree import Forest, added_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
@@ -113,7 +112,7 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
 
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
     """For each number of ranks a host, all numbers of virtual ranks: to the bit, and None where it is None."""
-    hosts_module.BUNDLE_BYTES = transports.BUNDLE_BYTES = 32 << 10  # so that several are under way
+    hosts_module.BUNDLE_BYTES = communicators.BUNDLE_BYTES = 32 << 10  # so that several are under way
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
