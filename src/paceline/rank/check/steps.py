@@ -16,7 +16,7 @@ from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
 from paceline.rank.hooks import Events, hang, unseen, when_imported
-from paceline.rank.probes import MOST, digest_of, hashed, leaf_digests
+from paceline.rank.probes import MAX_ELEMENTS, digest_of, hashed, leaf_digests
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
@@ -365,7 +365,7 @@ def _total(optimizer: Any) -> float:
     total = 0.0
     for parameter in _parameters(optimizer):
         if parameter.grad is not None and not is_sharded(parameter):
-            some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
+            some = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
             total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
     return finite(total)
 

@@ -11,14 +11,16 @@ from typing import Any
 
 from paceline.protocol.facts import MAX_DIGESTS
 
-MOST = 64  # on their way
+MAX_PENDING = 64  # reads in flight
+MAX_ELEMENTS = 1 << 16  # of a tensor that are read: tensors that differ as a whole differ in these
+MAX_DEPTH = 5
 
 
 class DeferredReads:
     """Reads values of a device a step or two later, so that the host never waits for them."""
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MOST)
+        self._coming: deque[tuple[Any, Any, Callable[[list[Any]], None]]] = deque(maxlen=MAX_PENDING)
 
     def read(self, values: Any, then: Callable[[list[Any]], None]) -> None:
         """Call `then` with the numbers in this tensor: now if they are the host's, else in a later `look`."""
@@ -42,29 +44,25 @@ def may_compute(tensor: Any) -> bool:
     return not tensor.is_cuda or not sys.modules["torch"].cuda.is_current_stream_capturing()
 
 
-MOST = 1 << 16  # elements of a tensor that are looked at; what differs as a whole differs in these
-MAX_DEPTH = 5
-
-
 def hashed(data: bytes) -> str:
     """Sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def some_of(tensor: Any, most: int = MOST) -> Any:
+def some_of(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
     """Some of its elements, evenly over the whole."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
 
 
-def digest_of(tensors: Iterable[Any], most: int = MOST) -> str:
+def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
     kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
     return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
-def leaf_digests(batch: Any, depth: int = 0, most: int = MOST, *, constants: bool = False) -> list[str]:
+def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
     """The digests of all tensors, arrays and numbers in a batch, in order; "f:" before floating point.
 
     Empty for a tensor whose elements are all equal, except with `constants`.
