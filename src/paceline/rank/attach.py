@@ -58,6 +58,10 @@ MAX_CHARS = 60_000  # a record is read by people
 INTERRUPTED = 130  # 128 + SIGINT
 DDP = "torch.nn.parallel.distributed"
 SHARING = "paceline.collectives.ddp"  # by name: it imports torch, and this package is below it
+FREE_SECONDS = 3.0  # for the agent of an earlier start to leave the name
+SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
+LEAVE_SECONDS = 1.5
+PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
 def attach() -> None:
@@ -219,12 +223,6 @@ def tell(error: BaseException) -> int:
     else:
         print_exception(error)
     return code
-
-
-FREE_SECONDS = 3.0  # for the agent of an earlier start to leave the name
-SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
-LEAVE_SECONDS = 1.5
-PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
 def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:

@@ -44,6 +44,9 @@ from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
 WAKE_SECONDS = 0.25
+MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
+LOOPBACK = "127.0.0.1"
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -299,11 +302,6 @@ class NativeStacks:
         faulthandler.unregister(SIGNAL)
         self._file = None
         return WATCHED
-
-
-MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
-LOOPBACK = "127.0.0.1"
 
 
 class Connections:

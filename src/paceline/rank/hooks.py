@@ -34,6 +34,9 @@ from typing import Any, Self, TypeVar
 Then = Callable[..., None]
 
 MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
+TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
+T = TypeVar("T", bound=Callable[..., Any])
+UNSEEN = " (as importlib._bootstrap)"
 
 
 class Events:
@@ -296,9 +299,6 @@ def hang(
     setattr(owner, name, called)
 
 
-TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
-
-
 def import_all(modules: Sequence[str]) -> None:
     """Import them without the garbage collector, which would look at each object again; raises their errors.
 
@@ -360,10 +360,6 @@ class _Finder(MetaPathFinder):
 
         own["exec_module"] = exec_module
         return spec
-
-
-T = TypeVar("T", bound=Callable[..., Any])
-UNSEEN = " (as importlib._bootstrap)"
 
 
 def unseen(function: T) -> T:

@@ -28,6 +28,7 @@ PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose 
 LOOKS = 16
 PACKAGE = "torch.distributed.fsdp"
 OFFERED_BY = (f"{PACKAGE}._fully_shard._fully_shard", f"{PACKAGE}._fully_shard", PACKAGE)
+MAX_FACTORS = 4
 
 
 @dataclass
@@ -409,9 +410,6 @@ class Meshes:
                     of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
             count, number = max((count, number), (of, at))
         return count, number
-
-
-MAX_FACTORS = 4
 
 
 def factors_of(losses: Any) -> list[float]:
