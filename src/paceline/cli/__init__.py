@@ -96,7 +96,7 @@ def _train_as_rank(settings: Path) -> int:
     from paceline.cli.train_checks import check_guard
     from paceline.config import check_values, load
     from paceline.disk.reading import real_path
-    from paceline.rank.hooks import TRAINING, import_all
+    from paceline.rank.imports import TRAINING, import_all
 
     config = load(real_path(settings), ours=True)
     check_values(config)
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.rank.hooks import TRAINING, import_all
+        from paceline.rank.imports import TRAINING, import_all
         from paceline.rank.preload import serve
 
         serve(birth, lambda: import_all(TRAINING))

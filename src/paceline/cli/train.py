@@ -29,7 +29,7 @@ from paceline.observe.terminal import say
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.job import JobSpec
 from paceline.rank.environment import check_shape, launched
-from paceline.rank.hooks import TRAINING, import_all
+from paceline.rank.imports import TRAINING, import_all
 from paceline.tasks.settings import told
 from paceline.torch_version import untested_torch
 

@@ -12,8 +12,7 @@ from paceline.observe.folder import create_attempt_dir, open_run_dir
 from paceline.observe.terminal import say
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
-from paceline.rank.attach import attach_to_agent
-from paceline.rank.bootstrap import run_script, worker_command
+from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
 from paceline.rank.environment import COUNTS, launched
 
 SWITCHES = ("-h", "--help", "--help-all", "--end", "--no-end")

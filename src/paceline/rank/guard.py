@@ -39,7 +39,7 @@ from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
 from paceline.rank import recorder
-from paceline.rank.hooks import unseen, when_imported
+from paceline.rank.imports import unseen, when_imported
 from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections

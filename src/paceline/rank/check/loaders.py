@@ -32,8 +32,8 @@ from paceline.protocol.facts import (
     kept_batches,
 )
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, hang, unseen, when_imported
-from paceline.rank.probes import hashed, leading, leaf_digests
+from paceline.rank.imports import unseen, when_imported
+from paceline.rank.probes import Events, hang, hashed, leading, leaf_digests
 from paceline.rank.sites import USER, call_site, owner, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for

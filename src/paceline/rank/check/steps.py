@@ -15,8 +15,8 @@ from typing import Any
 from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, hang, unseen, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, digest_of, hashed, leaf_digests
+from paceline.rank.imports import unseen, when_imported
+from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, hang, hashed, leaf_digests
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 

@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events
-from paceline.rank.probes import DeferredReads, leaf_digests, may_compute
+from paceline.rank.probes import DeferredReads, Events, leaf_digests, may_compute
 from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events, hang
+from paceline.rank.probes import Events, hang
 
 LEAST_STEPS = 4  # of an optimizer, before it is judged by them
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
