@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Hooks
+from paceline.rank.probes import Hooks
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 

@@ -37,7 +37,7 @@ from paceline.cli.train import check_training
 from paceline.config.settings import TrainConfig, check_values
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
-from paceline.rank.hooks import import_all
+from paceline.rank.imports import import_all
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"

@@ -35,7 +35,8 @@ from paceline.rank.check.loaders import (
     watch_setters,
 )
 from paceline.rank.check.steps import MAX_ALONE, OFFERED_BY, Meshes, StepWatch
-from paceline.rank.hooks import Hooks, when_imported
+from paceline.rank.imports import when_imported
+from paceline.rank.probes import Hooks
 
 
 class Stream(IterableDataset[int]):

@@ -28,7 +28,7 @@ import os, sys
 from paceline.protocol.control import WorkerBirth
 if (birth := WorkerBirth.here()).preload >= 0:
     {first}
-    from paceline.rank.hooks import import_all
+    from paceline.rank.imports import import_all
     from paceline.rank.preload import serve
     serve(birth, lambda: import_all({modules!r}))
 forked = b'"preload":' in open("/proc/self/environ", "rb").read()

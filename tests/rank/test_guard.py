@@ -87,7 +87,7 @@ def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
 
 IMPORTS = """
 import sys
-from paceline.rank.hooks import when_imported
+from paceline.rank.imports import when_imported
 def then(late): print("late", late, hasattr(sys.modules["decimal"], "Decimal"))
 when_imported("decimal", then)
 when_imported("decimal", then)
@@ -112,7 +112,7 @@ def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None
 
 
 def test_a_module_that_cannot_be_imported_fails_as_ever() -> None:
-    script = "from paceline.rank.hooks import when_imported\nwhen_imported('no_such', print)\nimport no_such"
+    script = "from paceline.rank.imports import when_imported\nwhen_imported('no_such', print)\nimport no_such"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert "ModuleNotFoundError: No module named 'no_such'" in run.stderr and run.stdout == ""
 

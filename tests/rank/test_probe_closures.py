@@ -20,7 +20,7 @@ from paceline.protocol.marks import read_findings
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
-from paceline.rank.hooks import Events, Hooks
+from paceline.rank.probes import Events, Hooks
 from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients
 from paceline.rank.probes.steps import ScriptPhases
 

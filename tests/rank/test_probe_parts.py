@@ -15,7 +15,7 @@ import torch
 from paceline.protocol.evidence import Phase
 from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.hooks import Hooks
+from paceline.rank.probes import Hooks
 from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import ScriptPhases

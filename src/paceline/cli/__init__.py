@@ -204,7 +204,7 @@ def _train_as_rank(settings: Path) -> int:
     """
     from paceline.config.settings import check_values, load
     from paceline.protocol.job import Windows
-    from paceline.rank.hooks import TRAINING, import_all
+    from paceline.rank.imports import TRAINING, import_all
     from paceline.runs.reading import real_path
 
     config = load(real_path(settings), ours=True)
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_descriptors()
     birth = WorkerBirth.here()
     if birth is not None and birth.preload >= 0:  # this node's workers are forked from here: they go on below
-        from paceline.rank.hooks import TRAINING, import_all
+        from paceline.rank.imports import TRAINING, import_all
         from paceline.rank.preload import serve
 
         serve(birth, lambda: import_all(TRAINING))

@@ -33,7 +33,7 @@ from paceline.launch.supervise import run
 from paceline.protocol.control import PRELOAD, WorkerBirth
 from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.environment import check_shape, launched
-from paceline.rank.hooks import TRAINING, import_all
+from paceline.rank.imports import TRAINING, import_all
 from paceline.runs.console import say
 from paceline.runs.events import Step, read_events
 from paceline.runs.folder import (

@@ -10,8 +10,7 @@ from paceline.cli import command_line
 from paceline.errors import UsageError
 from paceline.protocol.control import BOOTSTRAP, WorkerBirth
 from paceline.protocol.job import NodePlan, NodeRanks, Windows
-from paceline.rank.attach import attach_to_agent
-from paceline.rank.bootstrap import run_script, worker_command
+from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
 from paceline.rank.environment import COUNTS, launched
 from paceline.runs.console import say
 from paceline.runs.folder import create_attempt_dir, open_run_dir

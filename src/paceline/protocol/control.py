@@ -48,6 +48,20 @@ LATE = (  # variables that differ between ranks or starts, and are only read whe
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
+MAX_MESSAGE_BYTES = 1 << 16
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control has them ignored in what it starts with `&`
+LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
+GRACE_SECONDS = 3.0  # from a request to a worker to stop until its kill; the sweep after it still ends within 5 s
+LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
+REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
+STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
+RUN_ID = "PACELINE_RUN_ID"
+SHARED_MEMORY = "PACELINE_SHARED_MEMORY"
+PRELOAD = "PACELINE_PRELOAD"
+AGENT_MARK = "PACELINE_AGENT_MARK"
+# names of variables, and of anything else, whose values are not shown
+SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
 
 
 class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,7 +77,7 @@ class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt_dir: str = ""
     generation: int = 0  # how often the run was restarted before
     record: int = -1  # memory, into which it writes why it fails
-    box: int = -1  # memory, in which it shows what it does: see `protocol.box`
+    box: int = -1  # memory, in which it shows what it does: see status_page.py
     store: int = -1  # where its ranks meet: memory with a FileStore in it, or rank 0's listening socket
     snapshots: tuple[tuple[int, int], ...] = ()  # two memory files for each rank of the node, kept over restarts
     temporary: str = ""  # a folder that goes with the agent, however it ends
@@ -107,9 +121,6 @@ def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
 def at_import(env: Mapping[str, str]) -> dict[str, str]:
     """The part of a worker's environment that libraries may read while they are imported: the same for all ranks."""
     return {name: value for name, value in env.items() if name not in LATE and not name.startswith(LATE_PREFIXES)}
-
-
-MAX_MESSAGE_BYTES = 1 << 16
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -177,15 +188,6 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
         return msgspec.json.decode(data, type=Message), descriptors
     except msgspec.MsgspecError:
         return None, descriptors
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-TERMINALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control has them ignored in what it starts with `&`
-LIFELINE = 0  # stdin: held open by the launcher, who writes after the plan signs of life and orders, a line each
-GRACE_SECONDS = 3.0  # from a request to a worker to stop until its kill; the sweep after it still ends within 5 s
-LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # when the launcher is gone: nobody waits for a result any more
-REMOTE_GRACE_SECONDS = 6.0  # when one at the other end of ssh is gone: time to save, and nothing left after 10 s
-STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # no signal crosses a network
 
 
 class Readable(Protocol):
@@ -294,12 +296,3 @@ class Orders:
         *lines, self._line = (self._line + data).split(b"\n")
         self._line = self._line[-100:]  # no order is longer
         self.signals += [STOP_ORDERS[line] for line in lines if line in STOP_ORDERS]
-
-
-RUN_ID = "PACELINE_RUN_ID"
-SHARED_MEMORY = "PACELINE_SHARED_MEMORY"
-PRELOAD = "PACELINE_PRELOAD"
-AGENT_MARK = "PACELINE_AGENT_MARK"
-
-# names of variables, and of anything else, whose values are not shown
-SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)

@@ -42,6 +42,14 @@ PEER_LOST = (  # lower case
 LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # torch's words for it
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
 LIBRARY_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})  # torch raises lost peers as these, too
+SHARED_GROUP = "shared"
+"""the group of ranks that share memory; the names of those on several hosts begin with it"""
+BLOCK = "block "
+"""the start of the names of collectives that belong to a block of a model, under strategy fsdp"""
+LIVE = "live.json"  # in the attempt's folder: all ranks, each second
+WATCHED = "watched"  # beside it: whoever watches touches it, again and again
+CHECKPOINT_ASK = "ask-checkpoint-"  # and what follows is the asker's own: save after this step
+MAX_LIVE_BYTES = 4 << 20
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -88,17 +96,6 @@ def _says_peers_are_gone(error: BaseException) -> bool:
         return "failed to listen" not in str(error)  # the store's own side of it: nobody else is to blame
     # A bare ConnectionResetError is not torch's: the user's own download failed, and that is a culprit.
     return bool(names & LIBRARY_TYPES) and speaks_of_lost_peer(str(error))
-
-
-SHARED_GROUP = "shared"
-"""the group of ranks that share memory; the names of those on several hosts begin with it"""
-
-BLOCK = "block "
-"""the start of the names of collectives that belong to a block of a model, under strategy fsdp"""
-LIVE = "live.json"  # in the attempt's folder: all ranks, each second
-WATCHED = "watched"  # beside it: whoever watches touches it, again and again
-CHECKPOINT_ASK = "ask-checkpoint-"  # and what follows is the asker's own: save after this step
-MAX_LIVE_BYTES = 4 << 20
 
 
 class Phase(IntEnum):

@@ -27,6 +27,10 @@ WARM_UP_STEPS = 5
 EXPLICIT_FACTOR, EXPLICIT_FLOOR_SECONDS = 4.0, 60.0
 JUMP_SECONDS = 5.0  # an agent that was not asked for so long was suspended, and perhaps its workers with it
 MAX_SECONDS = 7 * 24 * 3600.0
+JOIN_SECONDS = 300.0  # how long the agents of several nodes wait for each other
+STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
+NUM_PORTS = 8
+GPU_CORES = 8  # of a rank with a GPU: it prepares batches, and launches kernels without a pause
 
 
 class Stage(IntEnum):
@@ -81,12 +85,6 @@ class Windows(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 AUTO = Windows()  # one object, which a plan leaves out as its default
-
-
-JOIN_SECONDS = 300.0  # how long the agents of several nodes wait for each other
-STOP_GRACE_SECONDS = 30.0  # a step to its end and a checkpoint; also what schedulers leave between SIGTERM and SIGKILL
-NUM_PORTS = 8
-GPU_CORES = 8  # of a rank with a GPU: it prepares batches, and launches kernels without a pause
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

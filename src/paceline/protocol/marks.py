@@ -41,6 +41,7 @@ ORDERS_AT, ORDER_BYTES = MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_
 NAMES_AT, NAMES_MAX = MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
 SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal; the sums are there
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 
 
 class Mark(NamedTuple):
@@ -207,9 +208,6 @@ def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
         except (msgspec.MsgspecError, RecursionError):
             continue
     return found
-
-
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 
 
 @dataclass(frozen=True)

@@ -14,28 +14,61 @@ import io
 import os
 import re
 import runpy
+import select
 import shutil
 import signal
+import socket
 import sys
-from collections.abc import Callable, Generator, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial, wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import BOOTSTRAP, CHECK, WorkerBirth
+from paceline.protocol.control import (
+    BOOTSTRAP,
+    CHECK,
+    Goodbye,
+    Hello,
+    Meeting,
+    WorkerBirth,
+    agent_address,
+    peer_pid,
+    receive,
+    restarts,
+    send,
+)
 from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
+from paceline.protocol.status_page import make_status_page
+from paceline.rank import recorder
 from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
+from paceline.rank.environment import job_token
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, Hooks, when_imported
+from paceline.rank.imports import when_imported
 from paceline.rank.ledger import OrderMarks
+from paceline.rank.probes import Events, Hooks
 from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
 from paceline.rank.probes.replicas import Fingerprints
 from paceline.rank.probes.steps import JoinContexts, JointOptimizers, ScriptPhases, StepCounter
+from paceline.runs.console import say
+
+if TYPE_CHECKING:
+    from paceline.protocol.job import NodePlan
+
+FREE_SECONDS = 3.0  # for the agent of an earlier start to leave the name
+SEEK_SECONDS, LOOK_SECONDS = 60.0, 0.1
+LEAVE_SECONDS = 1.5
+PROBE_SECONDS, STORE_SECONDS = 2.0, 10.0
 
 
 def worker_command(script_and_args: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
@@ -280,6 +313,144 @@ def watch_script(guard: Guard, *also: Events) -> Callable[[], None]:
     hooks = Hooks(guard.warn_once).listen(*listeners, *also).install()
     guard.attach_probes(lambda: hooks.dismiss(*listeners), marker, failed)
     return hooks.end
+
+
+def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
+    """Attach this process, which another launcher started, to its node's agent (`paceline watchover`). Never raises.
+
+    Local rank 0 starts the agent first, with `plan`; not as its child, because the script must not find a child that it
+    has not made, and because the agent outlives a rank that dies. A failure is reported once, and the script continues.
+
+    `env` has torchrun's variables.
+    """
+    # torch reads it when it is imported: looking at its 2000 operations would take 20 ms each time
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
+    rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
+    address = agent_address(env, job_token(env))
+    try:
+        box, record = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
+        if is_first:
+            start_agent(address, plan)
+        attachment = Attachment(rank, address, (box, record), first=is_first, several_nodes=plan.nodes > 1)
+        guard = Guard.observed(box, record).start().watch_torch()
+        guard.leave = attachment.leave
+    except Exception as error:
+        if is_first:
+            say(f"warning: the ranks of this node are not watched over: {error}")
+
+
+def start_agent(address: bytes, plan: NodePlan) -> None:
+    """Start the agent of this node, with a socket at `address` that listens already; raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with listener, os.fdopen(os.memfd_create("paceline-plan"), "w+b") as plan_file:
+        deadline = time.monotonic() + FREE_SECONDS
+        while listener.getsockname() != address:
+            try:
+                listener.bind(address)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        listener.listen(128)
+        plan_file.write(msgspec.json.encode(replace(plan, attach=listener.fileno())) + b"\n")
+        plan_file.seek(0)
+        if child := os.fork():  # there are no threads yet: nothing of the script has run
+            os.waitpid(child, 0)
+            return
+        try:
+            os.setsid()  # no signal to this rank's group or terminal is one to the agent
+            if os.fork() == 0:
+                os.dup2(plan_file.fileno(), 0)
+                os.dup2(2, 1)  # what the agent prints is about the job, no output of it
+                os.set_inheritable(listener.fileno(), True)
+                os.execv(sys.executable, [sys.executable, "-P", "-m", "paceline.launch.agent"])
+        finally:
+            os._exit(1)
+
+
+class Attachment:
+    """This rank's connection to its node's agent, and a thread that listens to it."""
+
+    def __init__(
+        self, rank: int, address: bytes, descriptors: tuple[int, int], *, first: bool, several_nodes: bool
+    ) -> None:
+        """`descriptors` are of this rank's box and record; the `first` of its node speaks for all of them."""
+        self._rank, self._address, self._descriptors = rank, address, descriptors
+        self._first, self._several_nodes = first, several_nodes
+        self._over = False
+        self._connection = self._connect()
+        threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
+
+    def leave(self, code: int) -> None:
+        """Report to the agent that this rank ends now, and wait for the answer."""
+        self._over = True
+        with suppress(OSError):
+            if self._connection is not None:
+                send(self._connection, Goodbye(code))
+                select.select([self._connection], [], [], LEAVE_SECONDS)
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(self._address)
+            if not peer_pid(connection):
+                raise PermissionError
+            send(connection, Hello(self._rank), self._descriptors)
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+    def _listen(self) -> None:
+        deadline = time.monotonic() + SEEK_SECONDS
+        while self._connection is None:
+            if time.monotonic() > deadline:
+                return  # the agent reports who has not come
+            time.sleep(LOOK_SECONDS)
+            self._connection = self._connect()
+        if self._first and self._several_nodes and self._rank:
+            threading.Thread(target=self._meet, args=(None,), name="paceline-meet", daemon=True).start()
+        while isinstance(message := receive(self._connection)[0], Meeting):
+            threading.Thread(target=self._meet, args=(message,), name="paceline-meet", daemon=True).start()
+        if self._first and not self._over:
+            say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
+
+    def _meet(self, meeting: Meeting | None) -> None:
+        """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
+
+        It runs in a separate thread with separate connections: the main thread may wait in a store forever.
+        """
+        key = f"paceline/agent/{restarts()}"
+        stores: list[Any] = [None, None]
+        try:
+            while stores[1] is None or meeting is None:  # not all can be reached at the port: they have met elsewhere
+                if recorder.distributed() is not None:
+                    stores = [one or make() for one, make in zip(stores, (_store_at_port, _default_store), strict=True)]
+                for store in filter(None, stores):
+                    if meeting is not None:
+                        store.set(key, msgspec.json.encode(meeting))
+                    elif store.check([key]) and self._connection is not None:
+                        return send(self._connection, msgspec.json.decode(store.get(key), type=Meeting))
+                time.sleep(LOOK_SECONDS)
+        except Exception as error:
+            say(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")
+
+
+def _store_at_port() -> Any:
+    """A client of the store at the launcher's address, as soon as there is one: before the script comes to it."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    try:
+        socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print its complaint
+        make = sys.modules["torch.distributed"].TCPStore
+        return make(address, int(port), None, False, timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _default_store() -> Any:
+    """The store of the default group, if the script has made one; a clone, for this thread alone."""
+    module: Any = recorder.distributed()
+    return module._get_default_store().clone() if module.is_initialized() else None
 
 
 if __name__ == "__main__":

@@ -37,12 +37,15 @@ from paceline.protocol.control import WorkerBirth
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
 from paceline.rank import recorder
-from paceline.rank.hooks import unseen, when_imported
+from paceline.rank.imports import unseen, when_imported
 from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.runs.owners import user_name
 
 OTHERS_FIRST_SECONDS = 1.0  # a rank that is freed a little earlier closes its side of our connections
 WAKE_SECONDS = 0.25
+MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
+LOOPBACK = "127.0.0.1"
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -298,11 +301,6 @@ class NativeStacks:
         faulthandler.unregister(SIGNAL)
         self._file = None
         return WATCHED
-
-
-MAKES_GROUP = "_new_process_group_helper"  # what init_process_group, new_group and split_group all call
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
-LOOPBACK = "127.0.0.1"
 
 
 class Connections:

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import Op, Phase
 from paceline.protocol.marks import GROUPS, ROOTED, Names, Order, put_call
 from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, ring_text
-from paceline.rank.hooks import unseen
+from paceline.rank.imports import unseen
 from paceline.rank.sites import Site, call_site
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")

@@ -173,9 +173,11 @@ def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
     if first.token == mine.token:  # the size only within a generation: after a restart there may be fewer
         first = _first_word(meeting, keys, mine)
     if (first.token, first.size) != (mine.token, mine.size):
-        jobs = {"other": first.token or "without a name", "job": mine.token or "without a name"}
-        sizes: dict[str, Any] = {"other_size": first.size, "size": mine.size}
-        raise UsageError(code="another-job-answers", where=meeting.where, by=first.by, **jobs, **sizes)
+        other, job = (one.token or "without a name" for one in (first, mine))
+        raise UsageError(
+            code="another-job-answers", where=meeting.where, by=first.by,
+            other=other, other_size=first.size, job=job, size=mine.size,
+        )  # fmt: skip
 
 
 def _first_word(meeting: _Rendezvous, keys: Store, mine: _Job) -> _Job:
@@ -195,13 +197,8 @@ def _claim(meeting: _Rendezvous, keys: Store) -> None:
         if keys.add(ARRIVED, 1) == meeting.size:
             keys.set(COMPLETE, "")
         return
-    fields: dict[str, Any] = {
-        "where": meeting.where,
-        "rank": meeting.rank,
-        "size": meeting.size,
-        "first": holder,
-        "second": meeting.me,
-    }
+    fields: dict[str, Any] = {"where": meeting.where, "rank": meeting.rank, "size": meeting.size}
+    fields |= {"first": holder, "second": meeting.me}
     if meeting.token:  # of this very job: another rank is missing then, and all would wait for it in vain
         keys.set(REFUSED, msgspec.json.encode(fields).decode())
     raise UsageError(code=CLAIMED_TWICE, **fields)
@@ -213,7 +210,7 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
     meeting.waits_for = ""
     while not keys.check([COMPLETE]):
         if keys.check([REFUSED]):
-            fields: dict[str, Any] = msgspec.json.decode(keys.get(REFUSED), type=dict[str, str | int])
+            fields = msgspec.json.decode(keys.get(REFUSED), type=dict[str, Any])
             time.sleep(0.0 if meeting.rank else 4 * LONGEST_POLL_SECONDS)  # the store ends with rank 0: all shall read
             raise UsageError(code=CLAIMED_TWICE, **fields)
         last = meeting.late()

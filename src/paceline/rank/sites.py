@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paceline.protocol.evidence import Frame
 from paceline.protocol.places import SITE_CHARS, Activity, activity_of, called_at, site
-from paceline.rank.hooks import UNSEEN
+from paceline.rank.imports import UNSEEN
 
 MAX_DEPTH = 100  # frames to look at from inside; a framework's are some 30, a backward of ours under a dozen
 _OURS = str(Path(__file__).resolve().parents[1])  # .../paceline

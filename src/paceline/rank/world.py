@@ -46,12 +46,12 @@ class World:
     """see `along`"""
 
     def along(self, name: str) -> "World":
-        """The ranks that differ from this one in this dimension of the mesh only: a world of one without it."""
+        """The world of the ranks that differ only in this dimension of the mesh; a world of one without it."""
         return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
 
     @property
     def data(self) -> "World":
-        """The ranks that work on different samples with the same part of the model, along data and shard.
+        """The world of the ranks with different samples and the same part of the model, along data and shard.
 
         Samples and virtual ranks are split, and gradients added up, over these. Without a mesh it is the world.
         """

@@ -19,7 +19,7 @@ from torch.cuda import nccl
 
 from paceline.config.strategies import DEFAULT
 from paceline.errors import PacelineError, TrainingError
-from paceline.rank.hooks import when_imported
+from paceline.rank.imports import when_imported
 from paceline.rank.world import device_words
 
 DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")

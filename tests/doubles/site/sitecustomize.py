@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from paceline.rank.hooks import when_imported
+from paceline.rank.imports import when_imported
 
 
 def _double() -> Any:

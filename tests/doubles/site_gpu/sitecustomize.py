@@ -1,6 +1,6 @@
 """With this folder on PYTHONPATH every process that imports torch has the GPU in Python."""
 
-from paceline.rank.hooks import when_imported
+from paceline.rank.imports import when_imported
 
 
 def _install(*, late: bool) -> None:

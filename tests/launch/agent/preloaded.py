@@ -5,7 +5,7 @@ import sys
 from paceline.protocol.control import WorkerBirth
 
 if (birth := WorkerBirth.here()) is not None and birth.preload >= 0:
-    from paceline.rank.hooks import import_all
+    from paceline.rank.imports import import_all
     from paceline.rank.preload import serve
 
     serve(birth, lambda: import_all(["torch.distributed"]))

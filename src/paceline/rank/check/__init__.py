@@ -36,7 +36,8 @@ from paceline.protocol.facts import (
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, hang, when_imported
+from paceline.rank.imports import when_imported
+from paceline.rank.probes import Events, hang
 from paceline.rank.probes.steps import JointOptimizers
 from paceline.rank.sites import short, site_words, user_site
 from paceline.runs import writing

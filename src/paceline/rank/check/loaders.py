@@ -32,8 +32,8 @@ from paceline.protocol.facts import (
     kept_batches,
 )
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, hang, unseen, when_imported
-from paceline.rank.probes import hashed, leading, leaf_digests
+from paceline.rank.imports import unseen, when_imported
+from paceline.rank.probes import Events, hang, hashed, leading, leaf_digests
 from paceline.rank.sites import USER, call_site, owner, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
@@ -41,6 +41,18 @@ MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # nor longer than this, in an epoch that 
 MAX_PASSES = 20  # a script that goes on longer is ended
 MAX_ALONE = 200  # the same, as long as nothing is known that the rank trains with others in these passes
 PROBES = 6
+SLOTS, DIGEST_BYTES = 64, 16
+NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
+SETTERS = {  # of the shared generators, by the modules that have them
+    "torch": ("torch", ("manual_seed", "set_rng_state")),
+    "torch.random": ("torch", ("manual_seed", "set_rng_state")),
+    "random": ("random", ("seed", "setstate")),
+    "numpy.random": ("numpy", ("seed", "set_state")),
+}
+CHUNK = 10_000  # objects: their references fit into the cache
+LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
+MAX_NAMES = 4  # that are followed to where they were given their values
+RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
 class Cut:
@@ -270,18 +282,6 @@ def _probed(data: Any, samples: int) -> list[list[str]]:
         return found
 
 
-SLOTS, DIGEST_BYTES = 64, 16
-NAMES = ("torch", "random", "numpy", OWN_GENERATORS)
-SETTERS = {  # of the shared generators, by the modules that have them
-    "torch": ("torch", ("manual_seed", "set_rng_state")),
-    "torch.random": ("torch", ("manual_seed", "set_rng_state")),
-    "random": ("random", ("seed", "setstate")),
-    "numpy.random": ("numpy", ("seed", "set_state")),
-}
-CHUNK = 10_000  # objects: their references fit into the cache
-LOOKS = range(2, 5)  # at these batches of a loader it is looked: what the first one makes is there then
-
-
 class Fetched:
     """The random generators with which each loader's samples are fetched, also in processes of the loader.
 
@@ -453,10 +453,6 @@ def _draw(one: Any) -> None:
         sys.modules["torch"].rand(1, generator=one)
     else:
         _bits(one).random_raw()
-
-
-MAX_NAMES = 4  # that are followed to where they were given their values
-RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
 def divided_by_world(frame: FrameType | None, argument: str, place: int) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
-from paceline.rank.hooks import Events, hang, unseen, when_imported
-from paceline.rank.probes import MOST, digest_of, hashed, leaf_digests
+from paceline.rank.imports import unseen, when_imported
+from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, hang, hashed, leaf_digests
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
@@ -28,6 +28,7 @@ PARTS = ("all_to_all", "all_gather", "reduce_scatter", "send", "recv")  # whose 
 LOOKS = 16
 PACKAGE = "torch.distributed.fsdp"
 OFFERED_BY = (f"{PACKAGE}._fully_shard._fully_shard", f"{PACKAGE}._fully_shard", PACKAGE)
+MAX_FACTORS = 4
 
 
 @dataclass
@@ -365,7 +366,7 @@ def _total(optimizer: Any) -> float:
     total = 0.0
     for parameter in _parameters(optimizer):
         if parameter.grad is not None and not is_sharded(parameter):
-            some = parameter.grad.detach().reshape(-1)[:MOST].double().cpu()
+            some = parameter.grad.detach().reshape(-1)[:MAX_ELEMENTS].double().cpu()
             total += float(some @ torch.arange(some.numel(), dtype=torch.float64).cos())
     return finite(total)
 
@@ -409,9 +410,6 @@ class Meshes:
                     of, at = of * mesh.size(dimension), at * mesh.size(dimension) + where[dimension]
             count, number = max((count, number), (of, at))
         return count, number
-
-
-MAX_FACTORS = 4
 
 
 def factors_of(losses: Any) -> list[float]:

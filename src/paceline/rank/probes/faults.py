@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import ScriptFinding, is_victim
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events
-from paceline.rank.probes import DeferredReads, leaf_digests, may_compute
+from paceline.rank.probes import DeferredReads, Events, leaf_digests, may_compute
 from paceline.rank.probes.steps import USUAL_STEPS, StepCounter
 from paceline.rank.recorder import distributed
 from paceline.rank.sites import Owner, frame_of, owner, site_words, user_site
@@ -33,6 +32,10 @@ SMALL = 16384  # elements; where there is no such parameter, so many are looked 
 MOST_NAMED = 8  # samples
 ONE_AHEAD = "/accelerate/data_loader.py"  # its loaders are those of the Trainer, too
 PREFETCHER = "_PrefetchDataFetcher"  # Lightning's, which is one ahead where it cannot ask for the number of batches
+TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
+PAST_STEPS = 3  # in a row, before it is said that an optimizer has left DDP
+MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
+PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
 class Batches(Events):
@@ -208,12 +211,6 @@ def _is_sized(loader: Any) -> bool:
         return len(loader) >= 0
     except TypeError:
         return False
-
-
-TRANSPORT = "gloo/transport/"  # the source file that gloo names in its errors
-PAST_STEPS = 3  # in a row, before it is said that an optimizer has left DDP
-MOST_SWALLOWED, MOST_CHARS, MOST_NAME = 3, 300, 40
-PAIR_EVERY, PAIRS, FEW_ELEMENTS = 8, 2, 256  # inputs of so many pairs of steps must be equal
 
 
 class SwallowedExceptions(Events):

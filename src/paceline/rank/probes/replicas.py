@@ -23,8 +23,7 @@ from weakref import WeakKeyDictionary
 
 from paceline.protocol.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events
-from paceline.rank.probes import DeferredReads, may_compute
+from paceline.rank.probes import DeferredReads, Events, may_compute
 from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # of all elements, that a step marks

@@ -24,11 +24,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.hooks import Events, hang
+from paceline.rank.probes import Events, hang
 
 LEAST_STEPS = 4  # of an optimizer, before it is judged by them
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
 SHARDED = ("_fsdp_flattened", "_is_flat_param", "device_mesh")
+USUAL_STEPS = 15  # by which it is judged what a step takes
+UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
+ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
 @dataclass
@@ -195,11 +198,6 @@ def kept_equal(ddp: Any) -> Iterator[tuple[str, Any]]:
 def is_sharded(parameter: Any) -> bool:
     """Whether each rank holds a different part: FSDP, or a DTensor."""
     return any(hasattr(parameter, name) for name in SHARDED)
-
-
-USUAL_STEPS = 15  # by which it is judged what a step takes
-UNUSUAL_FACTOR, UNUSUAL_NS = 3, 10_000_000
-ASIDE: Sequence[Phase] = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
 class StepCounter(Events):
