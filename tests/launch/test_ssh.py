@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.launch.plan import describe, parse_hosts
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
 from paceline.protocol.job import Host, JobSpec, head_ports
+from paceline.launch.ssh.sessions import why_lost, why_no_agent
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
@@ -155,3 +156,46 @@ def test_a_plan_survives_its_way_as_json() -> None:
     text = describe(ssh(job_on("n1")))
     told = text.split("<<'PLAN'\n")[1].split("\nPLAN")[0]
     assert json.loads(told)["hosts"] == [{"name": "n1"}]
+
+
+# ---- why a host has no agent ----
+
+ARGV = ("ssh", "-F", "mine", "-T", "-x", "-p", "2222", "--", "me@n2", "exec /env/python -P -m paceline.launch.agent")
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "told"),
+    [
+        (255, "me@n2: Permission denied (publickey,password).", "ssh-copy-id"),
+        (255, "No ED25519 host key is known for n2 and you have requested strict checking.", "ssh-keyscan"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R"),
+        (255, "ssh: Could not resolve hostname n2: Name or service not known", "spelt right"),
+        (255, "ssh: connect to host n2 port 22: Connection refused", "sshd running"),
+        (255, "ssh: connect to host n2 port 22: No route to host", "no way to it"),
+        (255, "ssh: connect to host n2 port 22: Connection timed out", "does not answer"),
+        (255, "kex_exchange_identification: Connection closed by remote host", "MaxStartups"),
+        (255, "", "ssh -F mine -p 2222 me@n2 true"),
+        (127, "sh: 1: exec: /env/python: not found", "no Python at /env/python"),
+        (126, "sh: /env/python: Permission denied", "no Python at /env/python"),
+        (1, "/env/python: Error while finding module specification for 'paceline.launch.agent' (ModuleNotFoundError: "
+            "No module named 'paceline')", "paceline is not installed for /env/python"),
+        (1, "This account is currently not available.", "exit code 1"),
+        (None, "", "no agent has answered in time"),
+    ],
+)  # fmt: skip
+def test_each_refusal_has_its_remedy(code: int | None, words: str, told: str) -> None:
+    text = why_no_agent(ARGV, code, words.encode())
+    assert told in text
+    if words:
+        assert words.splitlines()[0][:40] in text or words.splitlines()[-1][:40] in text
+
+
+def test_hostile_words_of_a_host_are_cleaned_and_bounded() -> None:
+    text = why_no_agent(ARGV, 3, b"\x1b[2J\x07" + b"z" * 5000)
+    assert "\x1b" not in text and "\x07" not in text and len(text) < 500
+
+
+def test_why_a_session_was_lost() -> None:
+    cause = "Timeout, server n2 not responding."
+    assert why_lost(255, f"step 7\n{cause}\r\n".encode()) == f"ssh: {cause}"
+    assert "step 7" not in why_lost(255, b"step 7\n") and "signal 9" in why_lost(-9, b"")

@@ -24,7 +24,7 @@ from paceline.guard.report import MAX_KEPT, telling
 from paceline.guard.waits import reached, waiting_alike, waiting_graph
 from paceline.host.facts import gather
 from paceline.host.procfs import allow_files
-from paceline.launch.agent.channel import MAX_KNOCKS, Beat, Hello, Link, Listener, introduce
+from paceline.launch.agent.channel import MAX_HANDSHAKES, Beat, Hello, Link, Listener, introduce
 from paceline.launch.agent.cluster import Cluster, Generation
 from paceline.launch.agent.joining import ALL_PAIRS, partners
 from paceline.launch.agent.monitor import Monitor
@@ -160,9 +160,9 @@ def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count:
 
 def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
     door = Listener((0,), bytes.fromhex(SECRET))
-    strangers = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(MAX_KNOCKS + 20)]
+    strangers = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(MAX_HANDSHAKES + 20)]
     assert door.arrived() == [] and door.arrived() == []
-    assert len(door.sockets()) <= 1 + MAX_KNOCKS
+    assert len(door.sockets()) <= 1 + MAX_HANDSHAKES
     near = socket.create_connection(("127.0.0.1", door.port))
     found: list[object] = []
     thread = Thread(target=lambda: found.append(introduce(near, bytes.fromhex(SECRET))))

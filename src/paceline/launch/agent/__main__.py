@@ -101,7 +101,7 @@ def detach(log: Path) -> Callable[[], None]:
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    def settled() -> None:
+    def on_started() -> None:
         nonlocal begun
         if begun < 0:
             return
@@ -115,7 +115,7 @@ def detach(log: Path) -> Callable[[], None]:
         os.close(begun)
         begun = -1
 
-    return settled
+    return on_started
 
 
 def enter(plan: NodePlan) -> NodePlan:
@@ -160,7 +160,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
         from paceline.launch.agent.attach import watch_over
 
         return watch_over(plan)
-    settled = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
+    on_started = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = enter(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
@@ -171,13 +171,13 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
             plan, locks = take_run_dir(plan)
             pairs = make_snapshots(plan.nproc) if plan.max_restarts or plan.elastic else ()
             inherited = Inherited(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
-            return _serve(plan, inherited, settled, lifeline=lifeline)
+            return _serve(plan, inherited, on_started, lifeline=lifeline)
         finally:
             if preloader is not None:
                 preloader.close()
 
 
-def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *, lifeline: bool) -> int:
+def _serve(plan: NodePlan, inherited: Inherited, on_started: Callable[[], None], *, lifeline: bool) -> int:
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
     from paceline.launch.agent.head import Head
 
@@ -186,8 +186,8 @@ def _serve(plan: NodePlan, inherited: Inherited, settled: Callable[[], None], *,
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         if plan.node == 0:
-            return Head(plan, orders, inherited, settled).run()
-        return Follower(plan, orders, inherited, settled).run()
+            return Head(plan, orders, inherited, on_started).run()
+        return Follower(plan, orders, inherited, on_started).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -345,7 +345,7 @@ def introduce(connection: socket.socket, secret: bytes) -> Link | str:
     except OSError:
         connection.close()
         return "who listens there did not answer as an agent of paceline does"
-    if not hmac.compare_digest(proof, _proof(secret, b"head", nonces)):  # b"" if it closed the door
+    if not hmac.compare_digest(proof, _proof(secret, b"head", nonces)):  # b"" if it closed the connection
         connection.close()
         return "another job of paceline listens there: it does not know this job's secret"
     return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"head")
@@ -401,7 +401,7 @@ class Poller:
         self._kernel.close()
 
 
-MAX_KNOCKS = 256  # at the same time: the oldest makes way, for who knows the secret proves it at once
+MAX_HANDSHAKES = 256  # at the same time: the oldest is closed, since a peer with the secret proves it at once
 
 
 class Listener:
@@ -413,43 +413,43 @@ class Listener:
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret
-        self._knocks: list[Handshake] = []
-        self._strangers: list[Link] = []  # have proved themselves, but not said who they are
+        self._handshakes: list[Handshake] = []
+        self._authenticated: list[Link] = []  # have proved that they know the secret, and sent no message
         self.port: int = self._socket.getsockname()[1]
 
     def sockets(self) -> list[Readable]:
         """The sockets to wait for."""
-        return [self._socket, *self._knocks, *self._strangers]
+        return [self._socket, *self._handshakes, *self._authenticated]
 
     def arrived(self) -> list[tuple[Link, list[Message]]]:
         """The links that were authenticated since the last call, each with at least one message."""
         with suppress(BlockingIOError):
-            for _ in range(MAX_KNOCKS):
-                self._knocks.append(Handshake(self._socket.accept()[0], self._secret))
-        for knock in list(self._knocks):
-            link = None if knock.closed else knock.answer()
+            for _ in range(MAX_HANDSHAKES):
+                self._handshakes.append(Handshake(self._socket.accept()[0], self._secret))
+        for handshake in list(self._handshakes):
+            link = None if handshake.closed else handshake.answer()
             if link is not None:
-                self._strangers.append(link)
-            if link is not None or knock.closed:
-                self._knocks.remove(knock)
-        for knock in self._knocks[:-MAX_KNOCKS]:
-            knock.refuse()
-        del self._knocks[:-MAX_KNOCKS]
+                self._authenticated.append(link)
+            if link is not None or handshake.closed:
+                self._handshakes.remove(handshake)
+        for handshake in self._handshakes[:-MAX_HANDSHAKES]:
+            handshake.refuse()
+        del self._handshakes[:-MAX_HANDSHAKES]
         found: list[tuple[Link, list[Message]]] = []
-        for link in list(self._strangers):
+        for link in list(self._authenticated):
             messages = link.receive()
             if messages:
                 found.append((link, messages))
             if messages or link.ended:
-                self._strangers.remove(link)
+                self._authenticated.remove(link)
         return found
 
     def close(self) -> None:
         """Accept no connection any more, and close those that have not sent a message yet."""
-        for link in self._strangers:
+        for link in self._authenticated:
             link.end("the run is over")
-        for knock in self._knocks:
-            knock.refuse()
+        for handshake in self._handshakes:
+            handshake.refuse()
         self._socket.close()
 
 
@@ -459,9 +459,9 @@ def _listen(ports: Sequence[int]) -> socket.socket:
         for family in (socket.AF_INET6, socket.AF_INET):
             with suppress(OSError):
                 both = family == socket.AF_INET6
-                door = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
-                door.setblocking(False)
-                return door
+                listener = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+                listener.setblocking(False)
+                return listener
     holders = {port: port_holder(port) for port in ports}
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"

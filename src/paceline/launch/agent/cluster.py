@@ -140,17 +140,17 @@ class Cluster:
         self.wrong: list[str] = []  # who had the secret, and could not be taken all the same
         self._plan, self._orders = plan, orders
         allow_files(FILES + plan.nodes)
-        self._door = channel.Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
+        self._listener = channel.Listener(plan.head_ports, bytes.fromhex(plan.secret)) if plan.nodes > 1 else None
         self._told: dict[int, list[int]] = {}  # node -> orders it was given: signals, 0 for a launcher that is gone
         self._beat_seconds = 0.0
         self.settled_seconds = 0.0  # when connections have recovered from what has been silent and is heard again
-        self._ears = channel.Poller()
+        self._poller = channel.Poller()
         self._parted: list[channel.Link] = []  # to nodes that have been told to end
 
     @property
     def port(self) -> int:
         """The port to which the other agents connect; 0 for one node."""
-        return self._door.port if self._door else 0
+        return self._listener.port if self._listener else 0
 
     @property
     def here(self) -> list[RemoteNode]:
@@ -175,15 +175,15 @@ class Cluster:
 
     def wait(self, seconds: float) -> None:
         """Return after `seconds`, or earlier if there is news; by then all messages of other nodes are processed."""
-        if self._door is None:
+        if self._listener is None:
             self._orders.wait(seconds)
             return
         until = time.monotonic() + min(seconds, channel.BEAT_SECONDS)
         while True:
-            self._ears.attend(one.link for one in (*self.here, *self.waiting))
-            waited_for = [*self._door.sockets(), self._ears]
+            self._poller.attend(one.link for one in (*self.here, *self.waiting))
+            waited_for = [*self._listener.sockets(), self._poller]
             news = self._orders.wait(until - time.monotonic(), waited_for)
-            for link, messages in self._door.arrived():
+            for link, messages in self._listener.arrived():
                 self._welcome(link, messages)
                 news = True
             if self._listen() or news or time.monotonic() >= until:
@@ -193,16 +193,16 @@ class Cluster:
 
     def _listen(self) -> bool:
         """Process messages of members, and send signs of life if they are due; return whether there is news."""
-        heard, news = {*self._ears.heard()}, False
-        breath = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
-        for member in (*self.here, *self.waiting) if heard or breath else ():
-            if breath or member.link in heard:  # with each breath all are looked at: who is silent says nothing
+        heard, news = {*self._poller.heard()}, False
+        beat_due = time.monotonic() > self._beat_seconds + channel.BEAT_SECONDS
+        for member in (*self.here, *self.waiting) if heard or beat_due else ():
+            if beat_due or member.link in heard:  # with each beat all are looked at: who is silent says nothing
                 news = self._hear(member, member.link.receive()) or news
                 member.lost = member.link.ended
                 news = news or bool(member.lost)
-            if breath:
+            if beat_due:
                 member.link.send(channel.Alive(time.time()))  # a time for each: a send may wait
-        if breath:
+        if beat_due:
             self._beat_seconds = now = time.monotonic()
             silent = max((now - member.link.heard_seconds for member in self.here), default=0.0)
             if silent > SILENT_SECONDS:  # TCP tries again after pauses that double: up to as long as it was cut off
@@ -286,15 +286,15 @@ class Cluster:
             member.link.send(channel.RunOver(code))
         deadline = time.monotonic() + FAREWELL_SECONDS
         while (links := [one.link for one in self.here if not one.link.ended]) and time.monotonic() < deadline:
-            self._ears.attend(links)
-            select.select([self._ears], [], [], max(0.0, deadline - time.monotonic()))
-            for link in self._ears.heard():
+            self._poller.attend(links)
+            select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
+            for link in self._poller.heard():
                 link.receive()
         for link in (*(member.link for member in (*self.members.values(), *self.waiting)), *self._parted):
             link.end("the run is over")
-        self._ears.close()
-        if self._door is not None:
-            self._door.close()
+        self._poller.close()
+        if self._listener is not None:
+            self._listener.close()
 
 
 # ---- one start of the workers on all nodes ----

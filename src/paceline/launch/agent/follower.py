@@ -27,12 +27,12 @@ HEAD_STOP_SECONDS = 20.0  # beyond the grace: the head that knows of an order mu
 class Follower:
     """One node of a run whose head is on a different node."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
+    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, on_started: Callable[[], None]) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
         self._collection: Collection | None = None  # what the workers are being asked for the head
         self._sample_seconds = sample_seconds(plan.stall_after)
-        self._settled = settled  # called when the workers are started
+        self._on_started = on_started  # called when the workers are started
         self._code: int | None = None
         self._told = 0
         self._said_gone = False
@@ -123,7 +123,7 @@ class Follower:
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
             self._workers = Workers.start(plan, start.generation, self._inherited)
-            self._settled()
+            self._on_started()
         except UsageError as error:
             return channel.StartReply(start.generation, f"{who}: {error}")
         except OSError as error:

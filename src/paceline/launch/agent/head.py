@@ -157,10 +157,10 @@ def _not_worth_it(last: FailedGeneration) -> str:
 class Head:
     """The whole run, from the first start to the last end."""
 
-    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, settled: Callable[[], None]) -> None:
+    def __init__(self, plan: NodePlan, orders: Orders, inherited: Inherited, on_started: Callable[[], None]) -> None:
         self.plan, self.cluster = plan, Cluster(plan, orders)
         self._inherited = inherited
-        self._settled = settled  # called when all nodes have started their workers
+        self._on_started = on_started  # called when all nodes have started their workers
         self._number = 0  # of the generation
         self._words = ""  # what the last one failed of, in a line
         self._failures: list[FailedGeneration] = []
@@ -213,7 +213,7 @@ class Head:
                 self._queue.dismiss(member, str(error))
             generation.stop(0.0)
             return self._go_on(generation, self._with_those_left(), ExitCode.FAILED)
-        self._settled()
+        self._on_started()
         self._began_seconds = time.monotonic()
         end = self._watch(generation)
         if end == ExitCode.SAVED and generation.regroups and not self.cluster.ordered:

@@ -270,7 +270,7 @@ class JoinQueue:
         """The number of hosts that are ready to join."""
         return len(self._ready)
 
-    # ---- at the door ----
+    # ---- a host asks to join ----
 
     def _place_for(self, one: RemoteNode) -> None:
         """Assign a node number to a host.

@@ -2,7 +2,7 @@
 
 On several hosts the connection leads through their agents:
 
-    worker -> 127.0.0.1, its own agent -> door of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
+    worker -> 127.0.0.1, its own agent -> port of node 0's agent (HMAC) -> 127.0.0.2, signed packets -> rank 0's store
 
 Rank 0's store listens on the loopback of its host, and the kernel drops packets that are not signed with a key of the
 agent. An agent accepts only connections of its user (the kernel reports the user of a connection). Node 0's agent also
@@ -201,14 +201,14 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     return one
 
 
-def far_store(head: str, door: int, secret: bytes) -> StoreGate:
+def far_store(head: str, port: int, secret: bytes) -> StoreGate:
     """On the other nodes: the gate to node 0's store, through its agent."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    return StoreGate(listener, partial(_to_head, head, door, secret))
+    return StoreGate(listener, partial(_to_head, head, port, secret))
 
 
-def _to_head(head: str, door: int, secret: bytes) -> socket.socket:
-    met = introduce(socket.create_connection((head, door), timeout=MEET_SECONDS), secret)
+def _to_head(head: str, port: int, secret: bytes) -> socket.socket:
+    met = introduce(socket.create_connection((head, port), timeout=MEET_SECONDS), secret)
     if not isinstance(met, Link):
         raise ConnectionRefusedError(met)
     met.send(ToStore())
@@ -247,8 +247,8 @@ class Store:
         """
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
-                door, secret = plan.head_ports[0], bytes.fromhex(plan.secret)
-                return cls(None, gate=far_store(plan.master_addr, door, secret))
+                port, secret = plan.head_ports[0], bytes.fromhex(plan.secret)
+                return cls(None, gate=far_store(plan.master_addr, port, secret))
             store, gate = own_store(plan.ranks.master_port)
             return cls(store, gate=gate)
         return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
