@@ -161,7 +161,10 @@ def test_the_help_shows_what_the_file_gives_in_place_of_the_defaults(
     with pytest.raises(SystemExit) as end:
         train.main([{"FILE": str(file), "RUN": str(tmp_path)}.get(word, word) for word in words])
     assert end.value.code == ExitCode.DONE
-    entries = re.split(r"\n(?=  \S)", capsys.readouterr().out)
+    text = capsys.readouterr().out
+    more, named = re.search(r"(\d+) more options", text), [one for one in command_line("train").options() if one.names]
+    assert more is not None and int(more[1]) + len(options_in(text)) == len(named)
+    entries = re.split(r"\n(?=  \S)", text)
     values = {entry.split()[0]: re.search(r"\(in\s+config\.toml:\s+(.*)\)", entry) for entry in entries}
     values = {name: value[1] for name, value in values.items() if value}
     assert values == {"--batch-size": "32", "--lr": "0.25", "--compile": "true", "--seed": "7"}

@@ -186,64 +186,66 @@ class CommandLine:
 
     def options(self, file: str = "", settings: Any = None) -> list[Option]:
         """All options and arguments; `settings` are the values in a `file`."""
-        found = [*self._options(self.settings, "", file, settings)]
-        found += [Option("--config", "config", self.settings, [Path], [], None, self.config)] if self.config else []
-        return sorted(found, key=lambda one: 99 if one.names else self.arguments.index(one.name))
+        options = [*self._options(self.settings, "", file, settings)]
+        if self.config:
+            options.append(Option("--config", "config", self.settings, [Path], [], None, self.config))
+        return sorted(options, key=lambda option: 99 if option.names else self.arguments.index(option.name))
 
     def _options(self, kind: type, prefix: str, file: str, settings: Any) -> Iterator[Option]:
         hints = get_type_hints(kind)
-        for one in dataclasses.fields(kind):
-            hint, dest, value = hints[one.name], prefix + one.name, getattr(settings, one.name, one.default)
+        for field in dataclasses.fields(kind):
+            hint, dest, value = hints[field.name], prefix + field.name, getattr(settings, field.name, field.default)
             if dataclasses.is_dataclass(hint):
                 yield from self._options(hint, f"{dest}.", file, value)  # pyright: ignore[reportArgumentType]
                 continue
             kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
             choices = [str(word) for each in kinds if get_origin(each) is Literal for word in get_args(each)]
             others = [each for kind in kinds if (each := get_origin(kind) or kind) not in (types.NoneType, Literal)]
-            owner = next(each for each in kind.__mro__ if one.name in vars(each).get("__annotations__", {}))
-            name = one.name if one.name in self.arguments else "--" + one.name.replace("_", "-")
-            text = one.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, one.name]
-            in_file = f"in {file}: {_shown(value)}" if value != one.default else ""
-            yield Option(name, dest, owner, others, choices, one.default, text, one.metadata.get("short", ""), in_file)
+            owner = next(each for each in kind.__mro__ if field.name in vars(each).get("__annotations__", {}))
+            name = field.name if field.name in self.arguments else "--" + field.name.replace("_", "-")
+            text = field.metadata.get("help") or _field_texts(Path(inspect.getfile(owner)))[owner.__name__, field.name]
+            short = field.metadata.get("short", "")
+            in_file = f"in {file}: {_shown(value)}" if value != field.default else ""
+            yield Option(name, dest, owner, others, choices, field.default, text, short, in_file)
 
     def groups(self, options: Sequence[Option]) -> list[tuple[str, type, list[Option]]]:
         """(title, class, options) of each group, the command's own first."""
-        found: dict[type, list[Option]] = {self.settings: []}
-        for one in options:
-            if one.names:
-                found.setdefault(one.group, []).append(one)
-        return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, members)
-                for group, members in found.items() if members]  # fmt: skip
+        members: dict[type, list[Option]] = {self.settings: []}
+        for option in options:
+            if option.names:
+                members.setdefault(option.group, []).append(option)
+        return [("Options" if group is self.settings else paragraphs(group)[0].removesuffix("."), group, of_group)
+                for group, of_group in members.items() if of_group]  # fmt: skip
 
     def usage(self, options: Sequence[Option]) -> str:
         """The usage line."""
-        places = [one.shown for one in options if not one.names]
+        places = [option.shown for option in options if not option.names]
         return " ".join((self.prog, "[OPTIONS]", *places, self.behind)).rstrip()
 
     def parser(self, options: Sequence[Option], *, whole: bool) -> argparse.ArgumentParser:
         """The parser. Its help shows the common options; with `whole`, all options."""
-        named = [one for one in options if one.names]
-        common = [one.name[2:] for one in named]
+        named = [option for option in options if option.names]
+        shown = {option.name for option in named}
         if len(named) > SHORTEST and not whole:
-            common = [*self.common.split(), *(one.name[2:] for one in named if one.in_file)]
-        note = f"{len(named) - len(common)} more options: {self.prog} --help-all" if len(named) > len(common) else ""
-        if whole and any(one.is_flag for one in named):
+            shown = {f"--{name}" for name in self.common.split()} | {option.name for option in named if option.in_file}
+        note = f"{len(named) - len(shown)} more options: {self.prog} --help-all" if len(named) > len(shown) else ""
+        if whole and any(option.is_flag for option in named):
             note = "An option without a value has an opposite: --no-NAME."
         width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
         parser = _Parser(self.prog, self.usage(options), epilog=note, add_help=False, allow_abbrev=False,
                          formatter_class=partial(_HelpFormatter, width=width))  # fmt: skip
-        about, *others = (textwrap.fill(words, width) for words in paragraphs(self.settings))
+        about, *others = (textwrap.fill(text, width) for text in paragraphs(self.settings))
         parser.about = "\n\n".join([about, "\n  ".join(("Examples:", *self.examples)), *others])
         for name in HELP:
             parser.add_argument(name, dest="help", action="store_const", const=name, help=argparse.SUPPRESS)
         arguments = parser.add_argument_group("Arguments")
-        for one in options:
-            if not one.names:
-                one.add(arguments.add_argument, hidden=False)
-        for title, _, members in self.groups(options):
+        for option in options:
+            if not option.names:
+                option.add(arguments.add_argument, hidden=False)
+        for title, _, of_group in self.groups(options):
             group = parser.add_argument_group(title)
-            for one in members:
-                one.add(group.add_argument, hidden=one.name[2:] not in common)
+            for option in of_group:
+                option.add(group.add_argument, hidden=option.name not in shown)
         return parser
 
     def parse(self, words: Sequence[str]) -> Any:
@@ -272,13 +274,13 @@ class CommandLine:
         if "help" in given:
             return given
         if wrong := [word for word in left if word.startswith("-")]:
-            names = [name for one in options for name in one.names]
+            names = [name for option in options for name in option.names]
             raise unknown_option(self.prog, wrong[0].partition("=")[0], names)
         if left:
             raise UsageError(code="unexpected-argument", prog=self.prog, value=left[0])
-        for one in options:  # argparse's `required` would report this before an unknown option
-            if one.default is MISSING and one.dest not in given:
-                raise UsageError(code="missing-argument", prog=self.prog, value=one.shown, about=one.text)
+        for option in options:  # argparse's `required` would report this before an unknown option
+            if option.default is MISSING and option.dest not in given:
+                raise UsageError(code="missing-argument", prog=self.prog, value=option.shown, about=option.text)
         return given
 
     def print_help(self, asked: str, file: str = "", settings: Any = None) -> None:
@@ -322,23 +324,23 @@ def _field_texts(module: Path) -> dict[tuple[str, str], str]:
 def built(kind: type, given: Mapping[str, Any], default: Any = None, prefix: str = "") -> Any:
     """The settings from `given`; the values of `default` fill the gaps."""
     hints, values = get_type_hints(kind), dict[str, Any]()
-    for one in dataclasses.fields(kind):
-        hint, dest, before = hints[one.name], prefix + one.name, getattr(default, one.name, None)
-        if dataclasses.is_dataclass(hint):
-            values[one.name] = built(hint, given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
+    for field in dataclasses.fields(kind):
+        name, dest, before = field.name, prefix + field.name, getattr(default, field.name, None)
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = built(hints[name], given, before, f"{dest}.")  # pyright: ignore[reportArgumentType]
         elif dest in given:  # a list is of a repeatable option: its values follow those of the default
             value = given[dest]
-            values[one.name] = (*(before or ()), *value) if isinstance(value, list) else value
+            values[name] = (*(before or ()), *value) if isinstance(value, list) else value
         elif default is not None:
-            values[one.name] = before
+            values[name] = before
     return kind(**values)
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Refuse numbers below 1 in these fields of a command's settings; None and words are none.
+    """Check that these fields of a command's settings are at least 1, if they are numbers.
 
     Raises:
-        UsageError: names the flag.
+        UsageError: names the option.
     """
     for name in names:
         value = getattr(config, name)
@@ -347,10 +349,10 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:
-    """Whole numbers from 1 on, ascending, each once.
+    """Whole numbers from 1 on, separated by commas, in ascending order, each once.
 
     Raises:
-        UsageError: says how they are written.
+        UsageError: the text has another form.
     """
     try:
         numbers = sorted({int(word) for word in text.split(",")})
@@ -362,10 +364,10 @@ def whole_numbers(flag: str, text: str) -> list[int]:
 
 
 def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
-    """Names out of `choices` that were given separated by commas, each once.
+    """Names out of `choices`, separated by commas, each once.
 
     Raises:
-        UsageError: for a name that is no choice, or none at all.
+        UsageError: a name is not in `choices`, or there is none.
     """
     names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in names:
@@ -377,7 +379,7 @@ def chosen_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
 
 
 def command_words(flag: str, text: str) -> tuple[str, ...]:
-    """The words of a command that a flag gives.
+    """The words of a command that an option gives.
 
     Raises:
         UsageError: there are none, or a quote is left open.
@@ -399,16 +401,16 @@ def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
 
 
 def threads_of(asked: int | None) -> int:
-    """CPU threads of each rank: as asked for, or as the user's OMP_NUM_THREADS says; 0: left to the agent."""
+    """CPU threads of each rank: as asked for, or the user's OMP_NUM_THREADS; 0: the agent decides."""
     users = os.environ.get("OMP_NUM_THREADS", "")
     return asked or (int(users) if users.isdecimal() else 0)
 
 
 def usable_gpus(device: str) -> int | None:
-    """How many GPUs of this machine ranks may use; with --device cpu none. None: only the workers can know.
+    """The number of GPUs of this machine that ranks may use, 0 with --device cpu; None if only workers can count them.
 
     Raises:
-        UsageError: --device cuda where there is none.
+        UsageError: --device cuda without a GPU.
     """
     gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
     if device == "cuda" and gpus == 0:
@@ -417,7 +419,7 @@ def usable_gpus(device: str) -> int | None:
 
 
 def nproc_auto(device: str) -> int:
-    """What `--nproc auto` means here: one for each GPU, or each core.
+    """The value of `--nproc auto` on this machine: one for each GPU, or each core.
 
     Raises:
         UsageError: there are GPUs, and only the workers can count them; or as `usable_gpus`.
@@ -429,11 +431,10 @@ def nproc_auto(device: str) -> int:
 
 
 def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
-    """Refuse more workers than this machine has GPUs, where the `backend` wants one for each; without any, the CPU
-    computes.
+    """Check that each worker has a GPU, if there are GPUs and the `backend` needs one for each.
 
     Raises:
-        UsageError: says how many there are.
+        UsageError: naming the number of GPUs.
     """
     if gpus and nproc > gpus and backend not in SHARE_GPUS:
         raise UsageError(
@@ -442,10 +443,10 @@ def check_gpus(asked: str, nproc: int, gpus: int | None, backend: str = "auto") 
 
 
 def check_out_file(flag: str, path: Path | None) -> None:
-    """Refuse a file that could not be written after hours of work.
+    """Check that a file can be written later, before hours of work.
 
     Raises:
-        UsageError: says what is in the way.
+        UsageError: there is a folder of that name, or no folder for it.
     """
     if path and path.is_dir():
         raise UsageError(code="out-is-a-folder", setting=flag, value=path)
@@ -454,10 +455,10 @@ def check_out_file(flag: str, path: Path | None) -> None:
 
 
 def out_path(flag: str, path: Path) -> Path:
-    """The file that is to be replaced: a link of that name, which others may have put there, not what it leads to.
+    """The path of the file to replace: of a link itself, which other users may have made, not of its target.
 
     Raises:
-        UsageError: as `check_out_file`; or there is something that is no plain file.
+        UsageError: as `check_out_file`; or the path is not that of a plain file.
     """
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # /dev/null would be a file from then on

@@ -1,7 +1,10 @@
 """Finds the run that is meant, who owns it, whether its agent still runs, and how it stands.
 
 A run of another user is only shown: no process is signalled, no host is asked, and nothing is written for it.
+Settings, checkpoints and Slurm are imported only when a state is asked for: many commands only find a run.
 """
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -13,16 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.options import command_words, ssh_command
-from paceline.config.settings import TrainConfig, load
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import Submission, last_submission, submit_number
-from paceline.launch.slurm import queue
 from paceline.protocol.evidence import GOOD_ENDS
 from paceline.runs.attempt import notices, read_ended, read_nodes
 from paceline.runs.console import say
@@ -31,6 +31,10 @@ from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, fail
 from paceline.runs.owners import check_ours, note_strangers, opened
 from paceline.runs.reading import decode, folders, is_folder, names, real_path
 from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
+    from paceline.launch.slurm import queue
 
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
@@ -262,6 +266,8 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
     Raises:
         PacelineError: if a part of it cannot be read.
     """
+    from paceline.checkpoint.manager import Checkpoints
+
     found = standing(run_dir, access)
     submission = found.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
@@ -312,6 +318,8 @@ def _slurm_job(submission: Submission | None, access: Access) -> tuple[queue.Job
         return None, ""
     if not access.slurm:
         return None, f"Slurm is not asked about job {submission.slurm_job}"
+    from paceline.launch.slurm import queue
+
     try:
         return queue.state(submission.slurm_job), ""
     except PacelineError as error:
@@ -416,6 +424,8 @@ def _rate(steps: Sequence[Step]) -> float | None:
 
 
 def _settings(run_dir: Path) -> TrainConfig:
+    from paceline.config.settings import TrainConfig, load
+
     try:
         return load(run_dir / CONFIG, ours=False)
     except UsageError:  # not there yet, or another version's
@@ -424,6 +434,7 @@ def _settings(run_dir: Path) -> TrainConfig:
 
 def resume_command(run_dir: Path) -> str:
     """How the user resumes a run; empty for a script that loads its own state."""
+    from paceline.config.settings import load
     from paceline.tasks import TASKS
 
     if not os.path.lexists(run_dir / CONFIG):
