@@ -74,11 +74,10 @@ def test_a_subset_of_held_data_is_gathered_too():
 
 
 def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
-    prints = [
-        data_fingerprint(ArrayDataset(rows, LABELS), Loading(CPU))
-        for rows in (torch.from_numpy(ROWS), ROWS, mapped(tmp_path, ROWS))
-    ]
-    assert prints[0] == prints[1] == prints[2]
+    held = [ArrayDataset(rows, LABELS) for rows in (torch.from_numpy(ROWS), ROWS, mapped(tmp_path, ROWS))]
+    held.append(TensorDataset(torch.from_numpy(ROWS), torch.from_numpy(LABELS)))
+    prints = [data_fingerprint(dataset, Loading(CPU)) for dataset in held]
+    assert all(one == prints[0] for one in prints)
     other = ROWS.copy()
     other[22, 1, 2] += 1
     assert data_fingerprint(ArrayDataset(other, LABELS), Loading(CPU)) != prints[0]

@@ -3,25 +3,11 @@
 import os
 
 import torch
-from torch.utils.data import TensorDataset
 
-from paceline.data.arrays import ArrayDataset
 from paceline.data.fingerprint import CHANGING, data_fingerprint
 from paceline.data.loader import Loading
 
 LOADING = Loading(torch.device("cpu"), num_workers=2)
-
-
-def test_one_value_of_data_held_as_tensors_is_seen():
-    inputs, targets = torch.arange(1000.0), torch.zeros(1000)
-    other = inputs.clone()
-    other[617] += 1
-    assert data_fingerprint(ArrayDataset(inputs, targets), LOADING) == data_fingerprint(
-        TensorDataset(inputs, targets), LOADING
-    )
-    assert data_fingerprint(ArrayDataset(inputs, targets), LOADING) != data_fingerprint(
-        ArrayDataset(other, targets), LOADING
-    )
 
 
 def test_other_data_are_compared_by_length_and_samples():

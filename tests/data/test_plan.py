@@ -96,12 +96,6 @@ def test_ranks_share_cuts_the_virtual_ranks_into_runs(virtual_ranks, world_size)
     assert all(shares)
 
 
-def test_the_tail_of_60001_samples_on_3_ranks_is_33_32_32():
-    plan = BatchPlan(60_001, 384, virtual_ranks=3)
-    last = plan.steps_per_epoch - 1
-    assert [len(plan.indices(0, last, v)) for v in range(3)] == [33, 32, 32]
-
-
 def test_each_epoch_and_each_seed_has_an_order_of_its_own():
     def order(seed: int, epoch: int) -> list[int]:
         return BatchPlan(100, 100, seed=seed).global_indices(epoch, 0).tolist()
