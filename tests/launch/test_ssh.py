@@ -15,8 +15,8 @@ from tests.errors import raises
 from paceline.errors import UsageError
 from paceline.launch.plan import describe, parse_hosts
 from paceline.launch.ssh.plan import rsync_commands, ssh, sync
-from paceline.protocol.job import Host, JobSpec, head_ports
 from paceline.launch.ssh.sessions import why_lost, why_no_agent
+from paceline.protocol.job import Host, JobSpec, head_ports
 
 OPTIONS = (
     "-T -x -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
