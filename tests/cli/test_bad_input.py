@@ -47,7 +47,7 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{CNN} --num-processes 2", "unknown-option", "--nproc?"),
     (f"{CNN} --n_epochs 2", "unknown-option", "--epochs?"),
     ("launch --num-processes 2 -- x.py", "unknown-option", "--nproc?"),
-    ("launch --nproc 2 -- no_such.py --learning-rate 3", "", "no_such.py"),
+    ("launch --nproc 2 -- no_such.py --learning-rate 3", "script-not-found", "no_such.py"),
     (f"{CNN} --lr fast", "wrong-command-line", "--lr"),
     (f"{CNN} --batch-size 0", "not-positive", "--batch-size"),
     (f"{CNN} --epochs -1", "not-positive", "--epochs"),
@@ -77,8 +77,8 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
     (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
     (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
-    *((f"{TWO} --stall-after={value}", "", "--stall-after") for value in ("0", "-3", "abc", "nan", "1e3", "")),
-    ("launch --stall-after never -- script.py", "", "--stall-after"),
+    *((f"{TWO} --stall-after={value}", "stall-after-invalid", "--stall-after") for value in ("0", "-3", "abc", "nan", "1e3", "")),
+    ("launch --stall-after never -- script.py", "stall-after-invalid", "--stall-after"),
     (f"{CNN} --stall-after 5", "stall-after-without-agent", "--nproc"),
     (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),
     ("launch --collectives shard -- script.py", "wrong-command-line", "'shard'"),
@@ -154,7 +154,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 @pytest.mark.parametrize(
     ("words", "env", "code", "part"),
     [
-        ("", {"RANK": "0", "WORLD_SIZE": "2"}, "", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("", {"RANK": "0", "WORLD_SIZE": "2"}, "variables-missing", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ("--nproc 2", {**RANK, "MASTER_PORT": "1"}, "nproc-within-launcher", ""),
         ("--stall-after 5", {"RANK": "0", "WORLD_SIZE": "1"}, "stall-after-without-agent", "paceline watchover"),
     ],

@@ -42,8 +42,8 @@ def test_words_before_the_script_are_ours_and_all_others_its_own(words: str, own
     ("words", "code", "said"),
     [
         ("", "watchover-no-script", ""),
-        ("no-such-script.py", "", "no-such-script.py"),  # of worker.called, whose errors have no codes yet
-        ("--stall-after soon x.py", "", "--stall-after "),
+        ("no-such-script.py", "script-not-found", "no-such-script.py"),
+        ("--stall-after soon x.py", "stall-after-invalid", "--stall-after "),
         ("sleep 5", "watchover-not-python", "sleep"),
     ],
 )
