@@ -19,6 +19,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.ladder import DEFAULT, DEFAULT_ALONE, EXACT, LADDER
 from paceline.mesh import Mesh, mesh_of, meshes_of
+from paceline.observe.utilization import speed_words
 from paceline.torch_version import lacks_torch
 
 AUTO = "auto"
@@ -162,7 +163,9 @@ def _compared(
     alone = [row for row in rows if row.strategy == DEFAULT_ALONE and f"b{batch}" == row.name.rpartition("-")[2]]
     best = max(alone, key=lambda row: row.rate.median, default=None)
     advice = advise(chosen, best, room_bytes)
-    notes = [*comparison_notes(rows, cores, threads), *found.notes()]
+    fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
+    use = [f"{row.way}: {', '.join([*speed_words(row), row.mfu_words])}" for row in fastest if row.mfu_words]
+    notes = [*comparison_notes(rows, cores, threads), *use, *found.notes()]
     return Compared(config.task, rows, [*refused, *found.failures], advice, notes)
 
 

@@ -17,6 +17,7 @@ from paceline.observe.events import event_files
 from paceline.observe.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, CONFIG, WEIGHTS
 from paceline.observe.summary import LIVE, RunState, scores_line
 from paceline.observe.terminal import clean
+from paceline.observe.utilization import speed_words
 from paceline.tasks import TASKS
 from paceline.view.run import whole_run
 from paceline.view.why import why
@@ -51,6 +52,8 @@ def _lines(found: RunState) -> Iterator[tuple[str, str]]:
         total = f" of {found.total_steps}" if found.total_steps else ""
         rate = f", {found.samples_per_second:,.0f} samples/s" if found.samples_per_second else ""
         yield "step", f"{found.step}{total}{rate}"
+    if use := speed_words(found):
+        yield "use", ", ".join(use)
     job = f", job {found.slurm_job}" if found.slurm_job else ""
     yield "where", f"{found.on}{job}" + (f", on {', '.join(found.hosts)}" if found.hosts else "")
     if found.nodes:

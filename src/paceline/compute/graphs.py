@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.compute.rules import around_forward
+from paceline.compute.rules import around_forward, subclassed
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.worker import recorder
@@ -55,6 +55,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
         return graphs[key](*args)
 
     around_forward(model, around)
+    subclassed(model, records_graphs=True)
     for parameter in model.parameters():
         # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
         if parameter.requires_grad:

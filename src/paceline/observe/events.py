@@ -60,6 +60,7 @@ class Step(Event, frozen=True, tag="step"):
     fingerprint: str = ""  # hex of data.consumed.fingerprint of their indices
     skipped: bool = False  # it did not change the parameters (see Skipped); a loss that is not finite is written as 0
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty: by an older paceline
+    tokens: Count = 0  # of the samples that this rank used; 0: they have no tokens
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
     """how many steps it stands for, those up to `step`: of a long run old ones are put together (`folding`). Then loss
     and grad_norm are means, samples, consumed, fingerprint and all seconds sums"""
@@ -134,6 +135,14 @@ class Anatomy(Event, frozen=True, tag="anatomy"):
     buffer_bytes: Count
 
 
+class Counted(Event, frozen=True, tag="counted"):
+    """FLOPs of forward and backward of one sample; once in each start, after its first step (rank 0 only)."""
+
+    flops_per_sample: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+    devices: Few  # of the whole run
+    peak_tflops: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0  # of one device; 0: not known yet
+
+
 class Traced(Event, frozen=True, tag="traced"):
     """A step of this rank in detail. Of many steps fewer and fewer are; the last ones always."""
 
@@ -159,7 +168,7 @@ class Ended(Event, frozen=True, tag="ended"):
 
 _Known = (
     Started | Step | Skipped | RolledBack | Vouched | Samples | Evaluated | Checkpointed | Snapshotted | Anatomy
-    | Traced | Notice | Ended
+    | Counted | Traced | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_Known).decode
 

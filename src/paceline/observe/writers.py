@@ -181,6 +181,7 @@ def _both(a: Step, b: Step) -> Step:
         seconds=a.seconds + b.seconds,
         data_seconds=a.data_seconds + b.data_seconds,
         consumed=a.consumed + b.consumed,
+        tokens=a.tokens + b.tokens,
         fingerprint=_sum(a.fingerprint, b.fingerprint),
         phase_seconds={
             phase: round(a.phase_seconds.get(phase, 0.0) + spent, 7) for phase, spent in b.phase_seconds.items()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.collectives.control import Pending, Totals, by_all, by_host, costs, read_at_once, together, told_once
 from paceline.collectives.hosts import Hosts
+from paceline.compute.flops import FlopCount
 from paceline.contract.evidence import Phase
 from paceline.data.ahead import Prefetch
 from paceline.data.loader import MicroBatch
@@ -38,6 +39,9 @@ from paceline.worker.world import World
 
 class Steps:
     """The state of the step that is under way."""
+
+    flops: FlopCount | None = None
+    """counts the operations of the first body that counts"""
 
     def __init__(
         self,
@@ -102,6 +106,8 @@ class Steps:
                 self.outside = outside[0]
                 self.body = Body(batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
+                if self.flops is not None and not self.flops.samples and batch.work.counted:
+                    self._around.enter_context(self.flops.of(len(batch.work.indices)))
                 yield batch
                 self.leave()
             again = self.phases.again()
@@ -221,6 +227,8 @@ class Steps:
             self.in_backward = False
             for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
+        if self.flops is not None:
+            self.flops.mark()
         for part in self.parts:
             if part not in wanted:
                 part.drop()

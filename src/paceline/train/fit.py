@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Unpack
 
+from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
 from paceline.contract.evidence import Phase
 from paceline.data.loader import MicroBatch
@@ -37,6 +39,12 @@ class StepRecord:
     def seconds(self) -> float:
         """Of the whole step, data included."""
         return sum(self.phase_seconds.values())
+
+    @cached_property
+    def consumed(self) -> tuple[int, int]:
+        """Tokens and samples of this rank."""
+        counted = [batch for batch in self.microbatches if batch.work.counted]
+        return sum(tokens_of(batch.inputs) for batch in counted), sum(len(batch.work.indices) for batch in counted)
 
     @property
     def data_seconds(self) -> float:

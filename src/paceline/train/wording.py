@@ -10,6 +10,7 @@ from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.observe.summary import Summary, scores_line
+from paceline.observe.utilization import speed_words
 from paceline.train.optimizer import scaled_lr
 from paceline.train.prepare import Parts
 from paceline.worker.device import device_words
@@ -57,6 +58,7 @@ def shares_line(plan: BatchPlan, world_size: int) -> str:
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
     """How it ended, and where everything lies."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
+    rate = ", ".join([rate, *speed_words(summary)])
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
     told = "; ".join(f"{split} {scores_line(found)}" for split, found in scores.items() if found is not None)

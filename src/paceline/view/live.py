@@ -107,7 +107,7 @@ class LiveReader:
         for one in live.ranks if live is not None else ():
             self._ranks.setdefault(one.rank, History(one.rank)).see_live(one)
         machines = self._read_machines()
-        rates = _rates(self._steps)
+        speed = rates(self._steps)
         ranks = [history.now() for _, history in sorted(self._ranks.items())]
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
@@ -116,8 +116,8 @@ class LiveReader:
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
-            samples_per_second=rates[0],
-            steps_per_second=rates[1],
+            samples_per_second=speed[0],
+            steps_per_second=speed[1],
             saved_step=self._saved,
             machines=machines,
             words=slow.words if slow is not None else "",
@@ -183,7 +183,7 @@ class LiveReader:
         return found if len(found) == len(self._ranks) else {}
 
 
-def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
+def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     """Samples and steps a second over the last steps; evaluations and checkpoints take their time, too."""
     recent = [*steps][-WINDOW_STEPS:]
     seconds = recent[-1].unix_time - recent[0].unix_time if recent else 0.0

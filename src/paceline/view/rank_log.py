@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.observe.events import Anatomy, Ended, Event, RolledBack, Samples, Started, Step, Traced
+from paceline.observe.events import Anatomy, Counted, Ended, Event, RolledBack, Samples, Started, Step, Traced
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
 MOST_OF_A_KIND, MOST_LISTED = 2000, 64
@@ -73,7 +73,7 @@ class RankLog:
     def take(self, event: Event) -> None:
         """Take in the next record."""
         steps, follows = self.steps, self._after_step
-        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy))
+        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | Anatomy | Counted))
         match event:
             case Step():
                 steps.add(event, follows=follows and event.steps == 1)
@@ -89,6 +89,8 @@ class RankLog:
                     del self.traced[next(iter(self.traced))]
             case Anatomy():
                 self.anatomy = event
+            case Counted():
+                pass
             case Started():
                 if self.started:
                     self.idle_seconds += max(0.0, event.unix_time - self._last())

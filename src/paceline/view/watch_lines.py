@@ -9,6 +9,7 @@ from rich.text import Text
 
 from paceline.observe.machine import GpuUse
 from paceline.observe.summary import LIVE, RunState
+from paceline.observe.utilization import speed_words
 from paceline.view.live import RunNow
 from paceline.view.rank_now import RankNow
 from paceline.view.words import last_bars, one_line, size_words, time_words
@@ -44,6 +45,7 @@ def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
     running = standing.state == "running"
     if now.samples_per_second and running:
         parts.append(f"{now.samples_per_second:,.0f} samples/s")
+        parts += speed_words(standing)
     if now.steps_per_second and running and standing.total_steps and step is not None:
         parts.append(f"{time_words(max(0, standing.total_steps - step) / now.steps_per_second)} left")
     saved = now.saved_step if now.saved_step is not None else standing.checkpoint_step

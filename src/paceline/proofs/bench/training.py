@@ -1,8 +1,8 @@
 """A candidate on this rank: a whole training, taken some steps at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 
 from paceline.bench.spec import NO_EXCHANGE, Candidate
 from paceline.checkpoint.resume import RunLocation
+from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import TrainConfig, batch_shape, task_options
 from paceline.contract.evidence import Phase
 from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
-from paceline.errors import UsageError, plural
+from paceline.errors import PacelineError, UsageError, plural
 from paceline.ladder import options_of_others
 from paceline.mesh import strategy_on
 from paceline.stepping.scaling import loss_scale
@@ -28,7 +29,7 @@ from paceline.tasks.task import Task
 from paceline.train.computing import check_precision, settle
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
-from paceline.train.prepare import Parts, make_model, make_plan, make_replica, wish_of
+from paceline.train.prepare import Parts, check_loss, make_model, make_plan, make_replica, wish_of
 from paceline.train.records import Records
 from paceline.train.sharing import share_model
 from paceline.train.stream_task import check_stream
@@ -47,6 +48,8 @@ class Ground:
     world: World
     notes: tuple[str, ...] = ()
     """what is not measured"""
+    count: FlopCount = field(default_factory=FlopCount)
+    """the FLOPs of two samples; of none, where they cannot be counted"""
 
 
 def load_ground(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Ground:
@@ -74,9 +77,14 @@ def load_ground(config: TrainConfig, candidates: Iterable[Candidate], world: Wor
             f"a step of {largest:,} samples on {plural(world.size, 'rank')} was asked for, and "
             f"there are {samples:,} to train on: smaller batches than named would be measured. Lower the batch size"
         )
+    count = FlopCount()
+    if config.compute.peak_tflops != 0:
+        with suppress(PacelineError):  # each candidate raises it again, and is not measured
+            check_loss(task, make_model(task, config.run.seed, world), data, Loading(world.device, 0, task.collate),
+                       count=count)  # fmt: skip
     if config.data.data_on_device == "auto":
         data = on_device(data, world.device, collate=task.collate)
-    return Ground(config, task, data, world, notes)
+    return Ground(config, task, data, world, notes, count)
 
 
 class CandidateTraining:
@@ -115,6 +123,7 @@ class CandidateTraining:
         else:
             made = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
         schedule = schedule_for(o, o.lr, ground.task, made.optimizer, steps)
+        self.use = Utilization(world, config.compute.peak_tflops, ground.count, settled.precision)
         self.parts = Parts(
             config, ground.task, ground.dataset, {}, made, plan, share, schedule, loading, steps, {},
             settled,
@@ -148,6 +157,7 @@ class CandidateTraining:
         plan = self.parts.plan
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(plan.global_indices(*divmod(record.step - 1, plan.steps_per_epoch)))
+        self.use.add(record.consumed)
         self._records.stepped(record, samples, self.parts.share, listed=self.parts.config.run.record_samples)
         return samples
 

@@ -33,9 +33,11 @@ from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.compress import DEFAULT_RANK, LowRank
 from paceline.collectives.control import gather_words, together
+from paceline.compute.flops import Utilization
 from paceline.host.gpu_use import ask_gpus
 from paceline.ladder import EXACT
 from paceline.mesh import OF_MODEL, mesh_of
+from paceline.observe.utilization import arithmetic
 from paceline.proofs.bench.memory import Traffic, inspected
 from paceline.proofs.bench.training import CandidateTraining, Ground, load_ground
 from paceline.train.determinism import deterministic
@@ -50,7 +52,7 @@ DRIVER_SECONDS = 2.0  # to say what holds a GPU back
 
 def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
     """Measure all candidates (a collective); rank 0 writes down what they did."""
-    folder, world = Path(order.folder), ground.world
+    folder, world, compute = Path(order.folder), ground.world, ground.config.compute
     _import_lazily(world)
     launched = time.time() - order.started_unix
     for candidate in order.candidates:
@@ -58,6 +60,8 @@ def measure_candidates(order: MeasureOrder, ground: Ground) -> None:
         if world.rank == 0:
             (folder / RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
+        if world.rank == 0 and compute.precision != "auto":  # the others wait in `_measure`
+            Utilization(world, compute.peak_tflops, ground.count, compute.precision).peak_tflops(measure=True)
         with deterministic() if candidate.strategy in EXACT else nullcontext():
             measured = _measure(order, replace(ground, world=laid_out), candidate, launched)
         if world.rank == 0:
@@ -126,6 +130,8 @@ def _measure(order: MeasureOrder, ground: Ground, candidate: Candidate, launched
         sync_share=sum(each["sync"] / each["seconds"] for each in everybody) / world.size,
         notes=(*ground.notes, *training.notes),
         mesh=candidate.mesh,
+        use=training.use.speed(rate := samples / max(each["seconds"] for each in everybody)),
+        mfu_words=arithmetic(rate, ground.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: each["gpu"] for rank, each in enumerate(everybody) if each["gpu"]},
     )
 
