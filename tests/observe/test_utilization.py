@@ -44,7 +44,8 @@ def test_only_what_is_known_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flops", "words"), [(0, "0 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP"), (2e18, "2e+03 PFLOP")]
+    ("flops", "words"),
+    [(0, "0 FLOP"), (-5, "-5 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP")],
 )
 def test_flops_have_units(flops: float, words: str) -> None:
     assert with_unit(flops) == words

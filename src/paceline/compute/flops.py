@@ -44,7 +44,7 @@ class FlopCount(TorchDispatchMode):
         self.flops = self.samples = self._running = 0
         self.dtype = torch.float32
         """of the operation that was counted last"""
-        self._is_active, self._formulas = False, dict[Any, Callable[..., int]]()
+        self.is_active, self._formulas = False, dict[Any, Callable[..., int]]()
 
     @property
     def per_sample(self) -> float:
@@ -55,18 +55,17 @@ class FlopCount(TorchDispatchMode):
     def of(self, samples: int) -> Generator[None]:
         """Inside, the operations up to the last `mark` are those of so many samples. After an error nothing counts."""
         self._formulas = self._formulas or _formulas()
-        self._is_active = True
+        self.is_active = True
         try:
             with self:
                 yield
         finally:
-            self._is_active = False
+            self.is_active = False
         self.samples = samples
 
     def mark(self) -> None:
         """A backward has ended: what was counted so far is the model's, and not the optimizer's."""
-        if self._is_active:
-            self.flops = self._running
+        self.flops = self._running
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -119,8 +118,9 @@ def tokens_of(batch: Any) -> int:
             batch = batch[0] if batch else None
         else:
             batch = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-    is_text = batch is not None and batch.ndim == 2 and batch.dtype in (torch.int32, torch.int64)
-    return batch.numel() if is_text else 0
+    if batch is None or batch.ndim != 2 or batch.dtype not in (torch.int32, torch.int64):
+        return 0
+    return batch.numel()
 
 
 class Utilization:

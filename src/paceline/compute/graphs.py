@@ -1,8 +1,7 @@
 """CUDA graphs: forward and backward of the model as one recording each, replayed without Python and launches.
 
 A recording is valid for one shape of inputs and for the very memory of parameters and buffers. One is made for each
-such set, at its first use in training, and compared once, on the batch at hand, with the model itself. Evaluation and
-all else that runs without gradients is not recorded.
+such set, at its first use in training, and compared once, on that batch, with the model. Evaluation is not recorded.
 """
 
 from collections.abc import Callable, Generator, Sequence

@@ -38,7 +38,7 @@ def speed_words(found: object) -> list[str]:
 def with_unit(flops: float) -> str:
     """'1.23 GFLOP'."""
     units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0.0, ""))
-    size, prefix = next(unit for unit in units if flops >= unit[0])
+    size, prefix = next((unit for unit in units if flops >= unit[0]), units[-1])
     return f"{flops / (size or 1):.3g} {prefix}FLOP"
 
 

@@ -301,8 +301,8 @@ class Session(Life):
         """How fast the run is, over the last 50 steps, by this rank's clock: `s.log(s.throughput())`.
 
         Returns:
-            samples_per_second; tokens_per_second if the samples have tokens; flops_per_second if FLOPs were counted;
-            mfu if the peak of the device is known. Empty in the first steps, and under `paceline verify`.
+            samples_per_second, tokens_per_second, flops_per_second and mfu, as far as they are known (docs/speed.md).
+            Empty in the first steps, and under `paceline verify`.
         """
         return {} if self._observer is not None else self._course.use.speed(self._course.throughput.recent())
 

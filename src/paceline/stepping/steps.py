@@ -227,7 +227,7 @@ class Steps:
             self.in_backward = False
             for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
-        if self.flops is not None:
+        if self.flops is not None and self.flops.is_active:
             self.flops.mark()
         for part in self.parts:
             if part not in wanted:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Unpack
 
 from paceline.compute.flops import tokens_of
@@ -40,11 +39,14 @@ class StepRecord:
         """Of the whole step, data included."""
         return sum(self.phase_seconds.values())
 
-    @cached_property
+    @property
     def consumed(self) -> tuple[int, int]:
         """Tokens and samples of this rank."""
-        counted = [batch for batch in self.microbatches if batch.work.counted]
-        return sum(tokens_of(batch.inputs) for batch in counted), sum(len(batch.work.indices) for batch in counted)
+        tokens = samples = 0
+        for batch in self.microbatches:
+            if batch.work.counted:
+                tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
+        return tokens, samples
 
     @property
     def data_seconds(self) -> float:
