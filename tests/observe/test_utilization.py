@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_mfu_is_flops_per_second_by_the_peak_of_all_devices() -> None:
 def test_only_what_is_known_is_shown() -> None:
     assert speed_words(Summary("t", 0, tokens_per_second=12345.0, mfu=0.382)) == ["12,345 tokens/s", "MFU 38.2%"]
     assert speed_words(RunState(run_dir="run", state="running", goodput=0.5)) == ["goodput 50.0%"]
+    assert speed_words(SimpleNamespace(mfu=0.5)) == ["MFU 50.0%"]
 
 
 @pytest.mark.parametrize(
