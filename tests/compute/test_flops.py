@@ -212,6 +212,16 @@ def test_a_busy_machine_measures_none(quiet: Any, monkeypatch: pytest.MonkeyPatc
     assert peak_tflops(CPU, torch.float32, measure=True) == 0 and quiet() == []
 
 
+def test_a_peak_that_a_run_has_exceeded_is_measured_again(quiet: Any, tmp_path: Path) -> None:
+    cache, count = tmp_path / "paceline" / "peaks.json", counted(nn.Linear(50, 100), torch.randn(4, 50))
+    assert peak_tflops(CPU, torch.float32, measure=True) == 0.5
+    cache.write_text(cache.read_text().replace("0.5", "0.001"))  # of a busy machine
+    use = Utilization(WORLD, None, count)
+    assert use.peak_tflops(measure=True, samples_per_second=0.9 * 2 * 1e9 / count.per_sample) == 0.001
+    assert use.peak_tflops(measure=True, samples_per_second=1.1 * 2 * 1e9 / count.per_sample) == 0.5
+    assert len(quiet()) == 2 and "0.5" in cache.read_text()
+
+
 def test_a_cache_that_cannot_be_used_is_no_error(quiet: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "paceline").write_text("no folder")
     assert peak_tflops(CPU, torch.float32, measure=True) == 0.5

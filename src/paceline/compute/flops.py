@@ -139,10 +139,14 @@ class Utilization:
         """This rank has computed a step on so many tokens and samples."""
         self.tokens, self.samples = self.tokens + consumed[0], self.samples + consumed[1]
 
-    def peak_tflops(self, *, measure: bool = False) -> float:
-        """Of one device: given, measured earlier on this node, or measured now if `measure`; 0: not known."""
-        if self.given is None and self.count.per_sample and (self._peak is None or (measure and not self._peak)):
-            self._peak = peak_tflops(self.device, self._half or self.count.dtype, measure=measure)
+    def peak_tflops(self, *, measure: bool = False, samples_per_second: float | None = None) -> float:
+        """Of one device: given, measured earlier on this node, or measured now if `measure`; 0: not known.
+
+        A peak that the run has reached or exceeded was measured on a busy machine, and is measured again.
+        """
+        if self.given is None and self.count.per_sample and (self._peak is None or measure):
+            reached = self.count.per_sample * (samples_per_second or 0.0) / self.devices / 1e12
+            self._peak = peak_tflops(self.device, self._half or self.count.dtype, measure=measure, reached=reached)
         return self._peak or 0.0
 
     def speed(self, samples_per_second: float | None) -> dict[str, float]:
@@ -151,10 +155,10 @@ class Utilization:
         return speed(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool) -> float:
+def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reached: float = 0.0) -> float:
     """The peak of `device`, as measured once on this node and kept in the user's cache folder; 0: not known.
 
-    With `measure` it is measured if it is not there, for 0.3 s; not in CI and under pytest, whose machines are busy.
+    With `measure` it is measured if none above `reached` is there, for 0.3 s; not in CI and under pytest.
     """
     if device.type == "cpu":
         name = f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -165,8 +169,8 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool) -> f
     path, key, found = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):
         found = decode(path, dict[str, float])
-    if measure and key not in found and not BUSY & os.environ.keys():
-        found[key] = measured_tflops(device, dtype)
+    if measure and found.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
+        found[key] = max(found.get(key, 0.0), measured_tflops(device, dtype))
         with suppress(OSError):
             make_folder(path.parent, exist_ok=True)
             replace(path, msgspec.json.encode(found))

@@ -214,7 +214,7 @@ class Course(Records):
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
             if first:  # nobody waits for this rank now
-                self.use.peak_tflops(measure=True)
+                self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
         if first and not (stopped and self._guard.box.asked("regroups")):  # then the run goes on at once
             for line in lines(self.summarise(code, **known)):
