@@ -77,7 +77,10 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
     (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
     (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
-    *((f"{TWO} --stall-after={value}", "stall-after-invalid", "--stall-after") for value in ("0", "-3", "abc", "nan", "1e3", "")),
+    *(
+        (f"{TWO} --stall-after={value}", "stall-after-invalid", "--stall-after")
+        for value in ("0", "-3", "abc", "nan", "1e3", "")
+    ),
     ("launch --stall-after never -- script.py", "stall-after-invalid", "--stall-after"),
     (f"{CNN} --stall-after 5", "stall-after-without-agent", "--nproc"),
     (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),
@@ -154,7 +157,12 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 @pytest.mark.parametrize(
     ("words", "env", "code", "part"),
     [
-        ("", {"RANK": "0", "WORLD_SIZE": "2"}, "variables-missing", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            "",
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "variables-missing",
+            "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        ),
         ("--nproc 2", {**RANK, "MASTER_PORT": "1"}, "nproc-within-launcher", ""),
         ("--stall-after 5", {"RANK": "0", "WORLD_SIZE": "1"}, "stall-after-without-agent", "paceline watchover"),
     ],

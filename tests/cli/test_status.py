@@ -26,7 +26,7 @@ from paceline.host.sweep import Roster
 from paceline.launch.plan import Submission, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import Ended, write_ended
-from paceline.runs.events import Started, Step
+from paceline.runs.events import Counted, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
 from paceline.runs.writers import EventWriter
@@ -122,6 +122,23 @@ def test_a_held_run_is_running_with_its_speed_and_a_let_go_one_is_lost(run: Path
     agent.wait()
     assert run_state(run).state == "lost"
     assert run_state(run).samples_per_second is None
+
+
+def test_a_running_run_has_the_use_that_its_newest_start_makes_of_its_devices(
+    run: Path, agent: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EventWriter(run / "events-0.jsonl") as writer:
+        for start, devices in ((1, 2), (2, 4)):
+            writer.write(Started(start, 0, devices, "n1", 1, "cpu", 4.0, start_step=3, steps_per_epoch=10))
+            writer.write(Counted(1e9, devices, 0.032))
+        for step in (4, 5):
+            used = {"consumed": 16, "tokens": 160, "phase_seconds": {"forward": 0.5}}
+            writer.write(Step(step, 0, 1.0, 64, 1e-3, 0.5, 0.0, unix_time=float(step + 1), **used))
+    found = run_state(run)
+    assert (found.samples_per_second, found.tokens_per_second, found.mfu) == (64.0, 640.0, 0.5)
+    assert 0 < (found.goodput or 0) < 1
+    assert status.main([str(run)]) == 0
+    assert "640 tokens/s, MFU 50.0%, goodput" in capsys.readouterr().out
 
 
 def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_here(

@@ -7,6 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.rendered import rendered
 
 from paceline.lab.compare import Row, Spread, advise, bits_of, compared_rows, spread
@@ -29,6 +30,13 @@ def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() ->
     assert rows["ddp"].rate.median == pytest.approx(640 / 3)
     assert rows["ddp"].rate.low < rows["ddp"].rate.median < rows["ddp"].rate.high
     assert rows["ddp"].cpu_ms == pytest.approx(600)
+
+
+def test_mfu_is_the_median_of_rounds_that_all_know_it() -> None:
+    uses = [{"mfu": 0.25, "tokens_per_second": 10.0}, {"mfu": 0.75}]
+    rounds = [[replace(chunk("ddp-b8", 1.0), use=use, mfu_words="how")] for use in uses]
+    (row,) = compared_rows(rounds, "single-b8", 10)
+    assert (row.mfu, row.tokens_per_second, row.mfu_words) == (0.5, None, "how")
 
 
 def test_a_strategy_that_failed_in_a_later_round_keeps_what_it_did_before() -> None:

@@ -97,6 +97,12 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
     assert [*(run / "attempt-1").iterdir()] == []
 
 
+def test_the_use_of_the_devices_is_shown_while_it_runs() -> None:
+    now = RunNow(step=3, samples_per_second=64.0)
+    standing = msgspec.structs.replace(RUNNING, tokens_per_second=640.0, mfu=0.5, goodput=0.9)
+    assert "64 samples/s  640 tokens/s  MFU 50.0%  goodput 90.0%" in summary_line(now, standing)
+
+
 def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     path.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))

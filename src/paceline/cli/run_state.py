@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,13 +25,15 @@ from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import Submission, last_submission, submit_number
 from paceline.protocol.evidence import GOOD_ENDS
+from paceline.report.live import rates
 from paceline.runs.attempt import notices, read_ended, read_nodes
 from paceline.runs.console import say
-from paceline.runs.events import Evaluated, Started, Step, last_events, read_events
+from paceline.runs.events import Counted, Evaluated, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, failure_records, numbered_attempts
 from paceline.runs.owners import check_ours, note_strangers, opened
 from paceline.runs.reading import decode, folders, is_folder, names, real_path
 from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
+from paceline.runs.utilization import goodput, speed
 
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 SSH_SECONDS = 20.0
 WINDOW_STEPS = 50
+FIRST_EVENTS = 100  # which hold the first step, and what is written down after it
 EVENTS = "events-0.jsonl"
 MOST_SCORES, MOST_CHARS = 20, 2000  # that are shown: texts in a folder may have any length
 
@@ -258,6 +262,7 @@ class _Progress(NamedTuple):
     started: Started | None = None
     steps: tuple[Step, ...] = ()
     metrics: dict[str, float] = {}  # noqa: RUF012 - never changed
+    counted: Counted | None = None
 
 
 def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
@@ -286,12 +291,24 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
         nodes=nodes.line[:MOST_CHARS] if nodes is not None else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
-        samples_per_second=_rate(progress.steps) if found.state == "running" else None,
+        **_speed(run_dir, progress, running=found.state == "running", summary=summary or Summary("", 0)),
         checkpoint_step=saved[0].step if saved else None,
         found=tuple(one.words for one in islice(notices(starts[-1]), MOST_SCORES)) if starts else (),
         unix_time=last_sign.lstat().st_mtime,
         **_reached(summary or Summary("", 0), _settings(run_dir), progress),
     )
+
+
+def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:
+    """Of the last steps of a run that is running; of the whole run when it has ended."""
+    if not running:
+        known = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
+        return known | {"goodput": summary.goodput or goodput(run_dir)}
+    steps, counted = progress.steps, progress.counted or Counted(0.0, 0)
+    tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
+    known = speed(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
+    known.pop("flops_per_second", None)
+    return known | {"goodput": goodput(run_dir, time.time())}
 
 
 def _reached(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
@@ -399,6 +416,7 @@ def _hosts(submission: Submission | None, job: queue.JobState | None, run_dir: P
 
 def _progress(run_dir: Path) -> _Progress:
     started: Started | None = None
+    counted: Counted | None = None
     steps: list[Step] = []
     metrics: dict[str, float] = {}
     with suppress(OSError):
@@ -407,20 +425,17 @@ def _progress(run_dir: Path) -> _Progress:
                 started = started or event
             elif isinstance(event, Evaluated):
                 metrics = metrics or event.metrics
+            elif isinstance(event, Counted):
+                counted = counted or event
             elif isinstance(event, Step) and started is None and len(steps) <= WINDOW_STEPS:
                 steps.append(event)
-            if metrics and (started is not None or len(steps) > WINDOW_STEPS):
+            if metrics and (started is not None or (counted and len(steps) > WINDOW_STEPS)):
                 break
         if started is None:  # too long ago: the first one says as much of the run
-            first = next(read_events(run_dir / EVENTS), None)
-            started = first if isinstance(first, Started) else None
-    return _Progress(started, tuple(reversed(steps)), metrics)
-
-
-def _rate(steps: Sequence[Step]) -> float | None:
-    """Samples per second of the global batch, over the last steps; evaluations and checkpoints take their time too."""
-    seconds = steps[-1].unix_time - steps[0].unix_time if steps else 0.0
-    return sum(step.samples for step in steps[1:]) / seconds if seconds > 0 else None
+            first = [*islice(read_events(run_dir / EVENTS), FIRST_EVENTS)]
+            started = first[0] if first and isinstance(first[0], Started) else None
+            counted = counted or next((event for event in first if isinstance(event, Counted)), None)
+    return _Progress(started, tuple(reversed(steps)), metrics, counted)
 
 
 def _settings(run_dir: Path) -> TrainConfig:

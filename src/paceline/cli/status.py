@@ -20,6 +20,7 @@ from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import note_strangers
 from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE, RunState, scores_line
+from paceline.runs.utilization import speed_words
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
@@ -63,6 +64,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         total = f" of {state.total_steps}" if state.total_steps else ""
         rate = f", {state.samples_per_second:,.0f} samples/s" if state.samples_per_second else ""
         yield "step", f"{state.step}{total}{rate}"
+    if use := speed_words(state):
+        yield "use", ", ".join(use)
     job = f", job {state.slurm_job}" if state.slurm_job else ""
     yield "where", f"{state.on}{job}" + (f", on {', '.join(state.hosts)}" if state.hosts else "")
     if state.nodes:

@@ -129,6 +129,7 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
         return graphs[key](*args)
 
     around_forward(model, around)
+    subclassed(model, records_graphs=True)
     for parameter in model.parameters():
         # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
         if parameter.requires_grad:

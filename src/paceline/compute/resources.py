@@ -34,6 +34,14 @@ class Seat(msgspec.Struct, frozen=True):
     """that it has"""
 
 
+def cpu_model() -> str:
+    """Its vector width alone is not enough: the libraries have kernels for single models."""
+    with suppress(OSError):
+        if match := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1].strip()
+    return "unknown"
+
+
 def own_seat(threads: int) -> Seat:
     """The seat of this process, which has `threads` threads."""
     every = range(os.cpu_count() or 1)

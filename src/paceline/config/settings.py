@@ -126,6 +126,8 @@ class ComputeConfig:
     """GPUs: record forward and backward once for each shape of a batch, then replay them"""
     allocator: Literal["tuned", "system"] = "tuned"
     """tuned: keep freed memory in the process for the next step (CPU ranks with enough memory)"""
+    peak_tflops: float | None = None
+    """peak of one device in TFLOP/s, for MFU. 0: no MFU. Default: measured once on each node, after a run"""
 
 
 @dataclass(frozen=True)
@@ -512,7 +514,7 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "data.num_workers", "optimizer.weight_decay", "optimizer.momentum", "optimizer.warmup_steps", "run.seed",
-    "launch.port", "launch.max_restarts", "network.outer_momentum",
+    "launch.port", "launch.max_restarts", "network.outer_momentum", "compute.peak_tflops",
 )  # fmt: skip
 
 

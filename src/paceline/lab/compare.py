@@ -14,8 +14,9 @@ from paceline.runs.console import table_console
 
 REFERENCE = "reference"
 """the candidate whose bits all others are compared with: `exact` on one process, with as many virtual ranks"""
-SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "CPU ms/step", "waits", "first step s",
-         "sent MB/step", "same bits as")  # fmt: skip
+SPEED = ("strategy", "processes", "batch", "samples/s", "x one process", "MFU", "CPU ms/step", "waits",
+         "first step s", "sent MB/step", "same bits as")  # fmt: skip
+USE = ("tokens_per_second", "mfu")
 WORDS = ("strategy", "same bits as", "scaling", "on")  # columns of words
 MEMORY = ("strategy", "processes", "batch", "weights", "gradients", "optimizer", "activations", "exchange", "peak",
           "process")  # fmt: skip
@@ -52,6 +53,9 @@ class Row(msgspec.Struct, frozen=True):
     bits: str
     mesh: str = ""
     sync_share: float = 0.0  # of a step's time, in [0, 1]: what a rank waits for others
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    mfu_words: str = ""  # how it was computed, in the first round
 
     @property
     def way(self) -> str:
@@ -107,6 +111,8 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
         bits=bits_of(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
         mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
+        mfu_words=first.mfu_words,
+        **{name: median(one.use[name] for one in chunks) for name in USE if all(name in one.use for one in chunks)},
     )
 
 
@@ -226,6 +232,7 @@ def _speed(row: Row) -> list[str]:
         *_who(row),
         f"{row.rate.median:,.0f} ({row.rate.low:,.0f}-{row.rate.high:,.0f})",
         f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
+        "?" if row.mfu is None else f"{row.mfu:.1%}",
         f"{row.cpu_ms:.0f}",
         f"{row.sync_share:.0%}",
         f"{row.first_step_seconds:.2f}",

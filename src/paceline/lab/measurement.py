@@ -79,6 +79,8 @@ class Measurement(msgspec.Struct, frozen=True):
     gpus: dict[int, str] = {}
     """by rank, what held its GPU back at the end: heat, power, memory errors, other processes"""
     mesh: str = ""
+    use: dict[str, float] = {}  # tokens and FLOPs per second, MFU: as far as they are known
+    mfu_words: str = ""  # how the MFU was computed
 
     @property
     def rate(self) -> float:

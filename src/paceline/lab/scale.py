@@ -20,7 +20,7 @@ from paceline.lab.compare import Spread, make_table, spread
 from paceline.report.run import PHASES
 from paceline.report.step_parts import Run, Spent, StepParts, backward_per_forward, between_meetings, take_apart
 from paceline.runs.console import table_console
-from paceline.runs.events import Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
+from paceline.runs.events import Counted, Event, MemoryBreakdown, Started, Step, Traced, event_files, read_events
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
 
@@ -147,7 +147,7 @@ def read_run(folder: Path, *, skip: int) -> Run:
             elif isinstance(event, Step) and event.steps == 1:  # a record of several steps has no phases of each
                 steps.setdefault(rank, {})[event.step] = _spent(event, before)
                 samples[event.step] = event.samples
-            if not isinstance(event, Traced | MemoryBreakdown):
+            if not isinstance(event, Traced | MemoryBreakdown | Counted):
                 before = event
     size = max((start.world_size for start in started.values()), default=0)
     missing = sorted({*range(size)} - {*started})

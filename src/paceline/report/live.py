@@ -177,7 +177,7 @@ class LiveReader:
         for rank in live.ranks if live is not None else ():
             self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).see_live(rank)
         machines = self._read_machines()
-        rates = _rates(self._steps)
+        speed = rates(self._steps)
         hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
         slow = slow_rank(spent, hosts) if len(spent := self._spent()) > 1 else None
         slowest = slow.rank if slow is not None else None
@@ -186,8 +186,8 @@ class LiveReader:
             live=live is not None,
             step=self._steps[-1].step if self._steps else None,
             losses=tuple(step.loss for step in self._steps),
-            samples_per_second=rates[0],
-            steps_per_second=rates[1],
+            samples_per_second=speed[0],
+            steps_per_second=speed[1],
             saved_step=self._saved,
             machines=machines,
             words=slow.words if slow is not None else "",
@@ -245,7 +245,7 @@ class LiveReader:
         return known if len(known) == len(self._ranks) else {}
 
 
-def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
+def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     """Samples and steps per second over the last steps, including evaluations and checkpoints."""
     recent = [*steps][-WINDOW_STEPS:]
     seconds = recent[-1].unix_time - recent[0].unix_time if recent else 0.0

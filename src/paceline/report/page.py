@@ -32,6 +32,7 @@ from paceline.report.outcome import (
 from paceline.report.run import WholeRun
 from paceline.runs.console import clean, clock, format_duration
 from paceline.runs.summary import Summary, scores_line
+from paceline.runs.utilization import arithmetic, goodput
 
 COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
@@ -190,6 +191,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
     an_epoch = newest.steps_per_epoch if newest else 0
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
+    flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
     seconds = sum(wall_seconds(run).values()) or summary.seconds
     found: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
@@ -201,7 +203,12 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
-        "samples/s": f"{rate:,.0f}" if rate else None, "took": format_duration(seconds) if seconds else None,
+        "samples/s": f"{rate:,.0f}" if rate else None,
+        "tokens/s": f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second else None,
+        "MFU": f"{summary.mfu:.1%}" if summary.mfu else None,
+        "FLOP/s": arithmetic(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
+        "goodput": f"{good:.1%}" if good else None,
+        "took": format_duration(seconds) if seconds else None,
         "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB a rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import Noted, notices
 from paceline.runs.console import clean
 from paceline.runs.events import (
+    Counted,
     Ended,
     Event,
     MemoryBreakdown,
@@ -100,7 +101,9 @@ class RankLog:
     def take(self, event: Event) -> None:
         """Add the next event of the file."""
         steps, follows = self.steps, self._after_step
-        self._after_step = isinstance(event, Step) or (follows and isinstance(event, Traced | MemoryBreakdown))
+        self._after_step = isinstance(event, Step) or (
+            follows and isinstance(event, Traced | MemoryBreakdown | Counted)
+        )
         match event:
             case Step():
                 steps.add(event, follows=follows and event.steps == 1)
@@ -110,6 +113,8 @@ class RankLog:
             case Samples():
                 if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MOST_LISTED):
                     self.samples.append(event)
+            case Counted():
+                pass
             case Traced():
                 self.traced[event.step] = event
                 if len(self.traced) > self.most_traced:

@@ -60,6 +60,7 @@ class Step(Event, frozen=True, tag="step"):
     fingerprint: str = ""  # of their indices, in hex
     skipped: bool = False  # it changed no parameters; 0 replaces a loss that is not finite
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty in old runs
+    tokens: Count = 0  # of the samples that this rank used; 0: they have no tokens
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
     """number of steps, up to `step`, that this record covers. Old steps of a long run are merged: loss and grad_norm
     are then means; samples, consumed, fingerprint and all seconds are sums"""
@@ -134,6 +135,14 @@ class MemoryBreakdown(Event, frozen=True, tag="anatomy"):
     buffer_bytes: Count
 
 
+class Counted(Event, frozen=True, tag="counted"):
+    """FLOPs of forward and backward of one sample; once in each start, after its first step (rank 0 only)."""
+
+    flops_per_sample: float
+    devices: Few  # of the whole run
+    peak_tflops: float = 0.0  # of one device; 0: not known yet
+
+
 class Traced(Event, frozen=True, tag="traced"):
     """A step of this rank in detail. A long run has details of few steps, and always of the last ones."""
 
@@ -159,7 +168,7 @@ class Ended(Event, frozen=True, tag="ended"):
 
 _Known = (
     Started | Step | Skipped | RolledBack | UnloggedStep | Samples | Evaluated | Checkpointed | Snapshotted
-    | MemoryBreakdown | Traced | Notice | Ended
+    | MemoryBreakdown | Counted | Traced | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_Known).decode
 

@@ -32,6 +32,13 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     """with --keep-best or --patience: the best evaluation's step and scores"""
     ended_early: str | None = None  # the reason for fewer steps than planned, without a failure
     samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    flops_per_sample: float | None = None  # of forward and backward
+    flops_per_second: float | None = None
+    peak_tflops: float | None = None  # of one device, given or measured
+    devices: Count | None = None
+    mfu: float | None = None  # FLOPs per second, divided by the peak of all devices
+    goodput: float | None = None  # time in steps that counted / time since the first start, over all starts
     seconds: Seconds | None = None
     weights_sha256: str | None = None
     precision: str | None = None
@@ -64,6 +71,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     total_steps: int | None = None
     samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    goodput: float | None = None
     checkpoint_step: int | None = None
     task: str = ""
     strategy: str = ""

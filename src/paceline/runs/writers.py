@@ -176,7 +176,10 @@ def _both(a: Step, b: Step) -> Step:
         b,
         loss=(a.loss * a.steps + b.loss * b.steps) / count,
         grad_norm=((a.grad_norm or 0.0) * a.steps + (b.grad_norm or 0.0) * b.steps) / count if known else None,
-        **{name: getattr(a, name) + getattr(b, name) for name in ("samples", "seconds", "data_seconds", "consumed")},
+        **{
+            name: getattr(a, name) + getattr(b, name)
+            for name in ("samples", "seconds", "data_seconds", "consumed", "tokens")
+        },
         fingerprint=_sum(a.fingerprint, b.fingerprint),
         phase_seconds={
             phase: round(a.phase_seconds.get(phase, 0.0) + spent, 7) for phase, spent in b.phase_seconds.items()

@@ -1,5 +1,6 @@
 """The life of a session: it joins the ranks, finds the state to go on from, and ends in good order."""
 
+import math
 import os
 import random
 import sys
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, told_once
+from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds, untested_torch
 from paceline.config.strategies import EXACT, STRATEGY_INFO, options_of_others
@@ -76,6 +78,7 @@ class Life(Loop):
         timeout: float,
         trust: bool,
         track: str | None,
+        peak_tflops: float | None,
         **of_strategy: Any,
     ) -> None:
         """The arguments are those of `session`, which has their defaults; `of_strategy`: those of one strategy only."""
@@ -95,10 +98,13 @@ class Life(Loop):
             raise UsageError(code="session-resume-without-folder")
         if not_finite not in ("stop", "skip"):
             raise unknown("not_finite", str(not_finite), ["stop", "skip"])
+        if peak_tflops is not None and not 0 <= peak_tflops < math.inf:
+            raise UsageError(code="negative", setting="peak_tflops", value=peak_tflops)
         self._track = track
         self._others = {
             "checkpoint_every": checkpoint_every, "keep": keep, "watch_every": watch_every, "not_finite": not_finite,
             "threads_per_rank": threads, "device": device, "backend": backend, "timeout": timeout, "track": track,
+            "peak_tflops": peak_tflops,
         }  # fmt: skip
         if tracker_names(track) and run_dir is None:
             raise UsageError(code="track-without-folder", value=track)
@@ -136,6 +142,7 @@ class Life(Loop):
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
             rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
             self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            self._course.use = Utilization(world, peak_tflops)
             self._max_steps = self._course.step + (self._observer or self._guard).max_steps
             self._guard.box.on_device = on_device = phase_events(world.device)
             self._clock = PhaseClock(self._guard.box.enter, on_device=on_device)

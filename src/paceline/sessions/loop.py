@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import layout
 from paceline.collectives.control import gather_words, together, told_once
+from paceline.compute.flops import can_count
 from paceline.config.definition import check_same
 from paceline.data.fingerprint import CHANGING
 from paceline.data.loader import MicroBatch
@@ -376,6 +377,9 @@ class Loop(Ranks):
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
         self.print(opening(plan, self.world, self._strategy, self._name))
         course = self._course
+        models = [model for part in self._parts for model in (part.replica.model, part.replica.module)]
+        if self._observer is None and course.use.given != 0 and can_count(models):
+            self._steps.flops = course.use.count
         self._registered.check_all_there()
         for part in self._parts:
             part.numbers()  # raises for what cannot be saved

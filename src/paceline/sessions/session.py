@@ -301,6 +301,15 @@ class Session(Life):
             self._observer.on_numbers({f"logged {name}": value for name, value in found.items()})
         self._log(found)
 
+    def throughput(self) -> dict[str, float]:
+        """How fast the run is, over the last 50 steps, by this rank's clock: `s.log(s.throughput())`.
+
+        Returns:
+            samples_per_second, tokens_per_second, flops_per_second and mfu, as far as they are known (docs/speed.md).
+            Empty in the first steps, and under `paceline verify`.
+        """
+        return {} if self._observer is not None else self._course.use.speed(self._course.throughput.recent())
+
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole model's state, by its own names, with buffers merged over virtual ranks (a collective)."""
         part = self._part(model)
@@ -358,6 +367,7 @@ def session(
     timeout: float = 600.0,
     trust: bool = False,
     track: str | None = None,
+    peak_tflops: float | None = None,
     fsdp_wrap: str | None = None,
     compress: Literal["bf16", "int8", "powersgd"] | None = None,
     powersgd_rank: int | None = None,
@@ -383,6 +393,7 @@ def session(
         timeout: seconds after which a collective fails.
         trust: use a run folder that another user owns or can write to.
         track: "tensorboard", "wandb" or "mlflow", or several separated by commas: where s.log also reports.
+        peak_tflops: peak of one device in TFLOP/s, for MFU. 0: no MFU. Default: measured once on each node, at the end.
         fsdp_wrap: fsdp only: blocks to shard, by name or class, e.g. "Block". Default: the repeated layers.
         compress: bucketed only: send gradients between nodes as bf16 or int8, or as a PowerSGD approximation.
         powersgd_rank: bucketed with compress="powersgd": rank of the approximation (default 4).

@@ -11,7 +11,7 @@ a power of two stands in for it there, and what is left is divided off the sum.
 import math
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,7 @@ from paceline.collectives.control import (
 )
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.torch_collectives import labelled
+from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
@@ -59,6 +60,9 @@ from paceline.stepping.trained_model import TrainedModel, check_summed_once, rea
 class Step:
     """The state of the step that is under way."""
 
+    flops: FlopCount | None = None
+    """counts the operations of the first micro-batch that counts"""
+
     def __init__(
         self,
         world: World,
@@ -82,6 +86,7 @@ class Step:
         self.parts: list[TrainedModel] = []
         self.phases = Phases(self.parts)
         self._is_entered = False  # whether a micro-batch is
+        self._counting: AbstractContextManager[None] | None = None  # of the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
         self._weight = 0.0  # of the step before
         self.tensor_hooks: TensorHooks | None = None  # of a session
@@ -124,6 +129,9 @@ class Step:
                     batch, is_last, [] if is_last else self._rates(), is_alone=self._sums.is_alone
                 )
                 self._sums.in_round = 0
+                if self.flops is not None and not self.flops.samples and batch.work.counted:
+                    self._counting = self.flops.of(len(batch.work.indices))
+                    self._counting.__enter__()
                 yield batch
                 self.leave()
             again = self.phases.again()
@@ -152,6 +160,9 @@ class Step:
         if not self._is_entered:
             return
         self._is_entered, late = False, None
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            counting.__exit__(type(error) if error else None, error, None)
         for part in reversed(self.parts):
             try:
                 part.replica.leave(error)
@@ -274,6 +285,8 @@ class Step:
             self.in_backward = False
             for part, hooks in zip(self.parts, hidden, strict=False):  # fewer if one of them has raised
                 part.show_hooks(hooks)
+        if self.flops is not None and self.flops.is_active:
+            self.flops.mark()
         for part in self.parts:
             if part not in wanted:
                 part.drop()

@@ -15,6 +15,7 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, told_once
+from paceline.compute.flops import Utilization
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
@@ -24,6 +25,7 @@ from paceline.runs import events
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.progress import Throughput
 from paceline.runs.summary import Summary, finite, write_summary
+from paceline.runs.utilization import goodput
 from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
@@ -60,6 +62,7 @@ class Course(Records):
         self.request: StopRequest | None = None
         self._left_out, self._policy = LeftOut(not_finite, world, self.say), not_finite
         self.throughput, self._waiting, self._traces = Throughput(), Waiting(), Traces(self._guard.box)
+        self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._keeping: Keeping | None = None
         self._saves_seen = self._saves_done = 0  # asked for by people: when it voted last, and dealt with
@@ -88,6 +91,7 @@ class Course(Records):
             UsageError: on one rank, if the run's files cannot be written; ToldElsewhere on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
+        self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
         self._replicas, holder = (
             [part.replica for part in parts],
             StateCollection(parts, self._world, plan.virtual_ranks, others),
@@ -125,10 +129,13 @@ class Course(Records):
         self.step, self.samples = record.step, self.samples + samples
         self._guard.box.set_step(self.step)
         self.throughput.step(samples)
+        self.use.add(record.consumed)
         self._waiting.step(record.data_seconds, record.seconds)
         self.stepped(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
             self.in_detail(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
+            if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
+                self.in_detail([events.Counted(flops, self.use.devices, self.use.peak_tflops())])
 
     def back(self, record: StepRecord) -> ResumePoint | None:
         """The older state to go on from, if the step was left out and that is the policy (a collective then).
@@ -208,6 +215,8 @@ class Course(Records):
         if not stopped:
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
+            if first:  # nobody waits for this rank now
+                self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
         if first and not (stopped and self._guard.box.asked("regroups")):  # then the run goes on at once
             for line in lines(self.summarise(code, **known)):
@@ -232,12 +241,14 @@ class Course(Records):
     def summarise(self, code: int, **known: Any) -> Summary:
         """Write the summary, with what is `known` beside the facts; on rank 0."""
         assert self.place is not None
-        plan = self._plan
+        plan, use, speed = self._plan, self.use, dict[str, Any](self.use.speed(self.throughput.overall()))
+        if flops := use.count.per_sample:
+            speed |= {"flops_per_sample": flops, "devices": use.devices, "peak_tflops": use.peak_tflops() or None}
         summary = Summary(
             exit=int(code), world_size=self._world.size, virtual_ranks=plan.virtual_ranks, steps=self.step,
             global_batch=plan.global_batch, epochs=self.step / plan.known_steps if plan.known_steps else None,
-            samples_seen=self.samples, samples_per_second=self.throughput.overall(),
-            threads_per_rank=torch.get_num_threads(), **self._costs, **self._facts(), **known,
+            samples_seen=self.samples, goodput=goodput(self.place.folder, time.time()),
+            threads_per_rank=torch.get_num_threads(), **speed, **self._costs, **self._facts(), **known,
         )  # fmt: skip
         write_summary(self.place.folder, summary)
         return summary

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from paceline.compute.resources import cpu_model
 from paceline.config.strategies import DEFAULT
 from paceline.errors import PacelineError, TrainingError
 from paceline.rank.imports import when_imported
@@ -88,7 +89,7 @@ def holds_for(device: torch.device) -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "libraries": sorted(set(libraries)),
-        "processor": _cpu_model() if device.type == "cpu" else device_words(device),
+        "processor": cpu_model() if device.type == "cpu" else device_words(device),
         "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
     }
 
@@ -114,11 +115,3 @@ def _driver(files: tuple[Path, ...] = DRIVERS) -> str:
 
 def _tf32(kind: Any) -> str:
     return "tf32" if kind.allow_tf32 else "fp32"
-
-
-def _cpu_model() -> str:
-    """Its vector width alone is not enough: the libraries have kernels for single models."""
-    with suppress(OSError):
-        if match := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return match[1].strip()
-    return "unknown"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
+from paceline.compute.flops import tokens_of
 from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
@@ -37,6 +38,15 @@ class StepRecord:
     def seconds(self) -> float:
         """Of the whole step, data included."""
         return sum(self.phase_seconds.values())
+
+    @property
+    def consumed(self) -> tuple[int, int]:
+        """Tokens and samples of this rank."""
+        tokens = samples = 0
+        for batch in self.microbatches:
+            if batch.work.counted:
+                tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
+        return tokens, samples
 
     @property
     def data_seconds(self) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import check_equal, new_group, together, told_once
+from paceline.compute.flops import FlopCount
 from paceline.config.settings import (
     BatchShape,
     TrainConfig,
@@ -73,6 +75,8 @@ class Parts:
     average: Average | None = None
     stream: Stream | None = None
     """what is trained on, where it is one; the training set then holds its first samples"""
+    count: FlopCount | None = None
+    """the FLOPs of two samples, on the whole model"""
 
     def take_over(self, origin: ResumePoint) -> None:
         """Go on from `origin`."""
@@ -114,12 +118,14 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
         maker = maker_for(o, peak_lr, task, model)
         made = None if task.make_optimizer is None else described(maker(model.parameters()))
+        count, alone = None if config.compute.peak_tflops == 0 else FlopCount(), replace(loading, num_workers=0)
+        if count is not None and config.compute.compile:  # before that: operations of compiled code are not seen
+            check_loss(task, model, train_set, alone, count=count)
     settled = settle(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=settled.precision))
     with together(world):
         room = Room(largest, config.data.num_workers, world.local_size)
-        alone = replace(loading, num_workers=0)
-        sample_bytes = check_loss(task, model, train_set, alone, room)
+        sample_bytes = check_loss(task, model, train_set, alone, room, None if config.compute.compile else count)
         with preserved_streams():  # an epoch must not be trained in vain
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, alone)
@@ -143,7 +149,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     average = replica.average = None if o.ema is None else Average(replica, o.ema)
     return Parts(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
-        average, stream,
+        average, stream, count,
     )  # fmt: skip
 
 
@@ -200,10 +206,13 @@ def make_replica(
         raise told_once(UsageError(str(error)), world) from None
 
 
-def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None) -> int:
+def check_loss(
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None,
+    count: FlopCount | None = None,
+) -> int:  # fmt: skip
     """Try loss and backward on the first two samples, so that what cannot work fails before the first step.
 
-    `room`, where given, must suffice for batches of their kind.
+    `room`, where given, must suffice for batches of their kind. `count` counts the FLOPs.
 
     Returns:
         The bytes of a GPU's memory that one sample's batch and activations take; 0 on the CPU.
@@ -219,9 +228,12 @@ def check_loss(task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loa
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
             if room is not None and batch_gatherer(dataset) is None:  # which needs no processes
                 check_room((inputs, targets), len(indices), room)
-            losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
-            if losses.requires_grad:  # a model may switch gradients off in eval mode
-                losses.sum().backward()
+            with nullcontext() if count is None else count.of(len(indices)):
+                losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
+                if losses.requires_grad:  # a model may switch gradients off in eval mode
+                    losses.sum().backward()
+                    if count is not None:
+                        count.mark()
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         if name not in before:

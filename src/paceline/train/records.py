@@ -124,6 +124,7 @@ class Records:
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
+            tokens=record.consumed[0] if speaks else 0,
         ))  # fmt: skip
 
     def close(self) -> None:

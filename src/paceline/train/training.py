@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
+from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds
 from paceline.config.strategies import EXACT
@@ -45,6 +46,8 @@ class Training:
         c = self._config.checkpoint
         rhythm = Rhythm(c.watch_every, c.snapshot_every, *steps_or_seconds(c.checkpoint_every), keep=c.keep)
         self._course = Course(place, origin, self._world, rhythm, self._config.guard.not_finite, self._display.say)
+        compute = self._config.compute
+        self._course.use = Utilization(self._world, compute.peak_tflops, parts.count, compute.precision)
         stream, say = parts.stream, self._course.say
         self._passes = Passes(parts, self._box) if stream is None else StreamPasses(parts, stream, self._box, say)
         self._scale = loss_scale(self._config.compute.precision)

@@ -9,8 +9,8 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import gather_words, together
+from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import settings as configuration
 from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
 from paceline.config.settings import TrainConfig, batch_shape, task_options
@@ -31,7 +32,7 @@ from paceline.data.arrays import on_device
 from paceline.data.loader import Loading, MicroBatch, load_steps
 from paceline.data.plan import ranks_share
 from paceline.data.streams import first_of, is_stream
-from paceline.errors import UsageError, plural
+from paceline.errors import PacelineError, UsageError, plural
 from paceline.host.machine_log import ask_gpus
 from paceline.lab import measurement as m
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasureOrder
@@ -40,6 +41,7 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import Guard
 from paceline.rank.world import World, device_words, joined, on_mesh
+from paceline.runs.utilization import arithmetic
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
@@ -49,7 +51,7 @@ from paceline.train.computing import check_precision, settle
 from paceline.train.determinism import deterministic
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
-from paceline.train.prepare import make_model, make_plan, make_replica, wish_of
+from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, wish_of
 from paceline.train.records import Records
 from paceline.train.sharing import share_model
 from paceline.train.step import ignore
@@ -69,6 +71,8 @@ class Workload:
     world: World
     notes: tuple[str, ...] = ()
     """what is not measured"""
+    count: FlopCount = field(default_factory=FlopCount)
+    """of one sample; nothing if it could not be counted"""
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
@@ -96,7 +100,12 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
         raise UsageError(code="measure-too-few-samples", ranks=ranks, needed=largest, samples=samples)
     if config.data.data_on_device == "auto":
         data = on_device(data, world.device, collate=task.collate)
-    return Workload(config, task, data, world, notes)
+    count = FlopCount()
+    if config.compute.peak_tflops != 0:
+        with suppress(PacelineError):  # each candidate will raise it
+            model, loading = make_model(task, config.run.seed, world), Loading(world.device, 0, task.collate)
+            check_loss(task, model, data, loading, count=count)
+    return Workload(config, task, data, world, notes, count)
 
 
 class CandidateTraining:
@@ -123,6 +132,7 @@ class CandidateTraining:
         model = make_model(task, config.run.seed, world)
         loading = Loading(world.device, config.data.num_workers, task.collate)
         settled = settle(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        self.use = Utilization(world, config.compute.peak_tflops, workload.count, settled.precision)
         o = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = maker_for(o, o.lr, task, model)
         alone = replace(loading, num_workers=0)
@@ -159,6 +169,7 @@ class CandidateTraining:
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
+        self.use.add(record.consumed)
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.stepped(record, samples, self._share, listed=self._lists_samples)
@@ -191,7 +202,7 @@ def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World
 
 def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
     """Measure all candidates (a collective); rank 0 writes the measurements."""
-    folder, world = Path(order.folder), workload.world
+    folder, world, compute = Path(order.folder), workload.world, workload.config.compute
     _import_lazily(world)
     launched = time.time() - order.started_unix
     for candidate in order.candidates:
@@ -199,6 +210,8 @@ def measure_candidates(order: MeasureOrder, workload: Workload) -> None:
         if world.rank == 0:
             (folder / m.RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
+        if world.rank == 0 and compute.precision != "auto":  # the others wait in `_measure`
+            Utilization(world, compute.peak_tflops, workload.count, compute.precision).peak_tflops(measure=True)
         with deterministic() if candidate.strategy in EXACT else nullcontext():
             measured = _measure(order, replace(workload, world=mesh_world), candidate, launched)
         if world.rank == 0:
@@ -243,6 +256,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
     mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
     ranks = gather_words(mine, world)
     one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
+    seconds = max(each["seconds"] for each in ranks)
     memory = None
     if inspection:
         memory = m.Memory(**{n: _most(each["memory"][n] for each in ranks) for n in m.Memory.__struct_fields__})
@@ -254,7 +268,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         threads=candidate.threads,
         global_batch=training.plan.global_batch,
         samples=samples,
-        seconds=max(each["seconds"] for each in ranks),
+        seconds=seconds,
         cpu_seconds=sum(each["cpu"] for each in ranks),
         first_step_seconds=max(each["first"] for each in ranks),
         launch_seconds=launched,
@@ -267,6 +281,8 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         sync_share=sum(each["sync"] / each["seconds"] for each in ranks) / world.size,
         notes=(*workload.notes, *training.notes),
         mesh=candidate.mesh,
+        use=training.use.speed(samples / seconds),
+        mfu_words=arithmetic(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: each["gpu"] for rank, each in enumerate(ranks) if each["gpu"]},
     )
 
