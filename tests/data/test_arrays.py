@@ -10,7 +10,7 @@ from torch.utils.data import Subset, TensorDataset
 from paceline.data.arrays import ArrayDataset, SampleDraws, batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
 from paceline.data.loader import Loading, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -84,24 +84,6 @@ def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
 
 
 # ---- random numbers of a whole batch -----------------------------------------------------------------------------
-
-
-def noisy(inputs, draw):
-    return torch.cat([inputs, draw(2), draw(1)], 1)
-
-
-def by_sample(found):
-    return {(b.work.epoch, int(x[0])): x[1:].tolist() for b in found for x in b.inputs}
-
-
-def test_augmentation_of_a_batch_depends_on_epoch_and_sample_only():
-    dataset = ArrayDataset(torch.arange(23.0).reshape(23, 1), LABELS, augment=noisy)
-    alone = by_sample(batches(dataset))
-    one_by_one = BatchPlan(23, 1, seed=3)
-    assert by_sample(batches(dataset, one_by_one, range(1), 46)) == alone  # other batches
-    ranks = [by_sample(batches(dataset, share=ranks_share(2, rank, 2))) for rank in range(2)]
-    assert {**ranks[0], **ranks[1]} == alone
-    assert len({tuple(v) for v in alone.values()}) == len(alone) == 2 * 23  # each epoch draws anew
 
 
 def test_draws_are_uniform_and_independent():

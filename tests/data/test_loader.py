@@ -44,9 +44,12 @@ class Noisy(Dataset):
         return torch.tensor([float(index), *noise]), index
 
 
-def batches(dataset, *, workers=0, share=range(2), stop=6, merged=False, collate=None):
-    steps = load_steps(dataset, PLAN, share, Loading(CPU, workers, collate), start=0, stop=stop, merged=merged)
-    return list(steps)
+def noisy(inputs, draw):
+    return torch.cat([inputs, draw(2), draw(1)], 1)
+
+
+def batches(dataset, *, workers=0, share=range(2), stop=6, collate=None, plan=PLAN):
+    return list(load_steps(dataset, plan, share, Loading(CPU, workers, collate), start=0, stop=stop))
 
 
 def test_tensors_and_samples_give_the_same_batches():
@@ -67,15 +70,20 @@ def test_transform_of_array_datasets_sees_batches():
 
 
 @pytest.mark.timeout(60)
-def test_augmentation_belongs_to_epoch_and_sample_not_to_the_worker_or_rank():
+@pytest.mark.parametrize(
+    "dataset",
+    [Noisy(), ArrayDataset(torch.arange(23.0).reshape(23, 1), torch.arange(23), augment=noisy)],
+    ids=["samples", "arrays"],
+)
+def test_augmentation_belongs_to_epoch_and_sample_not_to_the_worker_rank_or_batch(dataset):
     def by_sample(steps):
         return {(b.work.epoch, int(x[0])): x[1:].tolist() for step in steps for b in step for x in b.inputs}
 
-    alone = by_sample(batches(Noisy()))
-    assert by_sample(batches(Noisy(), workers=2)) == alone
-    ranks = [by_sample(batches(Noisy(), share=ranks_share(2, rank, 2))) for rank in range(2)]
-    counted = {**ranks[0], **ranks[1]}
-    assert counted == alone
+    alone = by_sample(batches(dataset))
+    assert by_sample(batches(dataset, workers=2)) == alone
+    assert by_sample(batches(dataset, plan=BatchPlan(23, 1, seed=3), share=range(1), stop=46)) == alone
+    ranks = [by_sample(batches(dataset, share=ranks_share(2, rank, 2))) for rank in range(2)]
+    assert {**ranks[0], **ranks[1]} == alone
     assert len({tuple(v) for v in alone.values()}) == len(alone) == 2 * 23  # each epoch draws anew
 
 
