@@ -32,7 +32,7 @@ from paceline.launch.slurm.queue import in_allocation
 from paceline.launch.supervise import run
 from paceline.protocol.control import PRELOAD, WorkerBirth
 from paceline.protocol.job import JobSpec, Windows
-from paceline.rank.environment import check_shape, launched
+from paceline.rank.environment import check_shape, launched, rank_counts
 from paceline.rank.imports import TRAINING, import_all
 from paceline.runs.console import say
 from paceline.runs.events import Step, read_events
@@ -213,6 +213,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
         local_size = env.get("LOCAL_WORLD_SIZE", "1")
         if str(nproc) not in ("None", "auto", local_size):
             raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
+        rank_counts(env)
     import_all(TRAINING)  # the first import of torch
     from paceline.train.run import train
 

@@ -86,6 +86,29 @@ def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
         raise UsageError(code="world-not-as-asked", nodes=nodes, nproc=nproc, wrong=" and ".join(wrong))
 
 
+def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of torchrun's, srun's or mpirun's variables; of a world of one
+    if none is set.
+
+    Raises:
+        UsageError: some are missing, or they contradict each other; or as `understood`.
+    """
+    env = {**env, **understood(env)}
+    names = [*COUNTS, *ADDRESS]
+    present = [name for name in COUNTS if name in env]
+    if not present:
+        return 0, 1, 0, 1
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
+    rank, size, local_rank, local_size = (whole_number(env, name) or 0 for name in COUNTS)
+    if not (rank < size and local_rank < local_size <= size):
+        raise UsageError(
+            code="variables-contradict", rank=rank, size=size, local_rank=local_rank, local_size=local_size
+        )
+    return rank, size, local_rank, local_size
+
+
 def _check_not_exported(env: Mapping[str, str]) -> None:
     """Refuse what a batch script has exported once for all tasks: RANK=$SLURM_PROCID is 0 there."""
     agent = any(name in env for name in ("TORCHELASTIC_RUN_ID", RUN_ID))

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
-from paceline.rank.environment import ADDRESS, COUNTS, understood, whole_number
+from paceline.rank.environment import understood
 from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
@@ -83,7 +83,7 @@ class World:
                 one), when they contradict each other, or when device or backend are not to be had.
         """
         env = os.environ if env is None else env
-        rank, size, local_rank, local_size = _counts({**env, **understood(env)})
+        rank, size, local_rank, local_size = rank_counts(env)
         if device != "cpu":
             show_own_mig(local_rank, local_size)
         # local: the global rank is no device index on the second node
@@ -91,22 +91,6 @@ class World:
         if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
             print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
         return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
-
-
-def _counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    names = [*COUNTS, *ADDRESS]
-    present = [name for name in COUNTS if name in env]
-    if not present:
-        return 0, 1, 0, 1
-    missing = [name for name in names if name not in env]
-    if missing:
-        raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
-    rank, size, local_rank, local_size = (whole_number(env, name) or 0 for name in COUNTS)
-    if not (rank < size and local_rank < local_size <= size):
-        raise UsageError(
-            code="variables-contradict", rank=rank, size=size, local_rank=local_rank, local_size=local_size
-        )
-    return rank, size, local_rank, local_size
 
 
 @contextmanager
