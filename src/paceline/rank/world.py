@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
-from paceline.rank.environment import understood
+from paceline.rank.environment import rank_counts, understood
 from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
