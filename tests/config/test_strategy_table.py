@@ -65,7 +65,7 @@ def extended(tmp_path: Path) -> Path:
     for name in changed:
         shutil.copytree(STRATEGIES.parent / name, package / name)
     (package / "strategies" / "mine.py").write_text((STRATEGIES / "manual.py").read_text().replace("manual", "mine"))
-    table, line = package / "config" / "strategies.py", '    "manual": StrategyInfo(),\n'
+    table, line = package / "config" / "strategies.py", '    "manual": StrategyInfo("Manual"),\n'
     table.write_text(table.read_text().replace(line, line + line.replace("manual", "mine")))
     return package
 

@@ -1,6 +1,6 @@
 """Every strategy by its name, with its properties that are known before torch is imported.
 
-Strategy NAME is the function NAME in paceline/strategies/NAME.py, which `paceline.strategies` finds by STRATEGY_INFO.
+Strategy NAME is in paceline/strategies/NAME.py, where `paceline.strategies` finds it by STRATEGY_INFO.
 The table is here because the settings take their choices from it, and because `paceline.strategies` imports torch,
 which would delay every `--help`.
 """
@@ -16,6 +16,8 @@ from paceline.errors import UsageError
 class StrategyInfo:
     """The properties of a strategy that other packages use; the defaults are those of most strategies."""
 
+    factory: str
+    """the class or function in the module of the strategy that makes it for a model"""
     exact: bool = False
     """gives the same bits at every world size"""
     one_process: bool = False
@@ -41,14 +43,15 @@ SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum"
 COMPRESS = ("bf16", "int8", "powersgd")
 
 STRATEGY_INFO: Mapping[str, StrategyInfo] = {
-    "single": StrategyInfo(one_process=True, on_mesh=True),
-    "dp": StrategyInfo(one_process=True, several_gpus=True),
-    "manual": StrategyInfo(),
-    "bucketed": StrategyInfo(on_mesh=True, options={name: name for name in SLOW}),
-    "ddp": StrategyInfo(hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
-    "exact": StrategyInfo(exact=True),
-    "zero": StrategyInfo(exact=True, sharded=True),
+    "single": StrategyInfo("Single", one_process=True, on_mesh=True),
+    "dp": StrategyInfo("DataParallel", one_process=True, several_gpus=True),
+    "manual": StrategyInfo("Manual"),
+    "bucketed": StrategyInfo("bucketed", on_mesh=True, options={name: name for name in SLOW}),
+    "ddp": StrategyInfo("DDP", hooked=True, in_own_loops={"gradient_as_bucket_view": False}),
+    "exact": StrategyInfo("Exact", exact=True),
+    "zero": StrategyInfo("Zero", exact=True, sharded=True),
     "fsdp": StrategyInfo(
+        "FSDP",
         sharded=True,
         on_mesh=True,
         options={"fsdp_wrap": "wrap"},

@@ -1,16 +1,12 @@
-"""One module for each way to train on many devices; `paceline.ladder` has what commands know of them."""
+"""One module for each way to train on many devices; `paceline.config.strategies` has their properties for commands."""
 
 from importlib import import_module
 
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.strategies.base import MakeOptimizer, MakeStrategy, Strategy
 
-_MAKERS = {
-    "single": "Single", "dp": "DataParallel", "manual": "Manual", "bucketed": "bucketed", "ddp": "DDP",
-    "exact": "Exact", "zero": "Zero", "fsdp": "FSDP",
-}  # fmt: skip
-
 STRATEGIES: dict[str, MakeStrategy] = {
-    name: getattr(import_module(f"{__name__}.{name}"), maker) for name, maker in _MAKERS.items()
+    name: getattr(import_module(f"{__name__}.{name}"), info.factory) for name, info in STRATEGY_INFO.items()
 }
 """The strategies by name: single, dp, manual, bucketed, ddp, exact, zero and fsdp. Each makes a `Strategy`."""
 

@@ -11,7 +11,6 @@ from paceline.data.plan import BatchPlan
 from paceline.errors import plural
 from paceline.rank.world import device_words
 from paceline.runs.summary import Summary, scores_line
-from paceline.runs.utilization import speed_words
 from paceline.train.optimizer import scaled_lr
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def shares_line(plan: BatchPlan, world_size: int) -> str:
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
     """How it ended, and where everything lies."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
-    rate = ", ".join([rate, *speed_words(summary)])
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
     told = "; ".join(f"{split} {scores_line(found)}" for split, found in scores.items() if found is not None)
