@@ -59,6 +59,8 @@ def lines_of(place: str) -> list[str]:
     lines = text.splitlines()
     first = node.body[0]
     said = range(first.lineno - 1, first.end_lineno or 0) if ast.get_docstring(node) is not None else range(0)
+    if said and not lines[said.stop]:
+        said = range(said.start, said.stop + 1)  # the empty line after a class's docstring
     return [lines[i] for i in range(node.lineno - 1, node.end_lineno or 0) if i not in said]
 
 
