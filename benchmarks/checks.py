@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.sessions.loop import Loop
-from paceline.sessions.prepared import Prepared
+from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.registered import Registered
 from paceline.stepping.step import Step
 
@@ -53,16 +53,16 @@ class Counted(TorchDispatchMode):
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (Loop, "_compare_place", _nothing),
     (Loop, "_check_optimizer", _nothing),
-    (Prepared, "check_between", _nothing),
-    (Prepared, "_check_received", _nothing),
-    (Prepared, "_check_assigned", _nothing),
-    (Prepared, "_note_left", _nothing),
-    (Loop, "_look_at_leaves", _nothing),
+    (PreparedModel, "check_between", _nothing),
+    (PreparedModel, "_check_received", _nothing),
+    (PreparedModel, "_check_assigned", _nothing),
+    (PreparedModel, "_note_left", _nothing),
+    (Loop, "_check_periodically", _nothing),
     (Registered, "step_ended", lambda _: False),
-    (Prepared, "before_update", _nothing),
-    (Prepared, "stepped", _nothing),
-    (Prepared, "hide_hooks", lambda *_, **__: []),
-    (Prepared, "show_hooks", lambda part, _: part._received.clear()),
+    (PreparedModel, "before_update", _nothing),
+    (PreparedModel, "stepped", _nothing),
+    (PreparedModel, "hide_hooks", lambda *_, **__: []),
+    (PreparedModel, "show_hooks", lambda part, _: part._received.clear()),
     (Step, "_check_linear", _nothing),
 ]
 """(class, method, what it does when it is switched off)"""
