@@ -56,7 +56,7 @@ class Report(msgspec.Struct, frozen=True):
     peak_gpu_bytes: int = 0
 
 
-class SessionStep:
+class Gate:
     """See the module's words. `tick` is called once a second while the training stands."""
 
     def __init__(self, env: Mapping[str, str] = os.environ, tick: Callable[[], object] = lambda: None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline import ArrayDataset, Task
 from paceline.rank.guard import Guard
-from race.gate import SessionStep
+from race.gate import Gate
 from race.works import WORKS, Work, losses
 
 TEST_SAMPLES = 64
@@ -22,7 +22,7 @@ PROBED = 2  # samples at most that are looked at before the first step
 
 def _task(work: Work) -> Task:
     # A rank that stands at the gate is no hang: it says once a second that it lives.
-    gate = SessionStep(tick=Guard.of_process().box.tick)
+    gate = Gate(tick=Guard.of_process().box.tick)
     at_data = os.environ.get("RACE_GATE") == "data"
 
     def make_dataset(split: str) -> ArrayDataset:
@@ -37,7 +37,7 @@ def _task(work: Work) -> Task:
     return Task(make_model, make_dataset, gate.hear(losses))
 
 
-def _held(gate: SessionStep, data: ArrayDataset) -> ArrayDataset:
+def _held(gate: Gate, data: ArrayDataset) -> ArrayDataset:
     """`data`, whose batches stand at the gate."""
     transform = data.transform
 

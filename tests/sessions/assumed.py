@@ -1570,6 +1570,48 @@ def constant_everywhere() -> Any:
 
 
 @case
+def hook_after_dummy_batch() -> Any:
+    """The second micro-batch of batch 1 has no samples; hooks are registered on all parameters before batch 2."""
+    ours, plain, rows = net(), net(), Rows(12)
+    optimizer = sgd(plain.parameters())
+    for b in range(3):
+        x, i = default_collate([rows[n] for n in range(4 * b, 4 * b + 4) if n not in (6, 7)])
+        if b == 2:
+            handles = [p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in plain.parameters()]
+        optimizer.zero_grad()
+        loss_of(plain, x, i).backward()
+        optimizer.step()
+
+    def left(items: Any) -> Any:
+        return default_collate([item for item in items if item[1] not in (6, 7)])
+
+    with paceline.session(strategy="bucketed") as s:
+        model, optimizer = s.prepare(ours, sgd(ours.parameters()))
+        loader = s.loader(rows, global_batch=4, shuffle=False, accumulation=2, collate=left)
+        seen = 0
+        for x, i in loader:
+            if s.batch == 2 and not seen:
+                seen = len([p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in model.parameters()])
+            optimizer.zero_grad()
+            s.backward(loss_of(model, x, i), weight=float(len(x)) if s.samples else 0.0)
+            optimizer.step()
+        return [len(handles) == seen, apart(flat(model), flat(plain))]
+
+
+@case
+def zero_grad_after_skip() -> Any:
+    rows = Rows(12)
+    rows.x[5] = float("nan")
+    with paceline.session(virtual_ranks=3, strategy="exact", not_finite="skip") as s:
+        model, optimizer = s.prepare(net(), lambda p: torch.optim.AdamW(p, 0.05))
+        for x, i in s.loader(rows, global_batch=4, shuffle=False):
+            optimizer.zero_grad(set_to_none=False)
+            s.backward(loss_of(model, x, i))
+            optimizer.step()
+        return s.step
+
+
+@case
 def seeded() -> Any:
     s = paceline.session(seed=3, strategy="exact")
     numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]

@@ -290,6 +290,15 @@ def test_a_group_of_parameters_that_was_added_is_resumed(tmp_path: Path) -> None
     assert code == 0 and found == pytest.approx(whole, rel=1e-12), told
 
 
+def test_a_hook_after_a_dummy_batch_runs_on_the_whole_gradient(tmp_path: Path) -> None:
+    code, found, told = run(1, "hook_after_dummy_batch", tmp_path)
+    assert code == 0 and found[0] and found[1] < 1e-12, told
+
+
+def test_gradients_that_a_skipped_step_has_left_may_be_zeroed_in_place(tmp_path: Path) -> None:
+    assert run(1, "zero_grad_after_skip", tmp_path)[:2] == (0, 3)
+
+
 def test_a_seed_seeds_torch_numpy_and_python(tmp_path: Path) -> None:
     found = [run(ranks, "seeded", tmp_path)[1] for ranks in (1, 1, 2)]
     assert found[0] == found[1] and found[0][0] == found[2][0]

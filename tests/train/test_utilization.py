@@ -106,7 +106,7 @@ def test_a_task_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, rank
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("strategy", "ranks"), [("exact", 1), ("exact", 2), ("bucketed", 2), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("bucketed", 1), ("bucketed", 2), ("ddp", 2), ("fsdp", 2)])
 def test_a_session_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, ranks: int) -> None:
     found = []
     for peak in (PEAK, 0.0):
@@ -121,11 +121,11 @@ def test_a_session_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, r
     assert found[1]["test_metrics"].keys() == {"samples_per_second", "tokens_per_second"}
 
 
-def test_a_compiled_session_is_not_counted_and_keeps_its_weights(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(
-        MODEL + LOOP.replace("make_model()", 'torch.compile(make_model(), backend="eager")')
-    )
-    found = summary(tmp_path, 1, "loop.py", "bucketed", PEAK)
+@pytest.mark.parametrize(("strategy", "compiled"), [("bucketed", True), ("exact", False)])
+def test_a_session_compiled_or_exact_is_not_counted(tmp_path: Path, strategy: str, compiled: bool) -> None:
+    loop = LOOP.replace("make_model()", 'torch.compile(make_model(), backend="eager")') if compiled else LOOP
+    (tmp_path / "loop.py").write_text(MODEL + loop)
+    found = summary(tmp_path, 1, "loop.py", strategy, PEAK)
     assert "flops_per_sample" not in found and found["tokens_per_second"] > 0
 
 

@@ -9,13 +9,13 @@ import sys
 
 import torch
 
-from race.gate import SessionStep
+from race.gate import Gate
 from race.works import WORKS
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    gate, count = SessionStep(), WORKS[sys.argv[1]].parameter_bytes() // 4
+    gate, count = Gate(), WORKS[sys.argv[1]].parameter_bytes() // 4
     source, target = torch.ones(count), torch.zeros(count)
     while True:
         gate.step()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from race.gate import SessionStep
+from race.gate import Gate
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
     arguments = parser.parse_args()
-    work, gate = WORKS[arguments.work], SessionStep()
+    work, gate = WORKS[arguments.work], Gate()
     on_gpu = arguments.device == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

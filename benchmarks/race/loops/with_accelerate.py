@@ -11,13 +11,13 @@ import sys
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from race.gate import SessionStep
+from race.gate import Gate
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 
 
 def main() -> None:
-    work, gate = WORKS[sys.argv[1]], SessionStep()
+    work, gate = WORKS[sys.argv[1]], Gate()
     accelerator = Accelerator(cpu=True)
     dataset = for_peers(work, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     model = gate.hold(work.make_model())

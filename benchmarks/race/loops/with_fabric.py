@@ -11,13 +11,13 @@ import sys
 from lightning_fabric import Fabric
 from torch.utils.data import DataLoader
 
-from race.gate import SessionStep
+from race.gate import Gate
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 
 
 def main() -> None:
-    work, gate = WORKS[sys.argv[1]], SessionStep()
+    work, gate = WORKS[sys.argv[1]], Gate()
     world_size = int(os.environ["WORLD_SIZE"])
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp")
     fabric.launch()

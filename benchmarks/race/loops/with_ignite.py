@@ -10,13 +10,13 @@ import sys
 import ignite.distributed as idist
 from ignite.engine import create_supervised_trainer
 
-from race.gate import SessionStep
+from race.gate import Gate
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 
 
 def training(_local_rank: int, name: str) -> None:
-    work, gate = WORKS[name], SessionStep()
+    work, gate = WORKS[name], Gate()
     dataset = for_peers(work, idist.get_rank(), idist.get_world_size())
     # of all ranks together: auto_dataloader divides it
     loader = idist.auto_dataloader(dataset, batch_size=work.batch * idist.get_world_size(), shuffle=True)

@@ -34,7 +34,10 @@ ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOPs of one forward and backward. It looks at shapes only, and changes no result."""
+    """Counts the FLOPs of one forward and backward, by shapes.
+
+    While it is active, autograd computes some backwards in another way (prod, masked_fill): last bits may differ.
+    """
 
     supports_higher_order_operators = True
 

@@ -378,7 +378,7 @@ class Loop(Ranks):
         self.print(opening(plan, self.world, self._strategy, self._name))
         course = self._course
         models = [model for part in self._parts for model in (part.replica.model, part.replica.module)]
-        if self._observer is None and course.use.given != 0 and can_count(models):
+        if self._observer is None and course.use.given and not self._exact and can_count(models):
             self._steps.flops = course.use.count
         self._registered.check_all_there()
         for part in self._parts:

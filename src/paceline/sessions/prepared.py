@@ -317,18 +317,17 @@ class PreparedModel(TrainedModel):
         super().run_hooks(after_accumulation=after_accumulation)
         if after_accumulation:  # the last that happens to gradients before the loop sees them
             shown = self.shown()
-            if not self._is_plain:
-                self._note_left(shown)
+            self.note_gradients(shown)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
                 self._summed, self._versions = shown, _versions(shown)
 
-    def hide_hooks(self, *, alone: bool) -> HiddenHooks:
+    def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
         """See TrainedModel. If there were none, they are looked for again when one was registered."""
         hooks = self.gate.tensor_hooks
         assert hooks is not None
         if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:
             self._hooks_seen = hooks.on_leaves
-            return super().hide_hooks(alone=alone)
+            return super().hide_hooks(alone=alone, counted=counted)
         return []
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
@@ -336,6 +335,11 @@ class PreparedModel(TrainedModel):
         if hidden:
             super().show_hooks(hidden)
         self._received.clear()
+
+    def note_gradients(self, shown: Grads | None = None) -> None:
+        """See TrainedModel."""
+        if not self._is_plain:
+            self._note_left(self.shown() if shown is None else shown)
 
     def give_up(self) -> None:
         """The step is given up: gradients and buffers are those before it."""

@@ -162,7 +162,7 @@ class Step:
         self._is_entered, late = False, None
         if self._counting is not None:
             counting, self._counting = self._counting, None
-            counting.__exit__(type(error) if error else None, error, None)
+            counting.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         for part in reversed(self.parts):
             try:
                 part.replica.leave(error)
@@ -263,7 +263,7 @@ class Step:
         begun: list[TrainedModel] = []
         try:
             for part in self.parts:
-                hidden.append(part.hide_hooks(alone=self._sums.is_alone))
+                hidden.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.counted))
             if more and any(hidden):
                 raise UsageError(code="more-with-hook")
             for part in wanted:
@@ -375,6 +375,8 @@ class Step:
             Guard.of_process().check_freed()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.left_out = self._not_finite(reached, None if in_loss else host, in_loss=in_loss)
+            for part in reached:
+                part.note_gradients()
 
     def _judged(
         self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool

@@ -106,10 +106,11 @@ class TrainedModel:
             gradient = None if factor == 1.0 else torch.full_like(loss, factor)
         loss.backward(gradient, retain_graph=retain_graph or None)
 
-    def hide_hooks(self, *, alone: bool) -> HiddenHooks:
+    def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
         """Take the user's hooks off the parameters during a backward: they are for the global batch's gradient.
 
-        `alone`: this backward gives all of it, so hooks of several parameters at once stay.
+        `alone`: this backward gives all of it, so hooks of several parameters at once stay. `counted`: it is that of no
+        dummy batch, during which parameters have hooks of paceline.
 
         Raises:
             UsageError: if there are any, and ranks hold shares of gradients; or hooks of several parameters at once.
@@ -121,7 +122,7 @@ class TrainedModel:
         hidden = hide_hooks(self._parameters)
         self.hooks = sum(len(before) + len(after) for _, before, after in hidden)
         are_joint = have_joint_hooks(self._parameters)
-        self._own_hooks = -1 if hidden or are_joint else count
+        self._own_hooks = -1 if hidden or are_joint or not counted else count
         if are_joint and (not alone or self.replica.sharded):
             show_hooks(hidden)
             raise UsageError(code="multi-grad-hook")
@@ -135,6 +136,9 @@ class TrainedModel:
         """Put them back, after backward."""
         if hidden:
             show_hooks(hidden)
+
+    def note_gradients(self) -> None:
+        """A step is left out: note that the gradients are not the loop's."""
 
     @property
     def has_gradients(self) -> bool:

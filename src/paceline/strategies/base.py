@@ -132,7 +132,7 @@ class Strategy:
         if inside is None:
             self.buffers.leave(failed=error is not None)
         else:
-            inside.__exit__(None if error is None else type(error), error, None)
+            inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
         """What surrounds a micro-batch from its forward on."""

@@ -555,7 +555,7 @@ def mean_of_each_microbatch_back_propagated() -> AbstractContextManager[None]:
 
 
 def hooks_before_the_sum() -> AbstractContextManager[None]:
-    return planted((TrainedModel, "hide_hooks", lambda self, alone: []))
+    return planted((TrainedModel, "hide_hooks", lambda self, alone, counted=True: []))
 
 
 def in_backward(factor: Callable[[Work], float]) -> AbstractContextManager[None]:
