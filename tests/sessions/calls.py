@@ -61,13 +61,16 @@ def counted(kind: str) -> dict[str, float]:
         calls += event == "call"
 
     sys.setprofile(note)
+    fewest = 10**9  # of all steps: a rank that waits for others calls more
     for _ in range(STEPS):
+        calls = 0
         next(running)
+        fewest = min(fewest, calls)
     sys.setprofile(None)
     with Operations() as operations:
         for _ in range(4):
             next(running)
-    return {"calls": calls / STEPS, "operations": operations.count / 4}
+    return {"calls": fewest, "operations": operations.count / 4}
 
 
 if __name__ == "__main__":
