@@ -126,7 +126,7 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
         Count("top-level packages and modules", [], 24, len(packages), target=20),
         Count("lines imported by paceline.sessions.session", [], 27_333, package.loaded("paceline.sessions.session")),
         Count("lines imported by paceline.strategies.single", [], 11_818, package.loaded("paceline.strategies.single")),
-        Count("lines of tests", [], 73_058, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
+        Count("lines of tests", [], 73_059, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 353, target=60),
     ]
 
