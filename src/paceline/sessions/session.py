@@ -393,8 +393,7 @@ def session(
         timeout: seconds after which a collective fails.
         trust: use a run folder that another user owns or can write to.
         track: "tensorboard", "wandb" or "mlflow", or several separated by commas: where s.log also reports.
-        peak_tflops: peak of one device in TFLOP/s: MFU is reported. The count of FLOPs may change the last bits of the
-            first step, so exact and zero do not count. Default: no MFU.
+        peak_tflops: peak of one device in TFLOP/s, to report MFU (not under exact and zero). Default: no MFU.
         fsdp_wrap: fsdp only: blocks to shard, by name or class, e.g. "Block". Default: the repeated layers.
         compress: bucketed only: send gradients between nodes as bf16 or int8, or as a PowerSGD approximation.
         powersgd_rank: bucketed with compress="powersgd": rank of the approximation (default 4).
