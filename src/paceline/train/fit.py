@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Unpack
 
 from paceline.compute.flops import tokens_of
@@ -39,9 +40,9 @@ class StepRecord:
         """Of the whole step, data included."""
         return sum(self.phase_seconds.values())
 
-    @property
+    @cached_property
     def consumed(self) -> tuple[int, int]:
-        """Tokens and samples of this rank."""
+        """Tokens and samples of this rank, without dummy batches."""
         tokens = samples = 0
         for batch in self.microbatches:
             if batch.work.counted:

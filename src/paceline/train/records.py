@@ -111,6 +111,7 @@ class Records:
         epoch = record.microbatches[0].work.epoch
         speaks = self._world.leads  # of several ranks that have seen the same samples
         used = [batch.work for batch in record.microbatches if batch.work.counted and speaks]
+        tokens, consumed = record.consumed if speaks else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
@@ -120,11 +121,11 @@ class Records:
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
             loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no other number
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
-            share=(share.start, share.stop) if speaks else (0, 0), consumed=sum(len(work.indices) for work in used),
+            share=(share.start, share.stop) if speaks else (0, 0), consumed=consumed,
             fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
-            tokens=record.consumed[0] if speaks else 0,
+            tokens=tokens,
         ))  # fmt: skip
 
     def close(self) -> None:
