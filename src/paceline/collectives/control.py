@@ -387,39 +387,38 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """The totals of a step over all ranks. If the host would have to wait for the device, they are not read yet."""
+class SummedTotals:
+    """The totals of a step over all ranks. If the host must wait for the device, they are pending."""
 
     totals: Totals | Pending[Totals]
     weights: float | Tensor
-    """the second of the sums; if it is on the device only, (V,): of each virtual rank"""
+    """the sum of weights; (V,), by virtual rank, if it is on the device only"""
 
     @property
     def weight(self) -> float | Tensor:
-        """The second of the sums."""
+        """The sum of weights."""
         return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
 
 def start_totals(
     losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World
-) -> Callable[[], Summed]:
-    """Start adding up over ranks; the returned function waits for the other ranks, but not for the device.
+) -> Callable[[], SummedTotals]:
+    """Start the sum over ranks. Call the returned function once: it waits for the other ranks, not for the device.
 
     Args:
-        losses: of each virtual rank; 0.0 for those of other ranks. They are added up in the order of `tree`, so that
-            the world size does not show in a single bit. () float64 on the device if the host would wait for it.
-        weights: the same, also numbers of the host.
-        votes: what this rank has to say, m numbers; added up over ranks in no particular order.
+        losses: by virtual rank; 0.0 for those of other ranks. They are added in the order of `tree`, so the bits do not
+            depend on the world size. () float64 on the device if the host would have to wait for it.
+        weights: as losses; they may be numbers on the host.
+        votes: m numbers of this rank, added in any order.
         world: the ranks.
-
-    Returns:
-        To be called once. The sums are those of the losses and of the weights.
     """
     if world.size == 1:
         loss, weight = _tree_sum(losses), _tree_sum(weights)
-        here = [float(loss), float(weight)] if not costs(world.device) else None
-        return lambda: _summed_here(loss, weight, [*votes]) if here is None else Summed(Totals(here, [*votes]), here[1])
-    # One slot for each virtual rank: adding zeros to it changes nothing, so everybody gets all numbers as they are.
+        if costs(world.device):
+            return lambda: _summed_here(loss, weight, [*votes])
+        here = [float(loss), float(weight)]
+        return lambda: SummedTotals(Totals(here, [*votes]), here[1])
+    # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged.
     numbers = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
     slots = sent([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
     for place, number in enumerate(numbers):
@@ -429,8 +428,8 @@ def start_totals(
     return lambda: _summed_over_ranks(finish(), len(losses))
 
 
-def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> Summed:
-    """On a device, without other ranks: only what the host does not know has to be read."""
+def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> SummedTotals:
+    """On a device, without other ranks: the host reads only the numbers that it does not know."""
     unknown = [number for number in (loss, weight) if isinstance(number, Tensor)]
 
     def made(found: list[float]) -> Totals:
@@ -438,16 +437,16 @@ def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float
         return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
 
     numbers = unknown[0].view(1) if len(unknown) == 1 else torch.stack(unknown) if unknown else torch.zeros(0)
-    return Summed(Pending(numbers, made), weight.view(1) if isinstance(weight, Tensor) else weight)
+    return SummedTotals(Pending(numbers, made), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
-def _summed_over_ranks(everything: Tensor, ranks: int) -> Summed:
+def _summed_over_ranks(everything: Tensor, ranks: int) -> SummedTotals:
     if not costs(everything.device):
         found: list[float] = everything.tolist()
         Guard.of_process().check_freed()
         totals = _totals(found, ranks)
-        return Summed(totals, totals.sums[1])
-    return Summed(Pending(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
+        return SummedTotals(totals, totals.sums[1])
+    return SummedTotals(Pending(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
 
 
 def _totals(found: list[float], ranks: int) -> Totals:

@@ -1,11 +1,10 @@
-"""One optimizer step, for tasks and for loops of the user's own: micro-steps, one per micro-batch, then one update.
+"""One optimizer step of a task or a custom loop: micro-steps, one per micro-batch, then one update.
 
-The gradient of the mean over the *global* batch is exact: each micro-step back-propagates its share of that mean, its
-weighted sum divided by the weight of the global batch, and gradients are summed over micro-batches and ranks. A mean of
-means would weigh the samples of a smaller share more. In numbers: 97 samples on 3 ranks are shares of 33, 32 and 32;
-every sample's gradient enters with 1/97, not with 1/(3*33) or 1/(3*32). Gradients inside backward, which hooks and
-autograd functions see, are those of a plain loop on one process, too. If the weight becomes known after backward only,
-a power of two stands in for it there, and what is left is divided off the sum.
+The gradient of the mean over the *global* batch is exact. Each micro-step back-propagates its part of the mean: its
+weighted sum, divided by the weight of the global batch. Gradients are summed over micro-batches and ranks. 97 samples
+on 3 ranks are portions of 33, 32 and 32; each gradient has the factor 1/97, not 1/(3*33) or 1/(3*32) as in a mean of
+means. Hooks and autograd functions also see the gradients of a plain loop. If the weight is known only after backward,
+the loss is divided by a power of two, and the sum of gradients by the rest.
 """
 
 import math
@@ -46,7 +45,7 @@ from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_fun
 from paceline.stepping.micro_step import (
     MicroStep,
     Reduction,
-    Weighed,
+    WeightedLoss,
     check_alike,
     sum_of_nothing,
     targets_of,
@@ -58,7 +57,7 @@ from paceline.stepping.trained_model import TrainedModel, check_summed_once, rea
 
 
 class Step:
-    """The state of the step that is under way."""
+    """The state of the current step."""
 
     flops: FlopCount | None = None
     """counts the operations of the first micro-batch that counts"""
@@ -78,30 +77,30 @@ class Step:
         max_norm: float | None = None,
         forward: nonfinite.Forward | None = None,
     ) -> None:
-        """For the models that are put into `parts`; `votes` to `may_leave_out` are those of a task's steps.
+        """The caller adds the models to `parts`. `votes` to `may_leave_out` are for tasks.
 
-        `way_out` is what leaves such steps out, in words; `exact`: gradients are added up in one order at every world
-        size; `max_norm`: they are clipped at once; `forward`: of the one plain model, where it is known.
+        `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the
+        world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
         """
         self.parts: list[TrainedModel] = []
         self.phases = Phases(self.parts)
-        self._is_entered = False  # whether a micro-batch is
-        self._counting: AbstractContextManager[None] | None = None  # of the operations of that micro-batch
-        self._usual: tuple[int, tuple[int, ...]] | None = None  # what the bodies of the step before have done
-        self._weight = 0.0  # of the step before
+        self._is_entered = False  # whether a micro-batch has begun
+        self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
+        self._usual: tuple[int, tuple[int, ...]] | None = None  # `done` of micro-batches in the last step
+        self._weight = 0.0  # of the previous step
         self.tensor_hooks: TensorHooks | None = None  # of a session
-        self._value: Tensor | None = None  # the last loss, of which the graph is known
-        self._own_code, self._linear_checks = "", 0  # an own autograd function in the graphs of a step's earlier losses
+        self._value: Tensor | None = None  # the last loss, with its graph
+        self._own_code, self._linear_checks = "", 0  # a custom autograd function in graphs of earlier losses
         self.micro_step: MicroStep | None = None
         self.targets: list[tuple[Tensor | None, float | Tensor]] = []
-        """of each backward in the step: the targets over which its loss is a mean, and its weight"""
+        """for each backward in the step: the targets over which its loss is a mean, and its weight"""
         self.stream = SeededStream(world.device)
-        """of the micro-batch at hand"""
+        """of the current micro-batch"""
         self.in_backward = False
         self.in_step = False
-        """whether a step has begun that is not over"""
+        """whether a step has begun and not ended"""
         self.updating = False
-        """whether parameters may be halfway between two steps"""
+        """whether an update has begun, so that parameters may be between two steps"""
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
@@ -109,9 +108,9 @@ class Step:
     def through(
         self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Generator[MicroBatch]:
-        """A global batch in `micro_batches` of this rank, but for its `end`; `one_each`: every rank has one of it.
+        """Compute a global batch, except `end`. `one_each`: every rank has one micro-batch of it.
 
-        Yields the micro-batches, with dummy batches if a forward is a collective, while the body of each is entered.
+        Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
         for part in self.parts:
             part.begin()
@@ -142,13 +141,13 @@ class Step:
             one_each=one_each, alone=alone and self._world.size == self._virtual_ranks == 1, guess=self._weight,
             same_bits=self._exact and self._virtual_ranks > 1,
         )  # fmt: skip
-        # this host, if it steps by itself, and what is not finite ends the run: no other is asked then
+        # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
         self._host = None if self._may_leave_out or self.parts[0].scale else self.parts[0].replica.host
         self._first: MicroStep | None = None
         self._summed_up, self._result = list[TrainedModel](), self._sums.result
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
-        """A forward of `batch` begins."""
+        """Begin the micro-batch."""
         self._enter(Phase.FORWARD)
         self._is_entered = True
         self.stream.enter(batch.random_seed)
@@ -156,7 +155,7 @@ class Step:
             part.replica.enter(batch, is_last)
 
     def _leave_batch(self, error: BaseException | None = None) -> None:
-        """Nothing more is computed for the micro-batch, which may have ended with an `error`."""
+        """End the micro-batch, perhaps with an `error`."""
         if not self._is_entered:
             return
         self._is_entered, late = False, None
@@ -166,14 +165,14 @@ class Step:
         for part in reversed(self.parts):
             try:
                 part.replica.leave(error)
-            except BaseException as caught:  # the others must be left, too
+            except BaseException as caught:  # the other models must be left as well
                 error = late = caught
         self.stream.leave()
         if late is not None:
             raise late
 
     def leave(self) -> None:
-        """The body has ended. Raises UsageError if it did not do what the other bodies of the step did."""
+        """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
         micro_step = self.micro_step
         assert micro_step is not None
         if not micro_step.is_last:
@@ -187,20 +186,20 @@ class Step:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the parameters stay as they are."""
+        """Whether the step changes no parameters."""
         return self._result.left_out is not None
 
     def begin_update(self) -> None:
-        """Parameters change now. Raises StallError if the guard has freed this rank: then the sums are none."""
+        """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
         Guard.of_process().check_freed()
         self._enter(Phase.OPTIMIZER)
         self.updating = True
 
     def end(self) -> StepResult:
-        """All bodies have run."""
+        """End the step, after all micro-batches."""
         self._sums.await_totals(self._enter, self._way_out)
         self._usual, self._weight = self._first.done if self._first else None, self._result.weight
-        self._first, self._sums.seen, self._value = None, [], None  # lets go of the batches
+        self._first, self._sums.seen, self._value = None, [], None  # releases the batches
         if self.is_left_out:
             for part in self.parts:
                 part.replica.put_back_buffers()
@@ -208,7 +207,7 @@ class Step:
         return self._result
 
     def give_up(self) -> None:
-        """The step ends in its middle, by an error perhaps: gradients and buffers are again what they were before."""
+        """End the step early, for example after an error: restore gradients and buffers."""
         self.micro_step, self.in_step = None, False
         self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
@@ -240,10 +239,10 @@ class Step:
         self.targets.append(
             (targets_of(loss) if reduction == "mean" and not micro_step.weights else None, weighed.weight)
         )
-        # a mean; or a task's (B,), which was checked to be one for each sample
+        # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         self._sums.count(loss, weighed, reduction, micro_step, plain=plain)
-        # a host that steps by itself waits for no other's weights
+        # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.scale_of(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
@@ -267,7 +266,7 @@ class Step:
             if more and any(hidden):
                 raise UsageError(code="more-with-hook")
             for part in wanted:
-                # with several models nobody knows yet whom this backward reaches: nothing leaves early
+                # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun.append(part)
             if self._is_nothing_under_ddp(weighed):
@@ -297,33 +296,33 @@ class Step:
             self._synchronise(wanted, finish if totals is None else lambda: totals)
             if not self._sums.was_scaled:
                 self._linear_checks += 1
-                # a rank whose loss is constant has no such code in its graph, and would update its parameters
+                # a rank whose loss is constant has no such code in its graph, and would update
                 early = self._linear_checks <= 2 and self._host is None
                 with together(self._world) if early else nullcontext():
                     self._check_linear(weighed.value)
         micro_step.has_failed = False
 
     def _check_linear(self, loss: Tensor) -> None:
-        """Raise UsageError for own code in the gradient path: the global batch's weight was not known in backward."""
+        """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
         models = [part.replica.model for part in self.parts]
         changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
         found = own_hooks(models) or self._own_code or own_functions(loss) or changed
         if found:
             raise UsageError(code="hook-before-weight", what=found)
 
-    def _is_nothing_under_ddp(self, weighed: Weighed) -> bool:
-        """Whether a loss has no gradient, and the module waits for one of each parameter."""
+    def _is_nothing_under_ddp(self, weighed: WeightedLoss) -> bool:
+        """Whether a loss has no gradient, but the DDP module waits for one per parameter."""
         alone = len(self.parts) == 1 and not self.parts[0].replica.in_lockstep
         waits = alone and self.parts[0].replica.module is not self.parts[0].replica.model
-        return waits and (weighed.is_nothing or not weighed.value.requires_grad)
+        return waits and (weighed.is_weightless or not weighed.value.requires_grad)
 
-    def _contributes(self, weighed: Weighed) -> bool:
-        """Whether a loss has gradients: it has none if it is constant or has no weight.
+    def _contributes(self, weighed: WeightedLoss) -> bool:
+        """Whether a loss has gradients: not if it is constant or has weight 0.
 
         Raises:
-            UsageError: if it has none here, and the strategy needs a backward of every rank.
+            UsageError: it has none, and the strategy needs a backward on every rank.
         """
-        if weighed.value.requires_grad and not weighed.is_nothing:
+        if weighed.value.requires_grad and not weighed.is_weightless:
             return True
         if any(part.replica.in_lockstep or part.replica.module is not part.replica.model for part in self.parts):
             raise UsageError(code="loss-without-gradient")
@@ -331,7 +330,7 @@ class Step:
         return False
 
     def foreign_leaves(self) -> list[Tensor]:
-        """Tensors that the last loss depends on, and that are parameters of no model here."""
+        """Leaf tensors of the last loss that are not parameters of the models."""
         own = {id(p) for part in self.parts for p in part.replica.model.parameters()}
         return [] if self._value is None else [leaf for leaf in leaves_of(self._value) if id(leaf) not in own]
 
@@ -345,19 +344,19 @@ class Step:
             part.close(reached)
 
     def _synchronise(self, wanted: Sequence[TrainedModel], finish: Finish) -> None:
-        """Gradients of all models that the backward has reached become the global batch's (a collective).
+        """Sum the gradients of all models that the backward has reached over ranks (a collective).
 
-        The host waits for a GPU once, at the end. On the CPU what is wrong is found before gradients travel.
+        The host waits for a GPU once, at the end. On the CPU errors are found before the exchange.
         """
         late, totals, host, loss = costs(self._world.device), None, self._host, 0.0
-        if host is not None and self._sums.samples:  # no other host is waited for
+        if host is not None and self._sums.samples:  # does not wait for other hosts
             rest = self._sums.put_off(finish)
         else:
             summed = finish()
             totals, rest = summed.totals, self._sums.rest(summed)
             if isinstance(totals, Totals):
-                loss, rest = self._sums.take(totals), float(rest)  # gradients are not divided by a number that is 1
-        reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one is always reached
+                loss, rest = self._sums.take(totals), float(rest)  # a division by 1 is skipped
+        reached = reached_anywhere(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
@@ -381,7 +380,7 @@ class Step:
     def _judged(
         self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
     ) -> tuple[float, bool]:
-        """The loss, and whether it and the gradients of those `asked` are finite (a collective if they are sharded)."""
+        """The loss, and whether it and the gradients of `asked` are finite (a collective if they are sharded)."""
         if not late:
             finite = math.isfinite(loss)
             for part in asked:
@@ -391,7 +390,7 @@ class Step:
             return loss, finite
         judged = [part.judged(self._max_norm) for part in asked]
         pending = [one for one in (totals, *judged) if isinstance(one, Pending)]
-        self.ahead.begin()  # all is launched, and the device busy with it
+        self.ahead.begin()  # the device has work now
         found = {id(one): numbers for one, numbers in zip(pending, read_at_once(pending), strict=True)}
         if isinstance(totals, Pending):
             loss = self._sums.take(totals.made(found[id(totals)]))
@@ -403,7 +402,7 @@ class Step:
         return loss, finite
 
     def _not_finite(self, reached: Sequence[TrainedModel], host: Hosts | None, *, in_loss: bool) -> nonfinite.NotFinite:
-        """Who made it so (a collective, of this `host` unless all know; none if it is the loss scale)."""
+        """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
         if not in_loss and (found := self.parts[0].overflowed(self._where)):
             return found
         if self._forward is not None:  # nothing follows in this body
@@ -421,10 +420,10 @@ class Step:
 
 
 class Phases:
-    """The phases of a loop's body that updates models one after the other.
+    """The phases of a loop body that updates several models one after the other.
 
-    A body that goes on computing after an optimizer's step (a GAN's) needs what that step has made of the model, which
-    only the last micro-batch can have. So it runs over all micro-batches once for each such part, its phase:
+    A body that computes after an optimizer step (a GAN's) needs the updated model, which only the last micro-batch can
+    have. So each such part of the body, a phase, runs over all micro-batches:
 
         optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
         optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
@@ -435,7 +434,7 @@ class Phases:
     def __init__(self, parts: Sequence[TrainedModel]) -> None:
         self._parts = parts
         self.number = 1
-        """of phases in a body, as far as is known"""
+        """of phases in a body, as far as known"""
         self.alone = True
         """whether this rank computes the step in one body"""
 
@@ -445,12 +444,12 @@ class Phases:
         self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def again(self) -> bool:
-        """After a pass over the micro-batches: whether they are gone through once more, for the next phase."""
+        """After a pass over the micro-batches: whether the next phase needs another pass."""
         self._pass += 1
         return not self.alone and self._pass < self.number
 
     def counts(self, micro_step: MicroStep) -> bool:
-        """Whether the phase that the body is in is the one that this pass is for."""
+        """Whether this pass is for the current phase of the body."""
         return self.alone or micro_step.phase == self._pass
 
     def is_last(self, micro_step: MicroStep) -> bool:
@@ -458,7 +457,7 @@ class Phases:
         return micro_step.is_last and (self.alone or self._pass == self.number - 1)
 
     def keep_buffers(self, micro_step: MicroStep) -> None:
-        """At the end of a phase: keep the buffers as its own pass has left them; in a later pass put them back."""
+        """At the end of a phase: save the buffers in its pass, and restore them in later passes."""
         if self.alone:
             return
         key = (micro_step.work.virtual_rank, micro_step.work.part, len(micro_step.stepped))
@@ -472,20 +471,20 @@ class Phases:
 
 
 Part = tuple[int | None, Tensor]
-"""A virtual rank, None for a stand-in, and the samples that it evaluates."""
+"""A virtual rank, None for a dummy batch, and the samples that it evaluates."""
 
 
 def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
-    """A step's micro-batches of this rank, and stand-ins after them, as many on every rank (a collective)."""
+    """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
     most = sent([len(microbatches)], world.device)
     dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(most) - len(microbatches)
-    # each an object of its own: the step knows its last one by identity
+    # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(replace(first, work=replace(first.work, counted=False)) for _ in range(missing))]
 
 
 def as_many_parts_as_any(parts: list[Part], samples: int, virtual_ranks: int, world: World, size: int) -> list[Part]:
-    """The same for an evaluation in batches of `size`; which is known without asking."""
+    """The same for an evaluation in batches of `size`, without communication."""
 
     def number(rank: int) -> int:
         shares = (range(v, samples, virtual_ranks) for v in ranks_share(virtual_ranks, rank, world.size))

@@ -1,4 +1,4 @@
-"""The totals of a step: losses, weights and votes, over micro-batches and ranks, and what losses are divided by."""
+"""Totals of a step over micro-batches and ranks: losses, weights and votes. They give the divisor of the losses."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.control import (
-    Summed,
+    SummedTotals,
     Totals,
     by_itself,
     costs,
@@ -20,48 +20,48 @@ from paceline.collectives.control import (
 from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.stepping.micro_step import MicroStep, Reduction, Weighed, same
+from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
 from paceline.stepping.nonfinite import NotFinite, Seen, losses_not_finite, stopped
 from paceline.stepping.order import CallOrder
 
 
 class Votes(NamedTuple):
-    """Of one rank 1 or 0 for each; added up, how many ranks say it. Its order is that of the slots in the totals."""
+    """Each field is 1 or 0 on one rank. The sum over ranks counts the votes. The totals have them in this order."""
 
     stop: float = 0.0
-    """was asked to end the run"""
+    """the run must end"""
     written: float = 0.0
-    """has its file of the checkpoint that is on its way on disk"""
+    """this rank has written its shard of the pending checkpoint"""
     failed: float = 0.0
-    """could not write it"""
+    """this rank could not write its shard"""
     due: float = 0.0
-    """finds by its clock that a checkpoint is due; rank 0 alone looks"""
+    """the time for a checkpoint has come; only rank 0 reads its clock"""
     end: float = 0.0
-    """has been told by a callback that the training is over"""
+    """a callback has ended the training"""
     save: float = 0.0
-    """was asked to save a checkpoint now"""
+    """a checkpoint must be saved now"""
     coming: float = 0.0
-    """how many samples of a stream it has for the next global batch; 0 where the data are no stream"""
+    """samples of a stream that this rank has for the next global batch; 0 if the data are not a stream"""
 
 
-Finish = Callable[[], Summed]
-"""waits for the totals of all ranks; on a GPU they are still to be read then"""
+Finish = Callable[[], SummedTotals]
+"""waits for the totals of all ranks; on a GPU the host has not read them yet"""
 
 
 @dataclass
 class StepResult:
-    """What a step has come to, over all ranks."""
+    """The result of a step over all ranks."""
 
     loss: float = 0.0
     """the mean of the global batch"""
     weight: float = 0.0
-    """what it is the mean of: the sum of all weights"""
+    """the sum of all weights, by which the sum of losses is divided"""
     grad_norm: float | None = None
-    """before it was clipped; None: it was not"""
+    """before clipping; None: not computed"""
     votes: Votes = field(default_factory=Votes)
-    """added up over ranks"""
+    """the sum over ranks"""
     left_out: NotFinite | None = None
-    """why the parameters were not changed, if they were not"""
+    """the reason if the step did not change the parameters"""
 
     @property
     def loss_sum(self) -> float:
@@ -70,7 +70,7 @@ class StepResult:
 
 
 class StepTotals:
-    """The totals of one step: counted on this rank, added up over all, waited for now or after the update."""
+    """The totals of one step: counted on this rank, summed over all ranks, awaited before or after the update."""
 
     def __init__(
         self,
@@ -85,41 +85,40 @@ class StepTotals:
         guess: float = 0.0,
         same_bits: bool = False,
     ) -> None:
-        """`one_each`: every rank computes the step in one micro-batch, so that each exchange has weights of its own.
+        """`where` names the step in errors. `one_each`: each rank computes one micro-batch, with separate weights.
 
-        `where`: which step, in words; `votes` and `order`: what ranks say with it. `alone`: this rank computes the
-        step in one micro-batch, and there is no other rank. `guess`: the weight of the step before; 0 if there is none.
+        `alone`: one micro-batch on one rank. `guess`: weight of the previous step; 0 if there is none. `same_bits`:
+        the bits must not depend on the number of ranks, so the scale must not depend on who computes a virtual rank.
         """
-        # for the same bits on every number of ranks the scale must not depend on which rank computes what
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
         self._virtual_ranks, self._on_device = virtual_ranks, costs(world.device)
         self._begin_round()
         self.divisor: float | None = None
-        """the sum of all weights, once it is known"""
+        """the sum of all weights; None: not known yet"""
         self.in_round = 0
-        """backwards of this body since the last exchange"""
+        """backwards of this micro-batch since the last exchange"""
         self.scale: float | Tensor | None = None
-        """what losses are divided by before their backward, the same on all ranks; None until a loss is known"""
+        """divisor of losses before their backward, the same on all ranks; None before the first loss"""
         self.is_guess = False
-        """whether it is near the weight of the global batch only, which is not known yet"""
+        """whether `scale` only approximates the weight of the global batch, which is not known yet"""
         self.was_scaled = True
-        """whether gradients in the last exchange's backward were those of the global batch's mean"""
+        """whether the gradients of the last backward were those of the global batch's mean"""
         self.seen: Seen = []
         self.without_gradient = False
-        """whether a loss of this rank was constant, or had no weight"""
+        """whether a loss of this rank was constant or had weight 0"""
         self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
         self._reduction: Reduction | None = None
         self._awaited: Finish | None = None
         self._said_scale = 0.0
 
     def count(
-        self, loss: Tensor, weighed: Weighed, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
     ) -> None:
-        """Add a loss and its weight to the totals. Backwards that share one division must have one weight.
+        """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: by its form alone, which all ranks see alike, each sample weighs 1.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
         """
         shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (shared or not self._one_each):
@@ -133,19 +132,19 @@ class StepTotals:
         if self._is_counted:
             self._begin_round()
         if micro_step.work.counted and self._world.leads:  # of several that compute the same
-            is_nothing = weighed.is_nothing
-            self._add(micro_step.work.virtual_rank, weighed, is_nothing)
-            if not is_nothing:
+            is_weightless = weighed.is_weightless
+            self._add(micro_step.work.virtual_rank, weighed, is_weightless)
+            if not is_weightless:
                 self.seen.append((micro_step.batch, loss.detach()))
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
 
-    def scale_of(self, weighed: Weighed, *, waits: bool) -> float | Tensor | None:
-        """What the loss is divided by before backward, so that gradients on their way are those of the mean.
+    def scale_of(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
+        """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
 
-        That is the weight of the global batch, if it is known: from the plan, or as all of it is here. Else it is a
-        power of two near the last step's weight, which changes no bit of the sum; `rest` is divided by later. None: it
-        becomes known when all ranks' totals are there, in the step's only backward (`exact_scale`).
+        It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
+        Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
+        gradients are divided by `rest` later. None: call `exact_scale` with the totals of all ranks.
         """
         if self.scale is None:
             if self._reduction == "sum":
@@ -163,9 +162,9 @@ class StepTotals:
         return self.scale
 
     def guess(self, samples: int = 0) -> float:
-        """A power of two near the weight of the global batch, as what losses are divided by before backward."""
+        """Take a power of two near the weight of the global batch as the divisor before backward."""
         if self.scale is None:
-            self.scale = near(self._guess or samples)
+            self.scale = nearest_power_of_two(self._guess or samples)
         return float(self.scale)
 
     def exact_scale(self, weight: float | Tensor) -> float | Tensor:
@@ -173,27 +172,27 @@ class StepTotals:
         self.scale = scale = self.weight_of(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def rest(self, summed: Summed) -> float | Tensor:
-        """What the summed gradients still have to be divided by, from the totals over ranks."""
+    def rest(self, summed: SummedTotals) -> float | Tensor:
+        """The remaining divisor of the summed gradients, from the totals over ranks."""
         if self.is_weight_known and isinstance(summed.weights, Tensor):
             return 1.0  # `_divide` compares
         return self.weight_of(summed.weight) / (1.0 if self.scale is None else self.scale)
 
     @property
     def is_weight_known(self) -> bool:
-        """Whether the weight of the global batch is the number of its samples, for which all losses were scaled.
+        """Whether all losses were divided by the number of samples, which is the weight of the global batch.
 
-        All ranks see that alike. It is not known if a collate function may have dropped samples.
+        The answer is the same on all ranks. It is no if a collate function may have dropped samples.
         """
         return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
 
     @property
     def samples(self) -> int:
-        """In the global batch, if that is its weight by the form of all losses so far; else 0."""
+        """Samples of the global batch, if they are its weight by the form of all losses so far; else 0."""
         return self._samples if self._plain and self.divisor is None else 0
 
     def start(self) -> Finish:
-        """Start to add up the totals over ranks, the first time with what this one has to say."""
+        """Start the sum over ranks. The first one in a step includes the votes."""
         said = [*self._votes(), *(self._order.hashes() if self._order else ())] if self.divisor is None else []
         if self._world.size > 1:
             self._said_scale = float(self.scale or 0)
@@ -201,15 +200,15 @@ class StepTotals:
         return start_totals(self._losses, self._weights, said, self._world)
 
     def put_off(self, finish: Finish) -> float:
-        """Wait for the totals in `await_totals` only; the rest, as each of the `samples` weighs 1."""
+        """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
         self._awaited = finish
         return 1.0
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """Wait for the totals that were put off, after the update.
+        """After the update, wait for the totals that `put_off` has left.
 
         Raises:
-            TrainingError: they are not what this rank went by; ToldElsewhere if another rank says what is wrong.
+            TrainingError: the weight was not the number of samples; ToldElsewhere if another rank reports the error.
         """
         if self._awaited is None:
             return
@@ -220,20 +219,20 @@ class StepTotals:
             if not math.isfinite(self.take(now(wait().totals), late=True)):
                 if finite_here:
                     raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
-                # that host may have left already: each rank speaks for itself
+                # other hosts may have left already: each rank reports for itself
                 raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
                     code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
                 )
         except BaseException:
-            enter(Phase.OPTIMIZER)  # whoever looks at the phase must not take the step for one that has not begun
+            enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the update has not begun
             raise
 
     def take(self, totals: Totals, *, late: bool = False) -> float:
-        """Take note of what all ranks have said, and give the mean loss. Raises if they do not agree.
+        """Read the totals over ranks. Returns the mean loss. Raises an error if ranks disagree.
 
-        `late`: parameters have changed already.
+        `late`: the parameters have already changed.
         """
         *said, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
@@ -247,12 +246,12 @@ class StepTotals:
         return loss
 
     def weight_of(self, weight: float | Tensor) -> float | Tensor:
-        """From the weight in the totals over ranks, what sums of losses are divided by."""
+        """The divisor of the sums of losses, from the weight in the totals over ranks."""
         known = 1.0 if self._reduction == "sum" else self._counted_before
         return weight if known is None else known
 
     def _divide(self, sums: Sequence[float]) -> tuple[float, float]:
-        """From the totals over ranks the mean loss and its weight; a new round begins.
+        """The mean loss and its weight, from the totals over ranks. A new round begins.
 
         Raises:
             UsageError: on one rank, if all weights are zero; ToldElsewhere on the others.
@@ -274,22 +273,22 @@ class StepTotals:
 
     @property
     def _counted_before(self) -> float | None:
-        """The weight of this round, if it was counted with the first."""
+        """The weight of this round, if the first round has counted it."""
         return None if self._one_each else self.divisor
 
     def _begin_round(self) -> None:
-        """Of each virtual rank, the sum of its weighted losses, and of their weights."""
+        """Clear the sums of weighted losses and of weights, by virtual rank."""
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._is_counted = False  # whether they are those of a round that is over
 
-    def _add(self, virtual_rank: int, weighed: Weighed, is_nothing: bool) -> None:
-        """Add the weighted sum of a loss, and in a round's first backward its weight. A mean of nothing is NaN."""
+    def _add(self, virtual_rank: int, weighed: WeightedLoss, is_weightless: bool) -> None:
+        """Add the weighted sum of a loss, and its weight in a round's first backward. A mean over nothing is NaN."""
         if virtual_rank >= self._virtual_ranks:
             raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
-        if not is_nothing:
+        if not is_weightless:
             before = self._losses[virtual_rank]
-            self._losses[virtual_rank] = weighed.added_to(before) if self._on_device else before + weighed.sum()
+            self._losses[virtual_rank] = weighed.add_to(before) if self._on_device else before + weighed.sum()
         if not self.in_round:
             weight = weighed.weight
             self._weights[virtual_rank] += (
@@ -297,6 +296,6 @@ class StepTotals:
             )
 
 
-def near(number: float) -> float:
-    """The power of two next to a positive number; 1 for 0."""
+def nearest_power_of_two(number: float) -> float:
+    """In logarithmic distance to a positive number; 1 for 0."""
     return 2.0 ** round(math.log2(number)) if number > 0 else 1.0

@@ -10,7 +10,7 @@ from paceline.data.loader import MicroBatch, Prefetch
 from paceline.errors import UsageError
 from paceline.nested import batch_size
 from paceline.protocol.evidence import Phase
-from paceline.stepping.micro_step import added_in
+from paceline.stepping.micro_step import upcast
 from paceline.stepping.order import CallOrder
 from paceline.stepping.pipeline_step import PipelineStep
 from paceline.stepping.step import Step
@@ -123,4 +123,4 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
         raise UsageError(code="loss-of-batch", shape=tuple(losses.shape), samples=batch or "several")
     if weights is not None and weights.shape != losses.shape:
         raise UsageError(code="loss-weights-shape", shape=tuple(losses.shape), weights=tuple(weights.shape))
-    return added_in(losses), None if weights is None else added_in(weights)
+    return upcast(losses), None if weights is None else upcast(weights)

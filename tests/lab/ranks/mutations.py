@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, Summed, Totals
+from paceline.collectives.control import Pending, SummedTotals, Totals
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
@@ -808,13 +808,13 @@ def weights_ignored() -> AbstractContextManager[None]:
 def own_loss_reported() -> AbstractContextManager[None]:
     original = summing_module.start_totals
 
-    def start_totals(losses: list[float], weights: list[float], *others: Any) -> Callable[[], Summed]:
+    def start_totals(losses: list[float], weights: list[float], *others: Any) -> Callable[[], SummedTotals]:
         own, wait = [sum(losses), sum(weights)], original(losses, weights, *others)
 
-        def mine() -> Summed:
+        def mine() -> SummedTotals:
             right = wait()
             assert isinstance(right.totals, Totals)  # a rank without samples has no loss of its own
-            return Summed(Totals(own, right.totals.votes), right.weight) if own[1] > 0 else right
+            return SummedTotals(Totals(own, right.totals.votes), right.weight) if own[1] > 0 else right
 
         return mine
 
