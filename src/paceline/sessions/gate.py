@@ -1,4 +1,4 @@
-"""Where in a step a loop of the user's own is, and so what may act."""
+"""The position of a custom loop in its step, and the calls that are allowed there."""
 
 from collections.abc import Callable
 
@@ -13,55 +13,55 @@ from paceline.stepping.trained_model import TrainedModel
 
 
 class Notes:
-    """Each is said once."""
+    """Prints each note once."""
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
         self._say, self._said = say, set[str]()
 
     def once(self, words: str) -> None:
-        """Say it, unless it was said."""
+        """Print a note, unless it was printed before."""
         if words not in self._said:
             self._said.add(words)
             self._say(f"NOTE: {words}")
 
 
 def trains_otherwise(model: nn.Module) -> bool:
-    """Whether a model's training mode computes something else than its eval mode, as far as modules tell."""
+    """Whether the training mode of a model differs from its eval mode, according to its modules."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
 
 class SessionStep(Step):
-    """What `Prepared` and the loop ask. In no step, everything may act."""
+    """The step of a session. Outside a step every call is allowed."""
 
     merged = False
     """whether models have the buffers of all virtual ranks"""
     notes = Notes()
     optimizers: tuple[int, ...] = ()
-    """the ids of those that were prepared"""
+    """the ids of the prepared ones"""
     saves = False
-    """whether checkpoints are written"""
+    """whether the session writes checkpoints"""
     observer: Observer | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether this is the last micro-batch of the last pass: what is due once a step is due now."""
+        """Whether this is the last micro-batch of the last pass."""
         return self.micro_step is None or self.phases.is_last(self.micro_step)
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing of this step has been computed yet that another rank may count on."""
+        """Whether this rank has computed nothing of the step on which another rank may depend."""
         return self._first is None and (self.micro_step is None or self.micro_step.done == (0, ()))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the body at hand, the step's last, has done all that the bodies before it did."""
+        """Whether the current micro-batch is the last one, and has done the same as the others of the step."""
         micro_step, usual = self.micro_step, self._usual
         if micro_step is None or micro_step.has_failed or not self.is_over:
             return False
         return bool(micro_step.weights) and usual in (None, micro_step.done)
 
     def may_update(self, part: TrainedModel, optimizer: int) -> bool:
-        """Whether `optimizer.step()` is to update now, of the optimizer with this number."""
+        """Whether `step()` of the optimizer with this number updates now."""
         micro_step = self.micro_step
         if micro_step is None:
             return True
@@ -76,7 +76,7 @@ class SessionStep(Step):
         return True
 
     def check_only_loop(self) -> None:
-        """Raise UsageError where a training loop begins in the body of another."""
+        """Raise UsageError if a training loop begins in the body of another."""
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 

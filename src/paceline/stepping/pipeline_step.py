@@ -28,7 +28,7 @@ class PipelineStep(Step):
     def flow(
         self, where: str, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any], loss_of: LossOf
     ) -> None:
-        """A global batch in `bodies`, the same on all stages, but for its `end`.
+        """Compute a global batch, with the same micro-batches on all stages, except its `end`.
 
         `compute` calls the model.
         """

@@ -1,4 +1,4 @@
-"""A model in the steps of a training, as a step sees it, and the scale of its losses in fp16."""
+"""A model in the steps of a training, and the loss scale for fp16."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,81 +23,81 @@ STEPS_UNTIL_DOUBLED = 2000
 
 
 def loss_scale(precision: str) -> "LossScale | None":
-    """The scale to begin with, where there is one."""
+    """The initial scale; None if the precision needs none."""
     return LossScale() if precision == "fp16" else None
 
 
 class LossScale:
-    """The loss scale for fp16: gradients below 6e-8 would be zeros there, and above 65,504 infinite.
+    """The loss scale for fp16, in which gradients below 6e-8 become zeros, and above 65,504 infinite.
 
-    Losses are scaled before each backward of a step, and gradients after their sum, where they are divided by the
-    weight anyway. All ranks judge the same sums, so an overflow on one skips the step on all, and halves the scale. It
-    is a power of two: it changes no bit of a gradient that is neither too small nor too large, at any world size.
+    Losses are multiplied before each backward of a step. Gradients are divided after their sum, together with the
+    weight. All ranks check the same sums, so an overflow on one rank skips the step on all, and halves the scale. The
+    scale is a power of two: it changes no bit of a gradient that is neither too small nor too large.
     """
 
     def __init__(self) -> None:
         self.value = FIRST
         self.left_out = 0
         """steps of the run that have overflowed"""
-        self._good = 0  # steps since the scale has changed
+        self._good = 0  # steps since the last change of the scale
 
     def overflow(self, where: str) -> str:
-        """Halve the scale, as gradients of the step at `where` are not finite; in words, empty where it cannot help."""
+        """Halve the scale after an overflow in the step `where`. Returns a message; empty at the smallest scale."""
         if self.value <= SMALLEST:
             return ""
         self.value, self._good, self.left_out = self.value / 2, 0, self.left_out + 1
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
     def good(self) -> None:
-        """A step was taken."""
+        """A step had no overflow."""
         self._good += 1
         if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
             self.value, self._good = self.value * 2, 0
 
     def numbers(self) -> dict[str, Any]:
-        """What `take` goes on with."""
+        """The state, for `take`."""
         return {"loss_scale": [self.value, self._good, self.left_out]}
 
     def take(self, found: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; one of another precision has no scale."""
+        """Restore the state of a checkpoint; it has none if it is of another precision."""
         self.value, self._good, self.left_out = found.get("loss_scale", (FIRST, 0, 0))
 
 
 class TrainedModel:
-    """A model in training. Its gradients are added up in .grad over the micro-batches of a step."""
+    """A model in training. Its gradients are summed in .grad over the micro-batches of a step."""
 
     has_aside = False
     """whether gradients of this step wait for its last micro-batch"""
     reached = True
-    """after a backward that was watched: whether it has given any of its parameters a gradient"""
+    """after a watched backward: whether any parameter got a gradient"""
 
     def __init__(self, replica: Strategy, number: int = 0, scale: LossScale | None = None) -> None:
-        """`number` counts from 0; `scale` is that of the losses."""
+        """`number` counts the models from 0; `scale`: of the losses."""
         self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
         self._found: bool | Pending[bool] | None = None
         self._hooked = False
         self.norm: float | None = None
-        """of the step's gradients before they were clipped"""
+        """of the step's gradients before clipping"""
         self.hooks, self._own_hooks = 0, -1
         """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
-        """Whether an optimizer of its own is among those, by number, that were asked to step."""
+        """Whether an optimizer of this model is among the optimizers with these numbers."""
         return self.number in numbers
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: save the buffers, clear the gradients."""
         self.replica.keep_buffers()
-        for parameter in self._parameters:  # not the optimizer's: one that is sharded knows only its share
+        for parameter in self._parameters:  # not those of the optimizer: a sharded one has only its shards
             parameter.grad = None
 
     def open(self, wanted: bool, watched: bool) -> None:
-        """Before a backward: what it gives is dropped, where it is not `wanted`; `watched`: `reached` will be asked."""
+        """Before a backward: its gradients are dropped if not `wanted`; `watched`: sets `reached`."""
 
     def backward(self, loss: Tensor, *, factor: float | Tensor = 1.0, retain_graph: bool = False) -> None:
-        """Back-propagate a loss of the step, of all models, times a `factor`."""
+        """Back-propagate a loss of all models, times a `factor`."""
         if self.scale is not None:
             factor = factor * self.scale.value
         if isinstance(factor, Tensor):
@@ -107,13 +107,13 @@ class TrainedModel:
         loss.backward(gradient, retain_graph=retain_graph or None)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
-        """Take the user's hooks off the parameters during a backward: they are for the global batch's gradient.
+        """Remove the user's hooks from the parameters during a backward: they are for the global batch's gradient.
 
-        `alone`: this backward gives all of it, so hooks of several parameters at once stay. `counted`: it is that of no
+        `alone`: this backward computes all of it, so hooks of several parameters at once stay. `counted`: False for a
         dummy batch, during which parameters have hooks of paceline.
 
         Raises:
-            UsageError: if there are any, and ranks hold shares of gradients; or hooks of several parameters at once.
+            UsageError: there are hooks, and gradients are sharded; or hooks of several parameters at once.
         """
         count = count_hooks(self._parameters)
         if count == self._own_hooks:
@@ -133,16 +133,16 @@ class TrainedModel:
         return hidden
 
     def show_hooks(self, hidden: HiddenHooks) -> None:
-        """Put them back, after backward."""
+        """Restore them after backward."""
         if hidden:
             show_hooks(hidden)
 
     def note_gradients(self) -> None:
-        """A step is left out: note that the gradients are not the loop's."""
+        """After a skipped step: remember that the loop did not write these gradients."""
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has one, or may have its share on another rank."""
+        """Whether any parameter has a gradient, or may have a shard of one on another rank."""
         return self.replica.sharded or any(p.grad is not None for p in self._parameters)
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
@@ -161,7 +161,7 @@ class TrainedModel:
                 hook(parameter)
 
     def overflowed(self, where: str) -> NotFinite | None:
-        """Whether gradients of the step at `where` that are not finite are the loss scale's fault; halves it."""
+        """Whether the loss scale made gradients of the step `where` non-finite; halves it."""
         words = "" if self.scale is None else self.scale.overflow(where)
         return NotFinite(words, by_scale=True) if words else None
 
@@ -172,50 +172,49 @@ class TrainedModel:
         """After a backward that is not the step's last."""
 
     def drop(self) -> None:
-        """After a backward whose gradients this model does not want, or has not got."""
+        """After a backward without gradients for this model: drop those it may have."""
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
-        `agreed`: hosts that step by themselves ask each other, so that all return the same. Returns what
-        `Strategy.sync_gradients` does.
+        `agreed`: hosts that step separately agree on the result. Returns the result of `Strategy.sync_gradients`.
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
         if agreed and self.replica.host is not None:
             self._found = self.replica.all_finite()
         if self._hooked:
             self.run_hooks(after_accumulation=False)
-            self._found = None  # a hook may have changed that
+            self._found = None  # a hook may have changed the gradients
         return self._found
 
     def judged(self, max_norm: float | None) -> bool | Pending[bool]:
-        """After `synchronise`: whether all gradients are finite, which are clipped to `max_norm`; sets `norm`."""
-        found, self._found = self._found, None  # it would hold the gradients until the next step has its own
+        """After `synchronise`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
+        found, self._found = self._found, None  # it would hold the gradients until the next step
         self.norm = None
         if max_norm is None:
             return gradients_are_finite(self.replica) if found is None else found
 
-        def made(norm: float) -> bool:  # the norm is the vote, unless a square was beyond its type
+        def made(norm: float) -> bool:  # the norm decides, unless a square has overflowed
             self.norm = norm
             return math.isfinite(norm) or now(gradients_are_finite(self.replica))
 
         return self.replica.clip_grad_norm(max_norm).then(made)
 
     def give_up(self) -> None:
-        """The step is given up: buffers are those before it."""
+        """End the step early: restore the buffers."""
         self.replica.put_back_buffers()
 
     def state(self) -> list[TensorShard]:
-        """All tensors of its state, under its own names."""
+        """All tensors of its state, under names with `prefix`."""
         return [replace(one, name=self.prefix + one.name) for one in self.replica.state()]
 
     def rates(self) -> list[float]:
-        """The learning rates as they are."""
+        """The current learning rates."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]
 
 
 def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[TrainedModel]:
-    """Those whose parameters a watched backward has reached on any rank; the others are closed (a collective)."""
+    """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
     flags = sent([float(part.reached) for part in wanted], world.device)
     found = sum_over_ranks(flags, "models reached by a backward").tolist()
     for part, ranks in zip(wanted, found, strict=True):
