@@ -831,8 +831,8 @@ def frozen_by_rank() -> Any:
 
 @case
 def failing_in_parts() -> Any:
-    """An error of the loop's own between s.backward and the end of a micro-batch."""
-    s = paceline.session(virtual_ranks=4)
+    """An error of the loop between s.backward and the end of a micro-batch whose operations are counted."""
+    s = paceline.session(virtual_ranks=4, peak_tflops=1.0)
     model, optimizer = s.prepare(net(), sgd)
     trained(s, model, optimizer, lambda x, i: (s.backward(loss_of(model, x, i)), x @ x))
 

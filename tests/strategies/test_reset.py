@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,18 @@ def loops(rank: int, size: int) -> list[str]:
 def test_the_next_step_is_right_after_an_error_in_a_backward(size, memory, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PACELINE_SHARED_MEMORY", memory)
     assert run_ranks(loops, size, tmp_path) == [[]] * size
+
+
+def test_an_error_in_a_dummy_batch_keeps_its_traceback() -> None:
+    model, data = nn.Linear(6, 2), ArrayDataset(torch.randn(4, 6), torch.randn(4, 2))
+    replica = STRATEGIES["single"](model, torch.optim.SGD, World(0, 1, 0, 1, CPU, "gloo"))
+    ((batch,),) = load_steps(data, BatchPlan(4, 4, 1), range(1), Loading(CPU), start=0, stop=1)
+
+    def broken() -> None:
+        raise ArithmeticError
+
+    replica.enter(replace(batch, work=replace(batch.work, counted=False)), is_last=True)
+    with pytest.raises(ArithmeticError) as caught:
+        broken()
+    replica.leave(caught.value)
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-1] == "broken"
