@@ -77,10 +77,7 @@ ROWS = [  # arguments, code of the error, a part of its text
     (f"{MINE} --run-dir full --nproc 2", "run-dir-not-empty", ""),
     (f"{MINE} --strategy exact --batchnorm sync", "exact-with-sync-batchnorm", ""),
     (f"{MINE} --strategy zero --batchnorm sync --nproc 2", "exact-with-sync-batchnorm", ""),
-    *(
-        (f"{TWO} --stall-after={value}", "stall-after-invalid", "--stall-after")
-        for value in ("0", "-3", "abc", "nan", "1e3", "")
-    ),
+    *((f"{TWO} --stall-after={s}", "stall-after-invalid", "after") for s in ("0", "-3", "abc", "nan", "1e3", "")),
     ("launch --stall-after never -- script.py", "stall-after-invalid", "--stall-after"),
     (f"{CNN} --stall-after 5", "stall-after-without-agent", "--nproc"),
     (f"{TWO} --not-finite ignore", "wrong-command-line", "'ignore'"),
@@ -126,17 +123,15 @@ def test_without_a_command_the_usage_is_shown(paceline):
     assert run.returncode == 2 and "usage" in run.stdout
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "magic"])
+DAMAGES = {"missing": None, "truncated": lambda found: found[:-100], "magic": lambda found: b"PK" + found[2:]}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_data(paceline, small_mnist, tmp_path, damage):
     for path in small_mnist.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     victim = tmp_path / "train-images-idx3-ubyte"
-    if damage == "missing":
-        victim.unlink()
-    elif damage == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-100])
-    else:
-        victim.write_bytes(b"PK" + victim.read_bytes()[2:])
+    victim.write_bytes(damage(victim.read_bytes())) if damage else victim.unlink()
     run = paceline("train", "mnist-cnn", "--data-dir", tmp_path, "--nproc", 2, command=("-c", WITHOUT_TORCH))
     assert run.returncode == 2, run.stderr
     assert "train-images-idx3-ubyte" in run.stderr
@@ -157,12 +152,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "
 @pytest.mark.parametrize(
     ("words", "env", "code", "part"),
     [
-        (
-            "",
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "variables-missing",
-            "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
-        ),
+        ("", {"RANK": "0", "WORLD_SIZE": "2"}, "variables-missing", "not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR"),
         ("--nproc 2", {**RANK, "MASTER_PORT": "1"}, "nproc-within-launcher", ""),
         ("--stall-after 5", {"RANK": "0", "WORLD_SIZE": "1"}, "stall-after-without-agent", "paceline watchover"),
     ],

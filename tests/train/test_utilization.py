@@ -12,7 +12,7 @@ from tests.run_script import run_script
 from paceline.cli.run_state import run_state
 from paceline.report.page import results
 from paceline.report.run import whole_run
-from paceline.runs.events import Counted, Step, read_events
+from paceline.runs.events import Counted, Step, event_files, read_events
 
 PEAK = 0.125  # TFLOP/s
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
@@ -79,6 +79,8 @@ def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
     events = [*read_events(folder / "run" / "events-0.jsonl")]
     assert [e for e in events if isinstance(e, Counted)] == [Counted(PER_SAMPLE, ranks, PEAK)]
     steps = [e for e in events if isinstance(e, Step)]
+    of_all = [e for path in event_files(folder / "run").values() for e in read_events(path) if isinstance(e, Step)]
+    assert sum(e.consumed for e in of_all) == sum(e.samples for e in steps)
     assert all(e.tokens == LENGTH * e.consumed > 0 for e in steps)
     state = run_state(folder / "run")
     assert (state.mfu, state.goodput, state.tokens_per_second) == tuple(
@@ -91,7 +93,6 @@ def check_readers(folder: Path, found: dict[str, Any], ranks: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("strategy", "ranks"), [("exact", 1), ("exact", 2), ("bucketed", 2), ("fsdp", 2)])
 def test_a_task_counts_and_keeps_its_weights(tmp_path: Path, strategy: str, ranks: int) -> None:
-    (tmp_path / "mine.py").write_text(MODEL + TASK)
     words = ("-m", "paceline", "train", "mine.py:task", "--steps", 9, "--global-batch", 7, "--virtual-ranks", 2)
     found = []
     for peak in (PEAK, 0):
@@ -129,8 +130,7 @@ def test_a_session_compiled_or_exact_is_not_counted(tmp_path: Path, strategy: st
     assert "flops_per_sample" not in found and found["tokens_per_second"] > 0
 
 
-def test_a_compiled_task_is_counted_in_eager_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MODEL + TASK)
+def test_a_compiled_task_is_counted_in_eager_mode(tmp_path: Path) -> None:
     patched = "import torch\nwhole = torch.nn.Module.compile\n"
     patched += "torch.nn.Module.compile = lambda self: whole(self, backend='eager')\n"
     (tmp_path / "mine.py").write_text(patched + MODEL + TASK)
