@@ -1,4 +1,4 @@
-"""The class of which every strategy is a subclass. It is itself what one device does.
+"""The base class of all strategies. On its own it trains on one device.
 
 A strategy turns a single-device model into this rank's part of a training. A subclass overrides how gradients are
 reduced and what is sharded, so the training step never asks which strategy it is.
@@ -36,18 +36,18 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class WeightAverage(Protocol):
-    """An average of the weights, which is saved with the model and evaluated in the weights' place."""
+    """An average of the weights. It is saved with the model, and evaluated in place of the weights."""
 
     def state(self) -> list[TensorShard]:
-        """Its tensors, under names of their own."""
+        """Its tensors, under separate names."""
         ...
 
     def load(self, source: Source) -> None:
-        """Restore what `state` gave; begin as the weights are if `source` has no average."""
+        """Restore the result of `state`; start from the weights if `source` has no average."""
         ...
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Inside, the model has the average for its weights."""
+        """Inside, the model has the average as its weights."""
         ...
 
 
@@ -60,11 +60,11 @@ class Strategy:
     """
 
     sharded = False
-    """whether each rank holds a shard of the gradients only, so that all must be asked about them"""
+    """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
-    """whether a forward is a collective: then all ranks call equally many, some of them for dummy batches"""
+    """whether a forward is a collective: then all ranks compute the same number, some for dummy batches"""
     host: "Hosts | None" = None
-    """this host, if each takes steps by itself: only its ranks hold these gradients"""
+    """this host, if hosts step separately: only its ranks hold these gradients"""
     pipeline: "Pipeline | None" = None
     """this rank's stage, if ranks share the layers: every forward goes through it"""
 
@@ -79,15 +79,15 @@ class Strategy:
         reducer: "Reducer | None" = None,
         shards_optimizer: bool = False,
     ) -> None:
-        """Prepare what all strategies share.
+        """Prepare the parts that all strategies have.
 
         Args:
-            model: the plain model, with its own names: for evaluation and saving.
+            model: the plain model, for evaluation and saving.
             optimizer: over the model's parameters, or over pieces of them.
-            world: the ranks among which this is done.
-            virtual_ranks: for how many the run is defined. Default: the world size.
-            module: what the training forward calls, if it is not the model itself.
-            reducer: sums gradients. None: this rank has all of them.
+            world: the ranks that train the model.
+            virtual_ranks: number for which the run is defined. Default: the world size.
+            module: the module for the training forward. Default: the model.
+            reducer: sums gradients over ranks. None: this rank computes all of them.
             shards_optimizer: whether the optimizer trains pieces of parameters.
         """
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
@@ -106,13 +106,13 @@ class Strategy:
         self.buffers = VirtualBuffers(model, world, self.virtual_ranks)
 
     def join(self, parts: "ModelParts", world: World) -> None:
-        """Be a part of a model whose parts the ranks of `world` hold."""
+        """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
     # a micro-batch
 
     def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: its virtual rank's buffers are in the model. `is_last`: of the step, on this rank."""
+        """Begin a micro-batch: put the buffers of its virtual rank in the model. `is_last`: of this rank's step."""
         work = batch.work
         around = self._around(work, is_last)
         if around is not None or not work.counted:
@@ -127,7 +127,7 @@ class Strategy:
             self.buffers.enter(work)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the micro-batch; with an `error`, its changes of buffers are dropped."""
+        """End the micro-batch. With an `error`, drop its changes of buffers."""
         inside, self._inside = self._inside, None
         if inside is None:
             self.buffers.leave(failed=error is not None)
@@ -135,12 +135,12 @@ class Strategy:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
-        """What surrounds a micro-batch from its forward on."""
+        """A context for each micro-batch; None: not needed."""
         return None
 
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
-        """Surrounds a forward of the plain model that is only looked at: its random stream, its buffers."""
+        """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
         with random_stream(batch.random_seed, self.world.device), self.buffers.of(batch.work):
             yield
 
@@ -150,12 +150,12 @@ class Strategy:
             self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.counted)
 
     def end_backward(self, error: BaseException | None = None) -> None:
-        """End it. May raise an `error` with a better explanation."""
+        """End a backward. May raise an error that explains `error` better."""
         if self.reducer is not None:
             self.reducer.leave(failed=error is not None)
 
     def on_gradient(self, act: Callable[[], None]) -> None:
-        """Call `act` in each backward that reaches the model, whoever has called the backward."""
+        """Call `act` in each backward that reaches the model, also in those of the loop."""
         for parameter in {id(p): p for p in (self.parameters[0], self.parameters[-1])}.values():
             parameter.register_post_accumulate_grad_hook(lambda _: act())
 
@@ -167,14 +167,14 @@ class Strategy:
         Call it under `torch.no_grad()`.
 
         Returns:
-            Whether it is finite, on all ranks alike: found on the way, or still to be read, or None if nobody has
-            looked.
+            Whether the gradients are finite, the same on all ranks. Pending: not read from the device yet. None: not
+            checked.
         """
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UsageError(code="unfrozen-later", name=name)
         found = self._reduce(divisor)
-        self.buffers.check()  # after the gradients' collectives: before, their order differs between ranks
+        self.buffers.check()  # after the collectives of gradients, whose order would otherwise differ between ranks
         return found if self.parts is None else self.parts.after_reduction(found)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
@@ -186,38 +186,38 @@ class Strategy:
     def reset(self) -> None:
         """Drop the step's gradients after an error in a forward or backward, so that the next step can begin.
 
-        Every rank calls this or `sync_gradients`, whose result is then worth nothing (a collective). `ddp` and `fsdp`
+        Every rank calls this or `sync_gradients`, whose result is then not valid (a collective). `ddp` and `fsdp`
         can continue only if all ranks have failed before their first backward.
         """
         if self.reducer is not None:
             self.reducer.reset()
         self.model.zero_grad(set_to_none=True)
-        self.optimizer.zero_grad(set_to_none=True)  # pieces of parameters are not the model's
+        self.optimizer.zero_grad(set_to_none=True)  # the model does not know pieces of parameters
 
     def gradients(self) -> list[TensorShard]:
-        """The gradients of the global batch's mean that this rank holds, by parameter; none of unused parameters."""
+        """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
         own = self._gradients()
         return own if self.parts is None else self.parts.lifted(own)
 
     def _gradients(self) -> list[TensorShard]:
-        """The same of this rank's part of the model, as part of nothing."""
+        """The same for this rank's part of the model, under names of the part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float) -> Pending[float]:
         """The global norm of the gradients (a collective if they are sharded).
 
-        Once it is read, all gradients are scaled alike to at most `max_norm`, unless the norm is not finite.
+        When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
         """
         tensors = [held.tensor for held in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
         return norm.then(lambda found: scale_to_norm(tensors, found, max_norm))
 
     def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
-        """The global norm of all gradients, of which this rank holds `own`; infinite or NaN only if one of them is."""
+        """The global norm of all gradients; `own` are those of this rank. Not finite only if one of them is not."""
         return total_norm(own)
 
     def all_finite(self) -> bool:
-        """With `host`: whether the gradients of all are finite; one that is not becomes NaN on all (a collective)."""
+        """With `host`: whether the gradients of all hosts are finite. Others become NaN on all hosts (a collective)."""
         raise NotImplementedError
 
     # buffers
@@ -228,61 +228,61 @@ class Strategy:
 
     @contextmanager
     def evaluated(self) -> Generator[None]:
-        """Inside, the model is as it is evaluated: merged buffers, the average in the weights' place (a collective)."""
+        """Inside, the model is ready for evaluation: merged buffers, the average as weights (a collective)."""
         with self.merged_buffers(), nullcontext() if self.average is None else self.average.in_place():
             yield
 
     def keep_buffers(self) -> None:
-        """Remember the buffers of this rank's virtual ranks, and what else a step changes before the update."""
+        """Save the buffers of this rank's virtual ranks, and everything else that a step changes before the update."""
         self.buffers.keep()
 
     def put_back_buffers(self) -> None:
-        """Restore what `keep_buffers` has remembered."""
+        """Restore what `keep_buffers` has saved."""
         self.buffers.put_back()
 
     # state
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside, the plain model holds all parameters, and one rank alone may call it (a collective)."""
+        """Inside, the plain model holds all parameters, so that a single rank can call it (a collective)."""
         return nullcontext()
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Whole parameters and persistent buffers, by the model's names, as they are now (a collective)."""
+        """Current whole parameters and persistent buffers, by the names of the model (a collective)."""
         if self.parts is None:
             return self._weights()
         return self.parts.weights(self._weights, self._state)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        """Those of this rank's part of the model."""
+        """The weights of this rank's part of the model."""
         return self.model.state_dict()
 
     def state(self) -> list[TensorShard]:
-        """All tensors of the state that this rank holds, not copied, under names that no strategy changes."""
+        """All tensors of the state on this rank, not copied. Names do not depend on the strategy."""
         own = self._state()
         lifted = own if self.parts is None else self.parts.lifted(own)
         return lifted if self.average is None else [*lifted, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
-        """That of this rank's part of the model."""
+        """The state of this rank's part of the model."""
         return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
 
     def _hold_parameters(self) -> list[TensorShard]:
-        """The parameters as this rank holds them, to be saved and overwritten."""
+        """The parameters of this rank, to save and to overwrite."""
         return whole_parameters(self.model.named_parameters())
 
     def _hold_optimizer(self) -> list[TensorShard]:
-        """What the optimizer keeps."""
+        """The state of the optimizer."""
         return hold_optimizer(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
-        """Restore a state that any strategy on any number of ranks has held."""
+        """Restore a state, which may come from any strategy and any number of ranks."""
         self._load(source if self.parts is None else self.parts.source(source))
         if self.average is not None:
             self.average.load(source)
 
     @torch.no_grad()
     def _load(self, source: Source) -> None:
-        """That of this rank's part of the model."""
+        """Restore this rank's part of the model."""
         for held in self._hold_parameters():
             load_into(source, held)
         if self.host is None and (hosts := take_mean(source, self._hold_parameters())):
@@ -291,7 +291,7 @@ class Strategy:
         self._load_optimizer(source)
 
     def _load_optimizer(self, source: Source) -> None:
-        """Restore what `_hold_optimizer` gave."""
+        """Restore the state of the optimizer."""
         load_optimizer(self.model, self.optimizer, source)
 
 
