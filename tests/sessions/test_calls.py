@@ -7,7 +7,8 @@ import pytest
 from tests.run_script import run_script
 
 SCRIPT = Path(__file__).with_name("calls.py")
-MOST = {1: {"calls": 322, "operations": 8}, 2: {"calls": 582, "operations": 45}}  # beyond a plain loop
+# Beyond a plain loop. The count differs by one or two between releases of Python.
+MOST = {1: {"calls": 325, "operations": 8}, 2: {"calls": 585, "operations": 45}}
 
 
 @pytest.mark.ranks
