@@ -47,7 +47,7 @@ def measure(work: str) -> dict[str, list[float]]:
         plan = BatchPlan(len(data), batch * s.size, s.size)
         mine = ranks_share(s.size, s.rank, s.size)
         guard = Guard.of_process()
-        order = CallOrder(s.world, guard.take_order, guard.taken, print)
+        order = CallOrder(s.world, guard.ledger.take_order, guard.ledger.taken, print)
 
         def by_session() -> Generator[None]:
             for x, y in train:

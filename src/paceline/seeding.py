@@ -40,12 +40,13 @@ class SeededStream:
         """the streams outside, while it is entered"""
 
     def enter(self, seed: int) -> None:
-        """Continue from `seed`."""
-        self.outside = Streams()
+        """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
+        module = None if self._device is None else torch.get_device_module(self._device)
+        if self.outside is None:
+            self.outside = Streams()
+            self._on_device = None if module is None else module.get_rng_state(self._device)
         seed_streams(seed)
-        if self._device is not None:
-            module = torch.get_device_module(self._device)
-            self._on_device = module.get_rng_state(self._device)
+        if self._device is not None and module is not None:
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
             with torch.accelerator.device_index(self._device.index):
                 module.manual_seed(seed)

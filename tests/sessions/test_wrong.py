@@ -78,7 +78,7 @@ TOLD = {
     "gone_on_with_another_batch": ("another-run-for-good", "global_batch: 4"),
     "another_device": ("device-unknown", "tpu"),
     "a_buffer_made_in_the_first_forward": ("buffer-made-in-first-forward", "mean"),
-    "not_cleared": ("", "NOTE: optimizer.step() without zero_grad() since the last: the gradients of older"),
+    "not_cleared": ("", "NOTE: optimizer.step() was called twice without zero_grad(): the gradients of older"),
     "cleared_in_other_ways": ("", "nothing"),
     "evaluated_in_training_mode": ("", "NOTE: a model is evaluated in training mode"),
 }

@@ -51,7 +51,15 @@ from paceline.collectives.hosts import (
     group_name,
     hosts_of_one,
 )
-from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, meet_in_memory
+from paceline.collectives.memory import (
+    BULK_BYTES,
+    GROUP,
+    MemoryLayout,
+    MemoryOperation,
+    Refusal,
+    SharedMemory,
+    meet_in_memory,
+)
 from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, in_words
 from paceline.collectives.torch_collectives import (
     CPU,
@@ -208,7 +216,7 @@ class HierarchicalTransport:
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
-        with self._memory.operation(self._memory.bulk, self._handing_out):
+        with MemoryOperation(self._memory, self._memory.bulk, self._handing_out):
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
             for bucket, strides, first, results in zip(self.buckets, self._strides, self._first, sums, strict=True):

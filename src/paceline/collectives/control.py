@@ -31,14 +31,14 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -122,10 +122,16 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
         return True
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL:
-        with suppress(RuntimeError):  # memory that several elements share cannot be written
-            found = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, torch.ones(()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        found = torch.zeros(1)
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, number_on(found.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             return not found.item()
+        except RuntimeError:  # memory that several elements share cannot be written
+            return _have_finite_sums(gradients)
+    return _have_finite_sums(gradients)
+
+
+def _have_finite_sums(gradients: Sequence[Tensor]) -> bool:
     # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
     sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
     return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(one.isfinite().all()) for one in gradients)
@@ -161,10 +167,11 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[boo
 def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> bool | Pending[bool]:
     """Multiply gradients, all on `device`, by the scalar `factor`; whether they are finite, answered on the way."""
     # on the CPU that kernel takes as much memory again; and the factor it takes is a float32
-    if not gradients or not costs(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
+    on_host = device.type == "cpu"
+    if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
         for group, number in by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return are_finite(gradients, device) if costs(device) else are_finite_here(gradients)
+        return are_finite_here(gradients) if on_host else are_finite(gradients, device)
     # an element is looked at before it is multiplied: by more than one, it may overflow then
     if isinstance(factor, Tensor):
         factor = factor.float()
@@ -378,16 +385,14 @@ NAME = "totals of the step"
 LOOP_NUMBERS = "numbers of the loop"
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """What a `start_totals` gave: the sums of losses and of weights over virtual ranks, and votes summed over ranks."""
 
     sums: list[float]
     votes: list[float]
 
 
-@dataclass(frozen=True)
-class SummedTotals:
+class SummedTotals(NamedTuple):
     """The totals of a step over all ranks. If the host must wait for the device, they are pending."""
 
     totals: Totals | Pending[Totals]
@@ -458,6 +463,8 @@ def _tree_sum(of_each: Sequence[_N]) -> _N:
     """The sum of one number of each virtual rank, or of tensors."""
     if len(of_each) == 1:
         return of_each[0]
+    if len(of_each) == 2:  # as `tree_sum` does
+        return of_each[0] + of_each[1]
     return tree_sum({(v, v + 1): number for v, number in enumerate(of_each)}, lambda a, b: a + b, len(of_each))
 
 

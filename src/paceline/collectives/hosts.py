@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory import GROUP, MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.memory import GROUP, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
 from paceline.collectives.memory_sum import (
     Chunk,
     Flat,
@@ -175,7 +175,7 @@ class HostsSum:
             after: the sum that has begun before this one; starts to send its second half.
         """
         self._own = own
-        with self._memory.operation(self._memory.bulk, self._call):
+        with MemoryOperation(self._memory, self._memory.bulk, self._call):
             for bundle in self._bundles:
                 exchange = self._left(bundle, first=not self._under_way)
                 before = self if self._under_way else after

@@ -43,8 +43,8 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ class Channel:
         if self._announced:
             mine, self._announced = self._announced, b""
             texts = [bytes(header[:_TEXT_BYTES]) for header in self._headers[self.tick & 1]]
-            if any(text != mine for text in texts):
+            if texts.count(mine) < len(texts):
                 calls = "; ".join(
                     f"rank {name} called {text.rstrip(bytes(1)).decode(errors='replace')}"
                     for name, text in zip(self._names, texts, strict=True)
@@ -307,26 +307,15 @@ class SharedMemory:
         op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
         return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
 
-    @contextmanager
-    def operation(self, channel: Channel, call: MemoryCall, work: object = None) -> Generator[None]:
-        """Around the ticks of one collective: the hang guard sees it, and all ranks must begin the same one.
-
-        If the collective ends elsewhere, around the ticks that begin it; `work` then knows whether it is over.
-        """
+    def begin(self, channel: Channel, call: MemoryCall) -> Any:
+        """Begin a collective: the hang guard sees it, and all ranks must begin the same one. See `MemoryOperation`."""
         if self._left[self.rank][0]:
             raise RuntimeError(
                 f"{call.text.decode()}: this rank has left the shared memory, after an error or at the end"
             )
         self._call = call
         channel.announce(call.text)
-        begun = Guard.of_process().ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
-        try:
-            yield
-        except BaseException:
-            self.leave()  # else the others would wait for the remaining ticks
-            Guard.of_process().ledger.end_own(begun, failed=True)
-            raise
-        Guard.of_process().ledger.end_own(begun, work)
+        return Guard.of_process().ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
 
     def leave(self) -> None:
         """Tell all ranks that this one will not come any more; may be called again."""
@@ -357,6 +346,24 @@ class SharedMemory:
     def _names(self, indices: Sequence[int]) -> str:
         peers = [self._others[index][1] for index in indices]
         return ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in peers)
+
+
+class MemoryOperation:
+    """A context around the ticks of one collective in shared memory.
+
+    If the collective ends elsewhere, it surrounds the ticks that begin it. `work` then knows whether it is over.
+    """
+
+    def __init__(self, memory: SharedMemory, channel: Channel, call: MemoryCall, work: object = None) -> None:
+        self._memory, self._channel, self._call, self._work = memory, channel, call, work
+
+    def __enter__(self) -> None:
+        self._begun = self._memory.begin(self._channel, self._call)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._memory.leave()  # else the others would wait for the remaining ticks
+        Guard.of_process().ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
 
 
 def _lives(peer: MemoryPeer) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory import MAX_FLAGS, SharedMemory
+from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
 from paceline.collectives.tree import ALIGNED, Forest, Node, middle, round_up, tree_sum
 
 SMALL_SHARE = 4  # a tensor smaller than a fourth of the room shares a chunk
@@ -126,9 +126,12 @@ class SlotLayout:
 
     def set_flags(self, slot: int, own: Sequence[Flat | None]) -> None:
         """Flag the tensors for which this rank has values."""
-        count = len(self._sizes)
-        flags = sum(1 << i for i in range(count) if any(flat is not None and flat[i] is not None for flat in own))
-        self._memory.bulk.set_flags(slot, flags, count)
+        flags = 0
+        for flat in own:
+            for i, tensor in enumerate(flat or ()):
+                if tensor is not None:
+                    flags |= 1 << i
+        self._memory.bulk.set_flags(slot, flags, len(self._sizes))
 
     def used(self) -> list[bool]:
         """Whether any rank has values for each tensor, in the tick that set flags."""
@@ -294,7 +297,7 @@ class TreeSum:
             all subtrees of all ranks.
         """
         self.finite = False
-        with self._memory.operation(self._memory.bulk, self._call):
+        with MemoryOperation(self._memory, self._memory.bulk, self._call):
             return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
 
     def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
@@ -446,7 +449,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
-    with memory.operation(memory.bulk, memory.called("barrier", "barrier")):
+    with MemoryOperation(memory, memory.bulk, memory.called("barrier", "barrier")):
         memory.bulk.write()
         memory.bulk.exchange()
 
@@ -457,7 +460,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
     chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
-    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+    with MemoryOperation(memory, bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, to compare calls
             slot = bulk.write()
             places = slots[slot][src][: chunk.size].split(chunk.lengths)
@@ -476,7 +479,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     share, bulk = len(mine), memory.bulk
     slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, share)
-    with memory.operation(bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
+    with MemoryOperation(memory, bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
         for start in range(0, share, room):
             stop = min(start + room, share)
             slot = bulk.write()
@@ -514,7 +517,7 @@ def reduce_scatter(
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
     spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
     shares = [None if flat is None else flat.view(size, share) for flat in own]
-    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
+    with MemoryOperation(memory, bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
         for start in range(0, share, room):
             stop = min(start + room, share)
             slot = bulk.write()
@@ -554,7 +557,7 @@ class StartedSum:
         if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
             memory.running.finish()
         channel = memory.totals
-        with memory.operation(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
+        with MemoryOperation(memory, channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
             slot = channel.write()
             channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
             self._tick = channel.publish()

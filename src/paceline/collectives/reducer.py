@@ -183,9 +183,12 @@ def check_gradients(
     parameters: Sequence[nn.Parameter], numels: Sequence[int], names: Mapping[nn.Parameter, str]
 ) -> None:
     """Raise UsageError for a gradient that is sparse, or of another number of elements than `numels` says."""
-    check_dense(((p, p.grad) for p in parameters), names)
     for parameter, numel in zip(parameters, numels, strict=True):
-        if parameter.grad is not None and parameter.grad.numel() != numel:
+        if (grad := parameter.grad) is None:
+            continue
+        if grad.layout is not torch.strided:
+            check_dense([(parameter, grad)], names)
+        if grad.numel() != numel:
             name = names.get(parameter, "a parameter")
             raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from paceline.data.arrays import SampleDraws, batch_gatherer
+from paceline.data.arrays import Gather, SampleDraws, batch_gatherer, held_rows
 from paceline.data.plan import BatchPlan, Work, rank_work
 from paceline.data.workers import (
     SLOTS_OF_A_LOADER,
@@ -59,8 +59,7 @@ class Prefetch:
             self.more()
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What one forward and backward work on, and where in the run it belongs."""
 
     inputs: Any
@@ -112,6 +111,10 @@ def load_work(
     `steps` may draw random numbers. So they are drawn here, and not while worker processes get their next requests,
     when random streams are put back.
     """
+    if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
+        for step in steps:
+            yield [(gather(work.indices, SampleDraws(seed, work.epoch)), work) for work in step]
+        return
     prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
     drawn, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
 
@@ -131,6 +134,16 @@ def load_work(
             step = drawn.popleft()
             yield [(next(batches), work) for work in step]
             draw()
+
+
+def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
+    """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
+    if loading.collate is not None or loading.device.type != "cpu":
+        return None
+    rows = held_rows(dataset.dataset if type(dataset) is Subset else dataset)
+    if rows is None or any(isinstance(one, Tensor) and one.device != loading.device for one in rows):
+        return None
+    return batch_gatherer(dataset)
 
 
 def fetch(

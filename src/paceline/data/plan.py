@@ -16,7 +16,7 @@ fingerprints of a step's ranks, or of an epoch's steps, add up to the one of all
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class BatchPlan:
         return self._parts(self.global_indices(epoch, step))
 
     def _parts(self, whole: Tensor) -> int:
-        return min(self.accumulation, -(-len(whole) // self.virtual_ranks))
+        return min(self.accumulation, -(-whole.numel() // self.virtual_ranks))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
         """(n,) int64: micro-batch `part` of the virtual rank's share, which is split into nearly equal parts."""
@@ -120,8 +120,7 @@ class BatchPlan:
         return (share,) if (parts := self._parts(whole)) == 1 else share.tensor_split(parts)
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
 
     A padding batch (`counted` is False) is one sample that a rank without a share still runs, so that every rank joins
@@ -148,19 +147,20 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
     Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
     """
     whole = plan.global_indices(epoch, step)
-    padding, size = whole[:1], len(whole)
-    shares = [plan.microbatches(whole, v) for v in share]
-    if merged:
-        groups = [(share[0], part, torch.cat(of_all)) for part, of_all in enumerate(zip(*shares, strict=True))]
-    else:
-        groups = [(v, part, own) for v, parts in zip(share, shares, strict=True) for part, own in enumerate(parts)]
+    size = whole.numel()
     work: list[Work] = []
-    for virtual_rank, part, indices in groups:
-        if len(indices):
-            work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
-        elif merged:
-            work.append(Work(epoch, step, virtual_rank, part, padding, counted=False, global_samples=size))
-    return work or [Work(epoch, step, share[0], 0, padding, counted=False, global_samples=size)]
+    if merged:
+        of_all = zip(*[plan.microbatches(whole, v) for v in share], strict=True)
+        for part, own in enumerate(of_all):
+            indices = torch.cat(own)
+            counted = indices.numel() > 0
+            work.append(Work(epoch, step, share[0], part, indices if counted else whole[:1], counted, size))
+        return work
+    for virtual_rank in share:
+        for part, indices in enumerate(plan.microbatches(whole, virtual_rank)):
+            if indices.numel():
+                work.append(Work(epoch, step, virtual_rank, part, indices, global_samples=size))
+    return work or [Work(epoch, step, share[0], 0, whole[:1], counted=False, global_samples=size)]
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:

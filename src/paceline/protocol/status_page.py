@@ -131,7 +131,7 @@ class StatusPage:
     def set_step(self, done: int) -> None:
         """Set the number of steps done, at least 0."""
         self._steps[_STEP] = done
-        self.tick()
+        self._words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
         """Begin a phase; returns the phase before."""

@@ -1,4 +1,4 @@
-"""What `Session.loader` gives: a loop over global batches, of which this rank gets its share, body by body."""
+"""The data loader of a session: iterates over global batches and yields the micro-batches of this rank."""
 
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import check_equal, gather_words, told_once
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
@@ -26,6 +26,7 @@ from paceline.sessions.order import (
     SampleOrder,
     SamplerState,
     check_not_sharded,
+    covers_all,
     global_streams,
     is_torchs,
     keeps_order,
@@ -37,19 +38,19 @@ from paceline.train.streaming import Stream
 
 MicroBatches = list[MicroBatch]
 Run = Callable[["Loader"], Iterator[Any]]
-COMPARED = 64  # batches of an evaluation whose order is compared before the first
+COMPARED = 64  # batches of an evaluation whose order is compared before it begins
 Size = tuple[int, ...]
-MOST_TRIED = 1000  # samples in search of one that is not None
-OF_CHECKPOINT = ("order", "drawn", "at_checkpoint")  # in a position; the rest is of the epoch's begin
+MOST_TRIED = 1000  # samples to try until one is not None
+OF_CHECKPOINT = ("order", "drawn", "at_checkpoint")  # keys of a position; others are of the start of the epoch
 SAME_ORDER = "orders of samples of this DataLoader"
 
 
 class Loader:
-    """Batches of one dataset, over and over: iterate it once an epoch.
+    """Batches of one dataset. Iterate over it once per epoch.
 
-    In a training loop a batch is this rank's part of the global batch, once for each of its micro-batches. Where
-    nothing is trained (under torch.no_grad(), or with all models in eval mode) a batch is this rank's part of it, and
-    every sample is seen on one rank only: add up what you count with `Session.sum` or `Session.mean`.
+    In a training loop it yields the micro-batches of this rank. In an evaluation (under torch.no_grad(), or with all
+    models in eval mode) it yields this rank's part of each batch, and each sample is on one rank only: add counts over
+    ranks with `Session.sum` or `Session.mean`.
     """
 
     def __init__(
@@ -64,42 +65,42 @@ class Loader:
         self.dataset = dataset
         self._order: SampleOrder | None = None
         self.dealt: BatchPlan | None = None
-        """the plan of the training epoch at hand; None of a stream"""
-        self._streams: dict[str, Any] = {}  # the streams and the sampler's state with which the epoch at hand began
+        """the plan of the current training epoch; None for a stream"""
+        self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerState(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
-        """of an observer: after how many global batches an epoch has one more, its last, and the samples of that one"""
+        """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
 
     @property
     def batch_size(self) -> int:
-        """Of the global batch."""
+        """Number of samples of a global batch."""
         return self.plan.global_batch
 
     @property
     def sampler(self) -> Any:
-        """That of the DataLoader, for `set_epoch` say; None without one."""
+        """The sampler of the DataLoader, for example for `set_epoch`; None without a DataLoader."""
         return None if self.existing is None else self.existing.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """That of the DataLoader; None without one."""
+        """The batch sampler of the DataLoader; None without a DataLoader."""
         return None if self.existing is None else self.existing.batch_sampler
 
     def __len__(self) -> int:
-        """The global batches of an epoch."""
+        """Number of global batches of an epoch."""
         full = len(self.existing) if self.existing is not None else self.plan.steps_per_epoch
         return full if self.short_epoch is None else min(full, self.short_epoch(self.plan)[0] + 1)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches of the next epoch."""
+        """The batches of this rank in the next epoch."""
         return self._run(self)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What all ranks' data have in common."""
+        """A description of the data, which must be equal on all ranks."""
         return data_fingerprint(self.dataset, self.loading)
 
     def probe(self) -> int:
-        """Of its length and a few samples: changes if the loop changes the dataset."""
+        """A checksum of its length and a few samples. It changes if the loop changes the dataset."""
         return zlib.crc32(f"{len(self.dataset)} {hash_of_probes(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
 
     def drawn(
@@ -108,13 +109,13 @@ class Loader:
         """The plan of the epoch that begins (a collective).
 
         Args:
-            world: this rank's place.
-            trains: whether it is an epoch of a training, whose order a checkpoint keeps.
-            put_back: what `position` gave, if the epoch goes on at batch `start` after a resume; else None.
-            start: the first batch that is not over.
+            world: the ranks.
+            put_back: the result of `position`, if the epoch resumes at batch `start`; None otherwise.
+            start: the first batch to compute.
+            trains: whether this is a training epoch, whose order checkpoints contain.
 
         Raises:
-            UsageError: if the ranks' samplers differ in their length, or the order is not that before the resume.
+            UsageError: the samplers of the ranks differ in length, or the order differs from that before the resume.
         """
         short = None if self.short_epoch is None else self.short_epoch(self.plan)
         if self.existing is None:
@@ -131,7 +132,7 @@ class Loader:
             told: list[tuple[int, dict[str, Any]]] = gather_words((steps, state), world)
             if len({of_rank for of_rank, _ in told}) > 1:
                 lengths = ", ".join(f"{of_rank} on rank {rank}" for rank, (of_rank, _) in enumerate(told))
-                raise told_once(ORDER.error(f"their DataLoaders have other lengths: {lengths} batches"), world)
+                raise told_once(ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world)
             attributes = [of_rank["sampler"]["attributes"] for _, of_rank in told]
             if any(of_rank != attributes[0] for of_rank in attributes):
                 names = {name for of_rank in attributes for name in of_rank}
@@ -152,7 +153,7 @@ class Loader:
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
             raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
-        if "at_checkpoint" in put_back:  # what the loop has changed in the epoch
+        if "at_checkpoint" in put_back:  # changes by the loop during the epoch
             self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)
         plan = DrawnPlan(
@@ -163,7 +164,7 @@ class Loader:
         return plan
 
     def training(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
-        """For each step of an epoch from `start` on, this rank's micro-batches."""
+        """For each step of an epoch from `start` on: the micro-batches of this rank."""
         steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
         work = (rank_work(plan, epoch, step, share) for step in steps)
         with closing(load_work(self.dataset, work, plan.seed, self._counting())) as loaded:
@@ -173,48 +174,54 @@ class Loader:
                 yield [_micro_batch(batch, one, plan.seed) for batch, one in step]
 
     def _counting(self) -> Loading:
-        """Its loading, with a collate function of the user's own that counts what it gives."""
+        """Its loading. A collate function of the user also counts the samples of its batches."""
         collate = self.loading.collate
         return (
             self.loading if collate is None else replace(self.loading, collate=CountingCollate(collate, self.dataset))
         )
 
     def order_hash(self, batch: int) -> int:
-        """Of the samples of the epoch up to this batch, as far as the plan does not say them; all ranks must agree."""
+        """A hash of the samples of the epoch up to this batch, equal on all ranks. The plan may determine them all."""
         return self._order.hash_at(batch) if self._order else self.plan.num_samples
 
     @property
     def sampler_state(self) -> dict[str, Any] | None:
-        """What its order is drawn from, as it is between two epochs; None if that is nothing of its own."""
+        """The state of the sampler between two epochs; None without a DataLoader."""
         return None if self._sampler is None else self._sampler.now()
 
     def put_back_sampler(self, state: dict[str, Any]) -> None:
-        """Take over what `sampler_state` was when the run was saved."""
+        """Restore the `sampler_state` of a checkpoint."""
         if self._sampler is not None:
             self._sampler.put_back(state)
 
-    # what a stream knows only as it goes
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether no code of the user runs between two batches, so that nothing there draws random numbers."""
+        existing, dataset = self.existing, self.dataset
+        if existing is not None and not (covers_all(existing) and getattr(existing.sampler, "generator", None) is None):
+            return False
+        return type(dataset) is TensorDataset and self.loading.collate is None
+
+    # a stream overrides these
 
     coming = 0.0
-    """samples that this rank has of the next batch: a vote"""
+    """number of samples of the next batch on this rank; a vote"""
 
-    def samples(self, plan: BatchPlan, epoch: int, batch: int) -> int:
-        """Of a global batch that is in training."""
-        return len(plan.global_indices(epoch, batch))
+    def samples(self, work: Work) -> int:
+        """Number of samples of the global batch to which `work` belongs."""
+        return work.global_samples
 
     def is_end(self, batch: int, coming: float) -> bool:
-        """Whether the epoch is known to end with `batch`; `coming` are the votes of all ranks.
+        """Whether the epoch is known to end with `batch` (a collective for a stream).
 
-        Of a stream it is a collective.
-
-        A sampler of the user's own is not asked for a batch ahead of its turn: its end is seen when it comes.
+        `coming`: the sum of the votes. A custom sampler is not asked for the next batch early, so its end is not known.
         """
         if self._order is None or self.existing is None:
             return batch + 1 == len(self)
         return is_torchs(self.existing) and not self._order.has(batch + 1)
 
     def position(self, where: Mapping[str, int], world: World | None) -> Any:
-        """What a checkpoint keeps of the order, beside the number of the batch; with a `world` a collective."""
+        """The state of the order for a checkpoint, without the number of the batch (a collective with a `world`)."""
         if self._order is None:
             return None
         assert self._sampler is not None
@@ -229,7 +236,7 @@ class Loader:
             plan.order.has(COMPARED - 1)
 
     def evaluation(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
-        """This rank's share of each batch, and of how many samples; nothing where it has none (a collective)."""
+        """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
         drawn = plan.order if isinstance(plan, DrawnPlan) else None
         order = drawn if self.existing is not None and not keeps_order(self.existing) else None
         if order is not None:
@@ -266,18 +273,18 @@ class StreamLoader(Stream, Loader):
         Stream.__init__(self, stream, plan, loading, world, say)
 
     def __len__(self) -> int:
-        """Refuses: nobody knows."""
-        raise TypeError("a stream has no length: count steps, and leave its loop by `break` or at its end")
+        """Raises TypeError: the length is unknown."""
+        raise TypeError("a stream has no length: count steps, and end the loop by `break` or at the end of the stream")
 
     def drawn(
         self, world: World, put_back: dict[str, Any] | None, start: int = 0, *, trains: bool = False
     ) -> BatchPlan:
-        """The plan; what a checkpoint has kept is looked at when the stream is read."""
+        """The plan. The stream uses the state of a checkpoint when it is read."""
         self.saved = put_back or {}
         return self.plan
 
     def order_hash(self, batch: int) -> int:
-        """Streams are compared when they are read."""
+        """0: streams are compared when they are read."""
         return 0
 
     @property
@@ -287,10 +294,10 @@ class StreamLoader(Stream, Loader):
 
 
 def check_taken(loader: DataLoader[Any]) -> None:
-    """Refuse what cannot be taken over.
+    """Check that a DataLoader can be used.
 
     Raises:
-        UsageError: names it, and what to do.
+        UsageError: it has a setting that is not supported.
     """
     odd = {
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
@@ -304,7 +311,7 @@ def check_taken(loader: DataLoader[Any]) -> None:
 
 
 def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
-    """`loading` with its processes, their settings, and its function from samples to a batch."""
+    """`loading` with the worker processes of a DataLoader, their settings, and its collate function."""
     return replace(
         loading,
         num_workers=loader.num_workers,
@@ -316,20 +323,20 @@ def taken_over(loader: DataLoader[Any], loading: Loading) -> Loading:
 def _micro_batch(batch: Any, work: Work, seed: int) -> MicroBatch:
     if not isinstance(batch, Counted):
         return MicroBatch(batch, None, work, work.random_seed(seed))
-    if not batch.samples:  # all were left out: what the loop computes counts for nothing
-        work = replace(work, counted=False)
+    if not batch.samples:  # the collate function dropped all samples, so this is a dummy batch
+        work = work._replace(counted=False)
     return MicroBatch(batch.batch, None, work, work.random_seed(seed), batch.samples)
 
 
 class Counted(NamedTuple):
-    """A batch of a collate function, and how many samples it has; -1 if that is not known."""
+    """A batch of a collate function, and its number of samples; -1 if unknown."""
 
     batch: Any
     samples: int
 
 
 class CountingCollate:
-    """A collate function that may leave samples out; it is given the shares of ranks, and not whole batches."""
+    """Calls a collate function, which may drop samples, and counts the samples of each batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
         self._collate, self._dataset = collate, dataset
@@ -344,15 +351,15 @@ class CountingCollate:
         except Exception:
             if any(self._alone(item) is not None for item in items):
                 raise
-            if (stand_in := self._stand_in()) is None:
+            if (dummy := self._dummy_batch()) is None:
                 raise
-            return stand_in  # the function leaves out all of these samples, and fails on what is left: nothing
+            return dummy  # the function drops all of these samples, and fails on the empty rest
         return Counted(batch, _samples_of(batch, given, len(kept), names, partial(self._is_batch_later, batch, kept)))
 
     def _is_batch_later(self, batch: Any, items: list[Any]) -> bool | None:
-        """Whether the batch dimension of a batch's tensors is not their first; None if that is not known.
+        """Whether the batch dimension of the tensors is not their first; None if unknown.
 
-        It is the one that is as long as `items`, and 1 in a batch of one of them.
+        Its length is that of `items`, and 1 in a batch of one item.
         """
         if self._batch_is_later is None:
             with preserved_streams():  # the function may draw from them
@@ -361,20 +368,20 @@ class CountingCollate:
             pairs = [*zip(sizes := [*_sizes(batch, {len(items)})], alone := [*_sizes(one, {1})], strict=False)]
             if len(sizes) != len(alone) or any(len(a) != len(b) for a, b in pairs):
                 return None
-            of_samples = [(a[1:], b[1:]) for a, b in pairs if a != b]  # the others are of the whole batch
+            of_samples = [(a[1:], b[1:]) for a, b in pairs if a != b]  # other tensors belong to the whole batch
             later = [(len(items), 1) in zip(a, b, strict=True) for a, b in of_samples]
             self._batch_is_later = bool(later) and all(later)
         return self._batch_is_later
 
     def _alone(self, item: Any) -> Any:
-        """The batch of one sample; None if the function fails on it."""
+        """The batch of one sample; None if the function raises an error."""
         try:
             return self._collate([item])
         except Exception:
             return None
 
-    def _stand_in(self) -> Counted | None:
-        """A batch of one sample that counts for nothing, in place of a share of which no sample is left."""
+    def _dummy_batch(self) -> Counted | None:
+        """A dummy batch of one sample, for a rank without a remaining sample."""
         for number in range(min(len(self._dataset), MOST_TRIED)):
             if (batch := self._alone(self._dataset[number])) is not None:
                 return Counted(batch, 0)
@@ -382,22 +389,27 @@ class CountingCollate:
 
 
 def _samples_of(batch: Any, given: int, kept: int, names: set[int], is_batch_later: Callable[[], bool | None]) -> int:
-    """How many samples a batch has, of so many that were `given`, of which so many are not None and have these ids.
+    """The number of samples of a batch; -1 if unknown.
 
-    -1 if that is not known. `is_batch_later`: whether the batch dimension is not the first; None if that is not known.
+    Args:
+        batch: the result of a collate function.
+        given: number of its samples.
+        kept: number of its samples that are not None.
+        names: their ids.
+        is_batch_later: returns whether the batch dimension is not the first; None if unknown.
     """
     if isinstance(batch, (list, tuple)) and any(id(one) in names for one in batch):  # pyright: ignore
-        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - of the samples themselves
+        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - a list of samples
     if isinstance(batch, list) and batch and not any(isinstance(one, (Tensor, list, tuple)) for one in batch):  # pyright: ignore
-        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - an object for each sample
+        return len(batch)  # pyright: ignore[reportUnknownArgumentType] - one object per sample
     sizes = [*_sizes(batch, {given, kept})]
-    if kept != 1:  # without a number for the whole batch
+    if kept != 1:  # ignore a number for the whole batch
         sizes = [size for size in sizes if size[0] != 1 or given in size] or sizes
     lengths = {size[0] for size in sizes}
     if not sizes or kept in lengths:
-        # more rows than samples: of nodes, tokens or views. Fewer: perhaps of samples that are left
+        # more rows than samples: rows of nodes, tokens or views. Fewer: perhaps the remaining samples
         return kept if kept < given or all(size[0] >= given or given in size for size in sizes) else -1
-    if all(kept in size for size in sizes):  # time comes first, say; or other samples are left, with so many features
+    if all(kept in size for size in sizes):  # perhaps time is the first dimension; or `kept` is a number of features
         later = is_batch_later()
         if later or later is None:
             return kept if later else -1
@@ -405,9 +417,10 @@ def _samples_of(batch: Any, given: int, kept: int, names: set[int], is_batch_lat
 
 
 def _sizes(value: Any, counts: set[int], depth: int = 0) -> Iterator[Size]:
-    """Of its tensors, and of lists with an entry for each sample: as many as one of `counts`, or without tensors.
+    """The sizes of its tensors, and the lengths of lists with one entry per sample.
 
-    Other lists, and the outermost, have the parts of a sample.
+    Such a list has one of the lengths `counts`, or contains no tensors. Other lists, and the outermost, contain the
+    parts of a sample.
     """
     if isinstance(value, PackedSequence):
         yield (int(value.batch_sizes[0]),)

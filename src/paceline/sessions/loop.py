@@ -217,10 +217,13 @@ class Loop(Ranks):
             self._open(loader, plan)
         self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
         self._live += 1
+        self._steps.keeps_stream = self._observer is None and loader.draws_nothing
         try:
             yield from self._passed(loader, plan, start)
         finally:
             self._live -= 1
+            self._leave_stream()
+            self._steps.keeps_stream = False
 
     def _passed(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
         """The batches of a training's pass over data, from batch `start` on."""
@@ -248,6 +251,11 @@ class Loop(Ranks):
         if not self._at_end and where["batch"]:  # nobody knew that the epoch would end here
             self._course.between(Votes(), partial(self._loop_state, self.world), save=True, settled=True)
         self._next_pass()
+
+    def _leave_stream(self) -> None:
+        """Let random numbers come from the streams outside of micro-batches, if they do not yet."""
+        if self._steps.micro_step is None:
+            self._steps.stream.leave()
 
     def _compare_place(self, loader: Loader) -> None:
         """Have what must be the same on all ranks compared in this step; `_compared_names` has the names."""
@@ -411,9 +419,9 @@ class Loop(Ranks):
         self._check_periodically()
         done = self._steps.end()
         batch = self._where["batch"]
-        samples = loader.samples(plan, micro_batches[0].work.epoch, batch)
+        samples = loader.samples(micro_batches[0].work)
         self._where["batch"] += 1
-        course, lr = self._course, float(self._parts[0].rates()[0])
+        course, lr = self._course, float(self._parts[0].optimizer.param_groups[0]["lr"])
         record = StepRecord(course.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
         course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
         course.back(record)
@@ -427,6 +435,7 @@ class Loop(Ranks):
             part.stepped()
         if self._steps.saves:
             if self._registered.step_ended():
+                self._leave_stream()
                 self._look_around(self._registered.look_again)
             if self.saved:
                 savable(self.saved, strict=True)
@@ -499,6 +508,7 @@ class Loop(Ranks):
 
     def _loop_state(self, world: World | None = None) -> dict[str, Any]:
         """With a `world` a collective; without, as far as this rank knows."""
+        self._leave_stream()
         if world is not None:
             self._look_around(self._registered.look_around)
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}

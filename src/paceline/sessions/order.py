@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,7 @@ class SampleOrder:
 
         `short`: the epoch ends after so many batches and so many samples of the next one.
         """
-        assert loader.batch_sampler is not None  # see `check_taken`
-        self._batches: Iterator[Any] = iter(loader.batch_sampler)
+        self._batches = _batches(loader)
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
@@ -46,12 +46,9 @@ class SampleOrder:
     def has(self, batch: int) -> bool:
         """Whether the epoch has this batch; draws up to it."""
         while self._next <= batch and not self._is_over:
-            try:
-                indices = next(self._batches)
-            except StopIteration:
+            if (found := next(self._batches, None)) is None:
                 self._is_over = True
                 break
-            found = _indices(indices)
             if self._next == self._whole:
                 found, self._is_over = found[: self._rest], True
                 if not len(found):
@@ -80,8 +77,25 @@ class SampleOrder:
 
     def forget(self, before: int) -> None:
         """Let go of batches that are over."""
-        for number in [number for number in self._drawn if number < before]:
-            del self._drawn[number]
+        while self._drawn and (first := next(iter(self._drawn))) < before:
+            del self._drawn[first]
+
+
+def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
+    """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
+    batches: Any = loader.batch_sampler
+    if not covers_all(loader):
+        yield from map(_indices, batches)
+        return
+    # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
+    sampler: Any = loader.sampler
+    drawn, count, size = iter(sampler), len(sampler), batches.batch_size
+    order = torch.arange(count) if keeps_order(loader) else torch.tensor([*islice(drawn, count)], dtype=torch.int64)
+    for start in range(0, count - count % size, size):
+        yield order[start : start + size]
+    next(drawn, None)  # at its end RandomSampler draws once more from its generator
+    if count % size and not batches.drop_last:
+        yield order[count - count % size :]
 
 
 def _indices(batch: Any) -> Tensor:

@@ -1,14 +1,14 @@
-"""A model with its optimizer and scheduler in a session: whose gradient is whose, and when they may act.
+"""A prepared model with its optimizer and scheduler.
 
-A loop body runs once for each of a rank's micro-batches of a global batch. What it computes for all but the last is
-put aside where nobody can use it by mistake; `step` and the scheduler act at the last only:
+A loop body runs once for each micro-batch of this rank in a global batch. The gradients of all but the last one are put
+aside, so that no code can use them by mistake. `step` and the scheduler only act in the last one:
 
-    micro-batch    backward                                             .grad afterwards        step()
-    not the last   adds to what is put aside                            as before, mostly None  does nothing
-    the last       adds, and sums over ranks: the global batch's mean   that sum                updates
+    micro-batch    backward                                          .grad afterwards         step()
+    not the last   adds to the gradients that are put aside          as before, usually None  does nothing
+    the last       adds, and sums over ranks: the mean of the batch  that sum                 updates
 
-The objects stay the user's own. Only the methods that must wait are replaced on them, so isinstance, param_groups,
-state_dict and schedulers that were made before all work.
+The model, optimizer and scheduler stay the objects of the user. Only methods that must wait are replaced, so
+isinstance, param_groups, state_dict and earlier schedulers keep working.
 """
 
 import weakref
@@ -39,39 +39,39 @@ NO_OTHER_BACKWARD = (
 )
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
-"""for `map`, which is faster than a loop: these run in each step, over all parameters"""
+"""for `map`, which is faster than a loop: they run in each step over all parameters"""
 
 
 COMPARED = ("hooks", "trained", "gradients", "learning rates")
 
 
 class PreparedOptimizer:
-    """An optimizer of a prepared model, with its scheduler: they act at the end of a step only."""
+    """An optimizer of a prepared model, with its scheduler. They only act at the end of a step."""
 
     def __init__(self, part: "PreparedModel", optimizer: Any, scheduler: Any, number: int) -> None:
         """`number` counts all optimizers of the session from 0."""
         self.part, self.optimizer, self.scheduler, self.number = part, optimizer, scheduler, number
         self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
         optimizer.step, optimizer.zero_grad, optimizer.add_param_group = self._step, self._zero_grad, self._add
-        self._given = as_json(settings_of(optimizer))  # as the script has them
-        self.groups: list[dict[str, Any]] = []  # of the checkpoint, that the script has not added yet
+        self._given = as_json(settings_of(optimizer))  # the settings of the script
+        self.groups: list[dict[str, Any]] = []  # groups of the checkpoint that the script has not added yet
         self._extra: list[str] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if scheduler is not None:
             _held_back(scheduler, part.gate)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What it trains."""
+        """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def numbers(self) -> dict[str, Any]:
-        """Its state without tensors, as JSON: its settings, what else it keeps, and the scheduler's numbers."""
+        """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
         return {**numbers_of(self.optimizer, self.scheduler), "given": self._given, "extra": extra}
 
     def load_numbers(self, found: Mapping[str, Any]) -> None:
-        """Take over what `numbers` gave, and note what the script has changed since."""
+        """Restore the result of `numbers`, and print the settings that the script has changed since."""
         given, groups = found["given"], from_json(found["groups"])
         have = len(self.optimizer.param_groups)
         self.groups = groups[have:]
@@ -92,7 +92,7 @@ class PreparedOptimizer:
             self.part.gate.notes.once(note + ", ".join(changed))
 
     def _add(self, group: dict[str, Any]) -> None:
-        """In place of `optimizer.add_param_group`."""
+        """Replaces `optimizer.add_param_group`."""
         self._add_group(group)
         added = self.optimizer.param_groups[-1]
         try:
@@ -113,7 +113,7 @@ class PreparedOptimizer:
         gate = self.part.gate
         if gate.may_update(self.part, self.number):
             if gate.micro_step is not None:
-                gate.micro_step.has_failed = True  # until it has not: an error here leaves a step that is not whole
+                gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
             shown = self.part.shown()
             self.part.before_update(shown)
             if gate.observer is not None:
@@ -127,19 +127,19 @@ class PreparedOptimizer:
     _step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess] - or torch's schedulers complain
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        # also before the last micro-batch: what is put aside is out of its reach
+        # also before the last micro-batch, because it does not clear gradients that are put aside
         self._clear(set_to_none=set_to_none)
         self.part.cleared(set_to_none=set_to_none)
 
 
 class ForwardHook:
-    """A hook on a model's forward. A copy of the model, also a pickled one, has one that does nothing."""
+    """A hook on the forward of a model. In a copy of the model, also a pickled one, it does nothing."""
 
     def __init__(self, check: Callable[[nn.Module], None] | None = None) -> None:
         self._check = check
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Look at a forward that begins."""
+        """Check a forward that begins."""
         if self._check is not None:
             self._check(module)
 
@@ -148,25 +148,25 @@ class ForwardHook:
 
 
 class PreparedModel(TrainedModel):
-    """What `Session.prepare` was given, and the replica that a strategy has made of it."""
+    """A model that was passed to `Session.prepare`, and the replica that the strategy made."""
 
     def __init__(self, replica: Strategy, scheduler: Any, number: int, gate: SessionStep) -> None:
-        """`number` counts from 0; `gate` knows where in a step the loop is."""
+        """`number` counts the models from 0; `gate` is the step of the session."""
         super().__init__(replica, number)
         self.gate = gate
-        self._aside: Grads | None = None  # of this step's micro-batches so far
-        self._carried: Grads | None = None  # sums of this step's or an older batch's earlier backwards
-        self._at_begin: Grads | None = None  # of a step that adds to the gradients of older batches
-        self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient, as the last update has left it
+        self._aside: Grads | None = None  # sums over the previous micro-batches of this step
+        self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
+        self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
+        self._used: Callable[[], Tensor | None] = lambda: None  # the first gradient after the last update
         self._used_version = 0
         self._adds_to_used = self._waiting = False
-        """whether .grad has got something since the last update"""
-        self._before: list[tuple[Tensor | None, int]] | None = None  # of a backward that is watched
-        self._waiting_state: dict[str, dict[str, Any]] = {}  # the checkpoint's, of parameters that no optimizer has yet
+        """whether a gradient was added to .grad since the last update"""
+        self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
+        self._waiting_state: dict[str, dict[str, Any]] = {}  # of the checkpoint, for parameters without an optimizer
         self._received = Received()
-        self._summed: Grads | None = None  # until the step ends: gradients, as the exchange has left them
+        self._summed: Grads | None = None  # until the step ends: gradients after the sum over ranks
         self._versions: list[int] = []  # of these gradients
-        self._left: list[Any] = [None] * len(self._parameters)  # weakly: gradients that the session has put there
+        self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
         self._was_looked_at, self._covered = False, (0, list[nn.Parameter]())
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen = -1
@@ -176,7 +176,7 @@ class PreparedModel(TrainedModel):
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._received.append)
         self.must_check = False
-        """whether a module or parameter was added since the parameters were looked at"""
+        """whether a module or parameter was added since the last check"""
         self._modules = {id(module) for module in replica.model.modules()}
         self._known = {id(parameter) for parameter in self._parameters}
         replica.on_gradient(self._on_gradient)
@@ -186,7 +186,7 @@ class PreparedModel(TrainedModel):
                 gate.check_forward()
             if module is replica.model and module.training and gate.merged and otherwise:
                 gate.notes.once(
-                    "a model is evaluated in training mode, with dropout or a batch's own statistics: call model.eval()"
+                    "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
                 )
             elif module is replica.model and not module.training and of_virtual_ranks:
                 gate.check_evaluation()
@@ -205,14 +205,14 @@ class PreparedModel(TrainedModel):
 
     @property
     def scheduler(self) -> Any:
-        """The first optimizer's."""
+        """The scheduler of the first optimizer."""
         return self.optimizers[0].scheduler
 
     def add_optimizer(self, optimizer: Any, scheduler: Any) -> PreparedOptimizer:
-        """Let another optimizer train some of its parameters.
+        """Add an optimizer of some of its parameters.
 
         Raises:
-            UsageError: if the strategy cannot, or two train the same parameter.
+            UsageError: the strategy does not support it, or two optimizers train the same parameter.
         """
         if self.optimizers:
             if self.replica.sharded or self.replica.host is not None:
@@ -235,7 +235,7 @@ class PreparedModel(TrainedModel):
         return [group["lr"] for one in self.optimizers for group in one.optimizer.param_groups]
 
     def stepped(self) -> None:
-        """A step has ended: after the first one the state must be one that can be saved."""
+        """End a step. After the first one, check that the state can be saved."""
         self._summed = None
         if self._was_looked_at:
             return
@@ -246,12 +246,12 @@ class PreparedModel(TrainedModel):
             raise UsageError(code="parameter-groups-missing")
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._at_begin = self.shown() if self._waiting else None
         self.replica.keep_buffers()
 
     def open(self, wanted: bool, watched: bool) -> None:
-        """Before a backward: what it gives is added to what is put aside; or dropped, where it is not `wanted`."""
+        """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         shown = self.shown()
         present = _present(shown)
         self._check_received()
@@ -275,7 +275,7 @@ class PreparedModel(TrainedModel):
 
     @property
     def reached(self) -> bool:
-        """After a backward: whether it has given any of its parameters a gradient; True, where nobody watched."""
+        """After a backward: whether any parameter got a gradient; True if the backward was not watched."""
         if self._before is None:
             return True
         now = [(p.grad, _version(p.grad)) for p in self._parameters]
@@ -285,7 +285,7 @@ class PreparedModel(TrainedModel):
         )
 
     def close(self, reached: bool) -> None:
-        """After a backward that is not the step's last; one that has not reached it leaves what is shown as it was."""
+        """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         now = self.shown()
         self._aside = now if _present(now) else None
         self._put(None)
@@ -293,12 +293,12 @@ class PreparedModel(TrainedModel):
             self.drop()
 
     def drop(self) -> None:
-        """After a backward whose gradients this model does not want, or has not got: those before it are put back."""
+        """After a backward without gradients for this model: restore the gradients before it."""
         self._put(self._carried)
         self._carried = None
 
     def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
-        """As `TrainedModel.synchronise`."""
+        """See TrainedModel."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)
         self._waiting = True
@@ -314,15 +314,16 @@ class PreparedModel(TrainedModel):
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
         """See TrainedModel."""
-        super().run_hooks(after_accumulation=after_accumulation)
-        if after_accumulation:  # the last that happens to gradients before the loop sees them
+        if self._hooked:
+            super().run_hooks(after_accumulation=after_accumulation)
+        if after_accumulation and not self._is_plain:  # the last that happens to gradients before the loop sees them
             shown = self.shown()
             self.note_gradients(shown)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.host is not None):
                 self._summed, self._versions = shown, _versions(shown)
 
     def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
-        """See TrainedModel. If there were none, they are looked for again when one was registered."""
+        """See TrainedModel. If there were none, it only looks for them after one was registered."""
         hooks = self.gate.tensor_hooks
         assert hooks is not None
         if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:
@@ -342,7 +343,7 @@ class PreparedModel(TrainedModel):
             self._note_left(self.shown() if shown is None else shown)
 
     def give_up(self) -> None:
-        """The step is given up: gradients and buffers are those before it."""
+        """End the step early: restore gradients and buffers."""
         self._aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
@@ -354,7 +355,7 @@ class PreparedModel(TrainedModel):
         return self._aside is not None
 
     def state(self) -> list[TensorShard]:
-        """All tensors of its state, under its own names."""
+        """All tensors of its state, under names with `prefix`."""
         # gradients that the loop adds up over several batches
         waiting = self.replica.gradients() if self._waiting else ()
         others = [held for one in self.optimizers[1:] for held in hold_optimizer(self.replica.model, one.optimizer)]
@@ -362,7 +363,7 @@ class PreparedModel(TrainedModel):
         return super().state() + [replace(one, name=self.prefix + one.name) for one in others] + own
 
     def load(self, source: Source) -> None:
-        """Take over what `state` gave."""
+        """Restore the result of `state`."""
         source = PrefixedSource(source, self.prefix) if self.prefix else source
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
@@ -377,32 +378,32 @@ class PreparedModel(TrainedModel):
                     self._waiting_state[name] = state
 
     def load_waiting(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-        """Give an optimizer the checkpoint's state of parameters that it trains from now on."""
+        """Restore the state of a checkpoint for parameters that an optimizer trains from now on."""
         asked = {id(parameter) for parameter in parameters}
         names = {name: p for name, p in self.replica.model.named_parameters() if id(p) in asked}
         load_states(names, optimizer, {name: self._waiting_state.pop(name, {}) for name in names})
 
     def numbers(self) -> dict[str, Any]:
-        """The rest of its state, as JSON: what its optimizers and schedulers keep beside tensors."""
+        """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""
         first, *others = (one.numbers() for one in self.optimizers)
         frozen = [name for name, p in zip(self._names(), self._parameters, strict=True) if not p.requires_grad]
         return {**first, **({"others": others} if others else {}), **({"frozen": frozen} if frozen else {})}
 
     def load_numbers(self, found: Mapping[str, Any], number: int = 0) -> None:
-        """Take over what `numbers` gave for one of its optimizers."""
+        """Restore the result of `numbers` for one of its optimizers."""
         frozen = {*found.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
-            if name in frozen:  # the script froze it at a place that it does not come to again
+            if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
         of_each = [found, *found.get("others", ())]
         if number >= len(of_each):
             raise UsageError(code="optimizer-too-many", saved=len(of_each))
         self.optimizers[number].load_numbers(of_each[number])
 
-    # what its optimizers ask
+    # called by its optimizers
 
     def before_update(self, shown: Grads) -> None:
-        """Parameters change now, by these gradients, unless one is not of `s.backward`, or differs over ranks."""
+        """Before an update with these gradients: check that `s.backward` made them, and that ranks agree."""
         self._check_received()
         self._updates += 1
         if self._summed is None:
@@ -411,10 +412,10 @@ class PreparedModel(TrainedModel):
         if not all(map(is_, shown, self._summed)) or _versions(shown) != self._versions:
             changed = self._changed_since()
         early = self._updates <= 2
-        if early:  # also what p.grad.data was changed by, which no version tells
+        if early:  # also finds changes of p.grad.data, which do not change the version
             looked = range(len(self._parameters))
         elif changed and changed == self._changed and self._updates & (self._updates - 1):
-            looked = [changed[self._updates % len(changed)]]  # in each step another one
+            looked = [changed[self._updates % len(changed)]]  # a different one in each step
         else:
             looked = changed
         self._changed = changed
@@ -425,39 +426,39 @@ class PreparedModel(TrainedModel):
             raise told_once(GRADIENTS.error(differing), self.replica.world)
 
     def _changed_since(self) -> list[int]:
-        """The parameters, by number, whose gradients the loop has changed since the exchange."""
+        """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
         assert self._summed is not None
         shown = self.shown()
         pairs = enumerate(zip(shown, _versions(shown), self._summed, self._versions, strict=True))
         return [i for i, (grad, version, before, then) in pairs if grad is not before or version != then]
 
     def compared(self) -> tuple[int, ...]:
-        """Numbers that must be the same on all ranks in each step; `COMPARED` has their names.
+        """Numbers that must be equal on all ranks in each step. `COMPARED` has their names.
 
-        How many hooks there are, which parameters are trained, the gradients that the loop has changed, learning rates.
+        The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
         """
         trained = hash(tuple(map(_requires_grad, self._parameters)))
         return self.hooks, trained, self._digest, hash(tuple(map(float, self.rates())))
 
     def differing_gradients(self) -> str:
-        """The first parameter whose changed gradient differs over ranks; empty if none does (a collective)."""
+        """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""
         told: list[dict[str, int]] = gather_words({str(i): one for i, one in self._digests.items()}, self.replica.world)
         differing = (i for one in told for i in one if any(other.get(i) != one[i] for other in told))
         return next((self._names()[int(i)] for i in differing), "")
 
     def shown(self) -> Grads:
-        """The gradients as they are."""
+        """The current gradients."""
         return [*map(_grad, self._parameters)]
 
     def after_update(self, shown: Grads) -> None:
-        """Parameters have changed; `shown` are the gradients from before: a strategy may have let go of them."""
+        """After an update. `shown`: the gradients before it, because a strategy may have released them."""
         if self._adds_to_used:
             self.gate.notes.once(
-                "optimizer.step() without zero_grad() since the last: the gradients of older batches are added"
+                "optimizer.step() was called twice without zero_grad(): the gradients of older batches are added"
             )
         if self.replica.sharded or self.replica.host is not None or self._changed:
             self._put(shown)
-        # later steps may add to them: then a checkpoint has them. The first step does not tell whether they are cleared
+        # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
         may_add = self._adds_to_used or self._updates == 1 or any(p.grad is not None for p in self._untrained())
         self._waiting = may_add and not self.replica.sharded
         first = next((grad for grad in shown if grad is not None), None)
@@ -465,8 +466,8 @@ class PreparedModel(TrainedModel):
             self._used, self._used_version = weakref.ref(first), _version(first)
 
     def cleared(self, *, set_to_none: bool) -> None:
-        """An optimizer has cleared the gradients of its own parameters, as torch does."""
-        if self.replica.sharded:  # it has pieces of them
+        """After an optimizer has cleared the gradients of its parameters, as torch does."""
+        if self.replica.sharded:  # the optimizer has pieces of the parameters
             self.replica.model.zero_grad(set_to_none=set_to_none)
         if self.replica.sharded or self._clears_all():
             self._adds_to_used = self._waiting = False
@@ -479,21 +480,21 @@ class PreparedModel(TrainedModel):
         return len(self.optimizers) == 1 and not self._untrained()
 
     def _untrained(self) -> list[nn.Parameter]:
-        """The parameters that no optimizer trains. They are looked at again when a group was added."""
+        """The parameters that no optimizer trains. They are computed again after a group was added."""
         groups = sum([len(one.optimizer.param_groups) for one in self.optimizers])
         if self._covered[0] != groups:
             trained = {id(p) for one in self.optimizers for p in one.parameters}
             self._covered = groups, [p for p in self._parameters if id(p) not in trained]
         return self._covered[1]
 
-    # what may not change
+    # checks
 
     def note_added(self, module: nn.Module) -> None:
         """A module or parameter was added to `module`."""
         self.must_check = self.must_check or id(module) in self._modules
 
     def check_added(self, group: Mapping[str, Any]) -> None:
-        """Raise UsageError for a group of parameters that are not the model's."""
+        """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
             raise PARAMETERS.error("a group of parameters was added, and the strategy divides the optimizer's state")
@@ -508,7 +509,7 @@ class PreparedModel(TrainedModel):
                 raise PARAMETERS.error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
 
     def check_parameters(self) -> None:
-        """Raise UsageError if the model or its optimizers have parameters that they had not in `s.prepare`."""
+        """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
         self.must_check = False
         model = self.replica.model
         self._modules = {id(module) for module in model.modules()}
@@ -537,7 +538,7 @@ class PreparedModel(TrainedModel):
         self._check_assigned(self.shown())
 
     def _check_assigned(self, shown: Grads) -> None:
-        """Raise UsageError for a gradient that was not left there by a backward or a step of this session."""
+        """Raise UsageError for a gradient that does not come from a backward or a step of this session."""
         if self._is_plain:
             return
         for number, (grad, left) in enumerate(zip(shown, self._left, strict=True)):
@@ -556,7 +557,7 @@ class PreparedModel(TrainedModel):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the loop's gradients are those of a plain loop, whoever has computed them."""
+        """Whether gradients equal those of a plain loop, also if the loop computes them with torch."""
         return self.replica.world.size == 1 and self.gate.phases.alone
 
     def _note_left(self, shown: Grads) -> None:
@@ -565,13 +566,13 @@ class PreparedModel(TrainedModel):
         except TypeError:  # None
             self._left = [None if grad is None else weakref.ref(grad) for grad in shown]
 
-    def _on_gradient(self) -> None:
+    def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
 
 
 def _held_back(scheduler: Any, gate: SessionStep) -> None:
-    """Let `scheduler.step` wait for the end of a step. By its class: whatever hangs on it is saved with its state."""
+    """Let `scheduler.step` only act at the end of a step. It replaces the class: attributes are part of the state."""
     kind: Any = type(scheduler)
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

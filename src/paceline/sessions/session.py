@@ -1,4 +1,4 @@
-"""`paceline.session()`: a training loop of your own, on any number of ranks, with the same result on each.
+"""`paceline.session()`: a custom training loop on any number of ranks, with the result of one process.
 
     with paceline.session() as s:
         model, optimizer, scheduler = s.prepare(Net(), make_optimizer, make_scheduler)
@@ -12,7 +12,7 @@
                 scheduler.step()
             s.log(accuracy=s.mean(hits, count))
 
-It works under `paceline launch`, torchrun, srun, plain python and in a notebook, where it is a world of one.
+It works under `paceline launch`, torchrun and srun. With plain python and in a notebook it is a single process.
 """
 
 import inspect
@@ -50,26 +50,24 @@ P = ParamSpec("P")
 class Session(Life):
     """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
 
-    # what a loop asks
-
     @property
     def step(self) -> int:
-        """Steps done, over the whole run: global batches, also where the loop updates only after several."""
+        """Number of steps since the start of the run. A step is a global batch, with or without an update."""
         return self._course.step
 
     @property
     def batch(self) -> int:
-        """Which global batch of the epoch this is, from 0."""
+        """Number of the current global batch in the epoch, from 0."""
         return self._where["batch"]
 
     @property
     def last(self) -> bool:
-        """Whether this is the step's last micro-batch on this rank: what is due once a step belongs here."""
+        """Whether this is the last micro-batch of the step on this rank, for actions once per step."""
         return self._steps.is_over
 
     @property
     def samples(self) -> int:
-        """How many samples of the batch at hand count: 0 for a stand-in, where a rank has no share of a small batch."""
+        """Number of counted samples of the current batch; 0 for the dummy batch of a rank without samples."""
         micro_step = self._steps.micro_step
         return 0 if micro_step is None else micro_step.samples
 
@@ -88,14 +86,14 @@ class Session(Life):
         Args:
             model: a module on any device. All ranks get rank 0's weights.
             optimizer: a torch optimizer over the model's parameters, or a function that makes one from parameters.
-            scheduler: one over that optimizer, or a function that makes one from the optimizer; None: none.
+            scheduler: over that optimizer, or a function that makes one from the optimizer. None: no scheduler.
 
         Returns:
-            The model that the loop calls, the optimizer and the scheduler: the objects that were given, where they
-            were; only (model, optimizer) without a scheduler.
+            (model, optimizer, scheduler), or (model, optimizer) without a scheduler. Objects that you pass are returned
+            themselves. Call the returned model in the loop.
 
         Raises:
-            UsageError: on one rank, if one of them does not fit; ToldElsewhere on the others.
+            UsageError: on one rank, if one of them is not supported; ToldElsewhere on the others.
         """
         if self._opened:
             raise UsageError(code="prepared-too-late")
@@ -120,7 +118,7 @@ class Session(Life):
         return found if part.scheduler is None else (*found, part.scheduler)
 
     def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
-        """A second optimizer for other parameters of a model that was prepared before."""
+        """Another optimizer, for other parameters of a prepared model."""
         made = prepared_again(part, optimizer, scheduler, self.world)
         if self._course.origin is not None:
             with together(self.world):
@@ -130,18 +128,18 @@ class Session(Life):
         return found if scheduler is None else (*found, made.scheduler)
 
     def register(self, name: str, thing: Any, *, saved: bool = True) -> None:
-        """Save an object with every checkpoint, and restore it if the run resumes: an average of the model, say.
+        """Save an object with every checkpoint, and restore it if the run resumes, for example an average of the model.
 
         Args:
-            name: of it in checkpoints.
-            thing: any object with `state_dict()` and `load_state_dict(state)`; a dict or list of tensors, numbers and
-                words, which is restored in place; or a random generator of torch, numpy or Python. Its state is the
-                same on all ranks.
-            saved: False for an object that may be lost: then only its loss is no error.
+            name: its name in checkpoints.
+            thing: an object with `state_dict()` and `load_state_dict(state)`; a dict or list of tensors, numbers and
+                strings, which is restored in place; or a random generator of torch, numpy or Python. Its state must be
+                equal on all ranks.
+            saved: False for an object that need not be saved: then paceline does not report that it would be lost.
 
         Raises:
-            UsageError: for a name that is taken or an object without a state, at a resume from a checkpoint that
-                does not have it, and after the first batch, but for objects that may be lost.
+            UsageError: the name is taken, the object has no state, the checkpoint of a resume does not contain it, or
+                the first batch has begun (the last two only with `saved`).
         """
         if self._observer is not None:
             self._observer.on_register(thing)
@@ -170,26 +168,27 @@ class Session(Life):
         collate: Callable[[list[Any]], Any] | None = None,
         split: bool = False,
     ) -> Loader:
-        """Batches of `data`, distributed over the ranks, on this rank's device.
+        """A loader for batches of `data`, distributed over the ranks, on the device of this rank.
 
         Each tensor of a batch moves to `s.device`, in nested tuples, lists, dicts and dataclasses too. The containers
         keep their types. On a CUDA GPU the copy comes from pinned memory and runs while the previous batch computes.
         Numpy arrays, numbers, strings and objects of other classes are not moved.
 
         Args:
-            data: a map-style dataset; a stream: what else can be iterated; or a DataLoader, whose dataset, collate
-                function, workers and own order are taken over. Its batch size is the global batch, as before.
-            global_batch: samples of a step, over all ranks.
-            batch_size: instead of it, samples of each virtual rank's micro-batch.
-            per_rank: the DataLoader's batch size is that of each virtual rank.
-            accumulation: micro-batches that each virtual rank's share is processed in.
-            shuffle: whether each epoch has an order of its own; by default it has.
-            tail: of an epoch's last, incomplete batch: keep it, drop it, or pad it with repeats.
-            num_workers, collate: loader processes of each rank; samples -> batch, by default torch's default_collate.
-            split: of a stream with shards, each rank reads those of its virtual ranks only. Else it reads all of it.
+            data: a map-style dataset; a DataLoader, whose dataset, collate function, workers and order are used; or
+                any other iterable, a stream. The batch size of a DataLoader is the global batch.
+            global_batch: number of samples per step, over all ranks.
+            batch_size: alternative to `global_batch`: samples per micro-batch of each virtual rank.
+            per_rank: the batch size of the DataLoader is that of each virtual rank.
+            accumulation: number of micro-batches per virtual rank and step.
+            shuffle: whether to shuffle the samples in each epoch (default: True).
+            tail: for the last, incomplete batch of an epoch: "keep", "drop", or "pad" with repeated samples.
+            num_workers: loader processes of each rank.
+            collate: samples -> batch. Default: default_collate of torch.
+            split: for a stream with shards: each rank reads only those of its virtual ranks. Default: it reads all.
 
         Raises:
-            UsageError: for what cannot be shared out.
+            UsageError: the data or a setting is not supported.
         """
         made = planned(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
@@ -205,9 +204,9 @@ class Session(Life):
         return made
 
     def epochs(self, count: int) -> Generator[int]:
-        """The epochs that are left of `count`: 0, 1, ..., or after a resume from the one that was interrupted.
+        """The remaining epochs of `count`: 0, 1, ..., after a resume from the interrupted epoch on.
 
-        Each call begins with epoch 0 again. After a resume, a call that was over before the checkpoint has none left.
+        Each call begins with epoch 0. After a resume, a call that had ended before the checkpoint yields no epoch.
         """
         if count < 1:
             raise UsageError(code="no-epochs", value=count)
@@ -246,21 +245,21 @@ class Session(Life):
         only: Optimizer | Iterable[Optimizer] = (),
         retain_graph: bool = False,
     ) -> None:
-        """Compute gradients; after a step's last micro-batch, .grad is the gradient of the global batch's mean.
+        """Compute gradients. After the last micro-batch of a step, .grad is that of the mean of the global batch.
 
         Args:
-            loss: the mean over the batch at hand, (); or one value for each sample (B, ...).
-            weight: of a mean: what it is the mean of; by default the samples of the batch, mask.sum() for tokens. Of
-                values per sample: a tensor of their shape.
-            reduction: "sum" for a loss that adds up its samples instead of averaging them.
-            more: another backward of this step follows: gradients are exchanged after the last only.
-            only: the optimizers whose gradients are wanted; gradients of other models are dropped.
+            loss: the mean over the current batch, (); or one value per sample, (B, ...).
+            weight: for a mean: the number of its values, for example mask.sum() for tokens. Default: the samples of the
+                batch. For values per sample: a tensor of their shape.
+            reduction: "sum" for a loss that is a sum over samples.
+            more: True if another backward of this step follows. Gradients are summed over ranks after the last one.
+            only: optimizers that need gradients. Gradients of other models are dropped.
             retain_graph: keep the graph for another backward, as in torch.
 
         Raises:
-            UsageError: outside a training loop, or for a loss or weight that cannot be put together over ranks.
-            TrainingError: if the loss or a gradient is not finite, or the ranks have called different collectives.
-                With `local_steps` all but the gradients may be found out by the next turn of the loop.
+            UsageError: outside a training loop, or for a loss or weight that cannot be combined over ranks.
+            TrainingError: the loss or a gradient is not finite, or the ranks have called different collectives. With
+                `local_steps`, errors other than those of gradients may only be raised in the next iteration.
         """
         micro_step = self._steps.micro_step
         if self._observer is not None:
@@ -284,10 +283,10 @@ class Session(Life):
         return [part for part in self._parts if any(of[one] is part for one in asked)]
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+        """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before, ().
 
-        As torch's clip_grad_norm_, and right also where ranks hold shares of the gradients (a collective there). Before
-        a step's last micro-batch it does nothing and returns 0.
+        It equals torch's clip_grad_norm_, also if gradients are sharded (a collective then). Before the last
+        micro-batch of a step it does nothing and returns 0.
         """
         if self._steps.micro_step is not None and not self._steps.micro_step.is_last:
             return torch.zeros((), device=self.device)
@@ -295,32 +294,32 @@ class Session(Life):
         return torch.full((), norm, dtype=torch.float64, device=self.device)
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
-        """Numbers found by the loop: rank 0 prints them, the run folder records them."""
+        """Log numbers of the loop: rank 0 prints them and writes them to the run folder."""
         found = {name: float(value) for name, value in {**(values or {}), **more}.items()}
         if self._observer is not None:
             self._observer.on_numbers({f"logged {name}": value for name, value in found.items()})
         self._log(found)
 
     def throughput(self) -> dict[str, float]:
-        """How fast the run is, over the last 50 steps, by this rank's clock: `s.log(s.throughput())`.
+        """The speed of the run over the last 50 steps, by the clock of this rank: `s.log(s.throughput())`.
 
         Returns:
-            samples_per_second, tokens_per_second, flops_per_second and mfu, as far as they are known (docs/speed.md).
-            Empty in the first steps, and under `paceline verify`.
+            The known ones of samples_per_second, tokens_per_second, flops_per_second and mfu (docs/speed.md). Empty in
+            the first steps, and under `paceline verify`.
         """
         return {} if self._observer is not None else self._course.use.speed(self._course.throughput.recent())
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The whole model's state, by its own names, with buffers merged over virtual ranks (a collective)."""
+        """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
         part = self._part(model)
         self._compare_replicas()
         with self._merged():
             return {name: tensor.detach().clone() for name, tensor in part.replica.weights().items()}
 
     def save(self, model: nn.Module | None, path: str | os.PathLike[str]) -> None:
-        """Write the whole model's state, whole or not at all, by rank 0 while the others wait (a collective).
+        """Save the state dict of the whole model. Rank 0 writes the file atomically (a collective).
 
-        A name that ends with .safetensors gets that format; any other torch.save's.
+        The format is safetensors for a name that ends with .safetensors, otherwise that of torch.save.
         """
         if self._observer is not None:
             return
@@ -337,7 +336,7 @@ class Session(Life):
 
 
 def _named(make: Callable[P, Session]) -> Callable[P, Session]:
-    """Let a keyword that `make` does not have be an error that names the nearest one."""
+    """For an unknown keyword, raise an error that suggests a similar one."""
     names = [*inspect.signature(make).parameters]
 
     @wraps(make)
@@ -409,7 +408,7 @@ def session(
     if open_sessions:
         if open_sessions[-1].size > 1:
             raise UsageError(code="session-open")
-        open_sessions[-1].close()  # a cell of a notebook that is run again
+        open_sessions[-1].close()  # a notebook runs a cell again
     install()
     if (observer := current_observer()) is not None:
         run_dir, given = None, {**given, **observer.options}
@@ -417,5 +416,5 @@ def session(
         made = Session(run_dir, **given)
     if seed is not None:
         made.seed_streams()
-    install()  # torch has put a hook of its own before ours, which holds back what is printed
+    install()  # again, because torch has installed its hook before ours, which delays output
     return made

@@ -1,7 +1,7 @@
-"""The user's hooks on parameters: taken off during a backward, and run on the summed gradient of the global batch.
+"""The user's hooks on parameters. They are removed during a backward, and run on the gradient of the global batch.
 
-A hook that is not linear (it clips, say) gives another result for each rank's share than for the whole gradient, which
-it sees in a plain loop.
+A hook that is not linear, for example one that clips, must see the gradient of the global batch, as in a plain loop.
+Applied to the gradient of each rank, it gives a different result.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 
 class Received(deque[torch.Tensor]):
-    """The parameter that has got a gradient last. Its `append` is a hook that runs no Python code."""
+    """The last parameter that received a gradient. Its `append` is a hook that runs no Python code."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=1)
@@ -29,20 +29,20 @@ class Received(deque[torch.Tensor]):
 
 Hooks = dict[int, Callable[..., Any]]
 HiddenHooks = list[tuple[nn.Parameter, Hooks, Hooks]]
-"""of each parameter that has any: hooks on its gradient, and hooks after the gradient was added to `.grad`"""
+"""for each parameter with hooks: the hooks on its gradient, and the hooks after the gradient was added to `.grad`"""
 
 
 _hooks_before, _hooks_after = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 def count_hooks(parameters: Sequence[nn.Parameter]) -> int:
-    """How many hooks they have, whoever has put them there."""
+    """The number of their hooks, of the user, torch and paceline."""
     before, after = map(_hooks_before, parameters), map(_hooks_after, parameters)
     return sum(map(len, filter(None, before))) + sum(map(len, filter(None, after)))
 
 
 def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
-    """Take the user's hooks off `parameters`."""
+    """Remove the user's hooks from `parameters`."""
     hidden: HiddenHooks = []
     for parameter in parameters:
         before: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +56,7 @@ def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
 
 
 def show_hooks(hidden: HiddenHooks) -> None:
-    """Put them back."""
+    """Restore them."""
     for parameter, before, after in hidden:
         if before:
             parameter._backward_hooks.update(before)  # pyright: ignore
@@ -72,7 +72,7 @@ def _taken(hooks: Any) -> Hooks:
 
 
 def have_joint_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any has a hook by torch's `register_multi_grad_hook`, which can only run inside a backward."""
+    """Whether any has a hook of torch's `register_multi_grad_hook`, which can only run inside a backward."""
     return any(_is_joint(hook) for p in parameters for hook in (p._backward_hooks or {}).values())  # pyright: ignore
 
 
@@ -82,15 +82,15 @@ def _is_joint(hook: Any) -> bool:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a hook is paceline's or torch's own: those of a reducer, of FSDP, and of what counts for nothing."""
+    """Whether a hook belongs to paceline or torch: those of a reducer, of FSDP, and of dummy batches."""
     module = getattr(hook, "__module__", None) or type(getattr(hook, "__self__", None)).__module__
     return hook in (torch.zeros_like, torch.clone) or module.startswith(("paceline.", "torch.distributed."))
 
 
 def own_hooks(models: Iterable[nn.Module]) -> str:
-    """A backward hook of the user's own code on a module, in words; empty if there is none.
+    """A description of a backward hook of the user on a module; empty if there is none.
 
-    Hooks of installed packages are taken to be linear.
+    Hooks of installed packages count as linear.
     """
     everywhere = [*GLOBAL._global_backward_hooks.values(), *GLOBAL._global_backward_pre_hooks.values()]  # pyright: ignore
     if any(_is_own(getattr(hook, "__module__", "")) for hook in everywhere):
@@ -104,9 +104,10 @@ def own_hooks(models: Iterable[nn.Module]) -> str:
 
 
 def own_functions(loss: Tensor) -> str:
-    """An autograd function of the user's own code in the graph of `loss`, in words; empty if there is none.
+    """A description of an autograd function of the user in the graph of `loss`; empty if there is none.
 
-    The graph inside a reentrant checkpoint is not known: there it is any such function that the process has.
+    The graph inside a reentrant checkpoint is not known. With such a checkpoint, any such function of the process
+    counts.
     """
     own = {kind for kind in _kinds_of(torch.autograd.Function) if _is_own(kind.__module__)}
     if not own:
@@ -127,18 +128,18 @@ def _kinds_of(kind: type) -> Iterator[type]:
 
 
 class TensorHooks:
-    """Counts hooks that are registered on leaves, and notes which hooks of the user's own code change other gradients.
+    """Counts hooks on leaves, and records the user's hooks that change gradients of other tensors.
 
-    Autograd does not tell which hooks a tensor has, so methods of `Tensor` are replaced meanwhile.
+    Autograd does not list the hooks of a tensor, so this class replaces methods of `Tensor` until `remove`.
     """
 
     _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 
     def __init__(self) -> None:
         self.changed = ""
-        """the last hook that has changed the gradient of a tensor that is no leaf, in words"""
+        """a description of the last hook that changed the gradient of a tensor other than a leaf"""
         self.on_leaves = 0
-        """how many were registered on leaves"""
+        """number of hooks that were registered on leaves"""
         register: Any = Tensor.register_hook
         register_after: Any = Tensor.register_post_accumulate_grad_hook
 
@@ -163,7 +164,7 @@ class TensorHooks:
         return found
 
     def remove(self) -> None:
-        """Put the methods of `Tensor` back that nobody else has replaced."""
+        """Restore the methods of `Tensor`, unless other code has replaced them since."""
         self._replace(self._ours, self._before)
 
     def _replace(self, those: Sequence[Any], by: Sequence[Any]) -> None:
@@ -173,7 +174,7 @@ class TensorHooks:
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a backward of `loss` accumulates gradients for."""
+    """The tensors whose gradients a backward of `loss` accumulates."""
     return (node.variable for node in nodes_of(loss) if hasattr(node, "variable"))
 
 
@@ -191,7 +192,7 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 
 @cache
 def _is_own(module: str) -> bool:
-    """Whether a module is the user's: of no installed package, and not paceline."""
+    """Whether a module belongs to the user: not to an installed package, and not to paceline."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or module.partition(".")[0] == "paceline":
         return module == "__main__"

@@ -1,7 +1,7 @@
 """The computation of one micro-batch in a loop body: its backwards, optimizer steps and losses."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class MicroStep:
             found = None
         if found is not None and found < 0:
             raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
-        return (len(self.work.indices) if found is None else found) * self.work.counted
+        return (self.work.indices.numel() if found is None else found) * self.work.counted
 
     @property
     def done(self) -> tuple[int, tuple[int, ...]]:
@@ -92,8 +92,7 @@ def targets_of(loss: Tensor) -> Tensor | None:
     return node._saved_total_weight
 
 
-@dataclass(frozen=True)
-class WeightedLoss:
+class WeightedLoss(NamedTuple):
     """A loss that was passed to `s.backward`, with its weight."""
 
     value: Tensor
@@ -136,7 +135,7 @@ def weighted(loss: Tensor, weight: float | Tensor | None, reduction: Reduction, 
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
     loss, counted = upcast(loss), micro_step.work.counted
-    if loss.numel() == 1 and (loss.ndim == 1 or len(micro_step.work.indices) > 1):
+    if loss.numel() == 1 and (loss.ndim == 1 or micro_step.work.indices.numel() > 1):
         # a mean that kept its dimensions; or the value of one sample, which is its mean
         loss = loss.reshape(()) if loss.ndim else loss
         weight = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight

@@ -1,9 +1,10 @@
-"""Finds a step whose loss or gradient is not finite, and names the ranks, parameters and samples that made it so.
+"""Detects a step whose loss or gradient is not finite, and finds the ranks, parameters and samples that caused it.
 
-The sum of each reduced gradient shows whether there is an infinity or NaN in it. Where all ranks hold the same
-gradients, all decide alike without asking; where each holds a share, they vote; where gradients are clipped, their norm
-is the vote. Only then, and before the optimizer runs, is the step examined: each rank computes its own micro-batches
-again, alone, and finds the bad samples by halving. The run then ends, leaves the step out, or goes back.
+The sum of each reduced gradient shows whether it contains an infinity or NaN. If all ranks have the same gradients, all
+come to the same result without communication. If gradients are sharded, the ranks exchange their results. If gradients
+are clipped, their norm is the result. Such a step is examined before the optimizer runs: each rank computes its
+micro-batches again, without collectives, and finds the bad samples by bisection. Then the run ends, skips the step, or
+returns to an older state.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,31 +36,35 @@ MAX_NAMED = 8  # samples of a rank in a message
 MAX_PARAMETERS = 3
 MAX_RUNS = 64  # forward and backward passes in search of the samples of one micro-batch
 
-MOST, OF_STEPS = 10, 200  # one bad sample may come once in an epoch; more is a training that has broken down
+MOST, OF_STEPS = 10, 200  # a bad sample occurs once per epoch; if more steps fail, training has diverged
 
 Policy = Literal["stop", "skip", "rollback"]
 Forward = Callable[[Any, Any], Tensor]
 """(inputs, targets) -> the weighted sum of their losses"""
 UNCHANGED = " The parameters are still those before this step."
 Seen = list[tuple[MicroBatch, Tensor]]
-"""What this rank has computed: micro-batches that count, and their losses, one for each sample or one for all."""
+"""The counted micro-batches of this rank, each with its losses: one per sample, or one for the micro-batch."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """What was found, the same on all ranks."""
+    """The cause of a step that is not finite, the same on all ranks."""
 
     words: str
     samples: list[int] = field(default_factory=list[int])
     told_by: int = 0
-    """the first rank that made it so"""
+    """the first rank that caused it"""
     by_scale: bool = False
-    """whether only the loss scale was too large: in fp16 that is nothing to worry about"""
+    """whether only the loss scale was too large, which is expected in fp16"""
 
 
 def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
-    """Whether no gradient holds an infinity or NaN, on all ranks alike (a collective where they are sharded)."""
-    gradients, device = [held.tensor for held in replica.gradients()], replica.world.device
+    """Whether all gradients are finite, the same result on all ranks (a collective if they are sharded)."""
+    device = replica.world.device
+    if replica.sharded:
+        gradients = [held.tensor for held in replica.gradients()]
+    else:
+        gradients = [p.grad for p in replica.parameters if p.grad is not None]
     is_here = not replica.sharded or replica.world.size == 1
     if is_here and not costs(device):
         return are_finite_here(gradients)
@@ -77,14 +82,14 @@ def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
 
 
 def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
-    """Find whose losses of those `seen` are not finite (a collective of those who `gather`)."""
+    """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
     mine: list[int] = []
     among = ""
     for batch, losses in seen:
         bad, indices = ~losses.isfinite(), batch.work.indices
         if losses.ndim and len(losses) == len(indices):
             mine += indices[bad.reshape(len(losses), -1).any(1).cpu()].tolist()
-        elif bool(bad.any()):  # a mean of all of them, say
+        elif bool(bad.any()):  # for example a mean over all samples
             mine, among = [*mine, *indices.tolist()], "among "
     told = gather([mine, among])
     guilty = {rank: found for rank, found in told.items() if found[0]}
@@ -101,11 +106,15 @@ def gradients_not_finite(
     progress: Callable[[], object],
     gather: Gather,
 ) -> NotFinite:
-    """Find whose samples made the gradients so (a collective of those who `gather`).
+    """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
-    The replicas, by what begins the names of their parameters, still have their reduced gradients. `forward` is one of
-    the one plain model, where it is known: its buffers must be those before the step, and change. `progress` is called
-    before each pass, as the search may be long.
+    Args:
+        replicas: with reduced gradients, by the prefix of the names of their parameters.
+        seen: the micro-batches of this rank.
+        forward: of the plain model, if there is only one. The buffers must be those before the step; they change.
+        where: names the step.
+        progress: called before each pass, because the search may be long.
+        gather: exchanges the results.
     """
     held = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
     mine: dict[str, Any] = {"names": [n for n, t in held if not bool(t.isfinite().all())], "samples": [], "why": ""}
@@ -116,7 +125,7 @@ def gradients_not_finite(
                 for microbatch, _ in seen:
                     search = _Search(replica, microbatch, forward, progress)
                     mine["samples"] += microbatch.work.indices[search.bad()].tolist()
-            except Exception as error:  # the samples stay unknown; the rest is reported all the same
+            except Exception as error:  # the samples stay unknown; the rest is reported
                 mine["why"] = f"{type(error).__name__}: {error}"[:300]
     told = gather(mine)
     hit = {name for found in told.values() for name in found["names"]}
@@ -131,7 +140,7 @@ def gradients_not_finite(
         who = f"the samples are not known, because the step could not be computed again ({why})"
     else:
         who = (
-            "computed again, each rank's own gradients are finite: either their sum overflows, or a device, memory "
+            "computed again, the gradients of each rank are finite: either their sum overflows, or a device, memory "
             "or the network has failed"
         )
     words = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {who}"
@@ -139,7 +148,7 @@ def gradients_not_finite(
 
 
 def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingError:
-    """What ends a run whose step is not finite; `way_out` is what leaves such steps out; `late`: it was taken."""
+    """The error that ends a run. `way_out`: the option that skips such steps. `late`: the parameters have changed."""
     return TrainingError(
         exit_code=ExitCode.NOT_FINITE, code="not-finite", what=found.words, unchanged="" if late else UNCHANGED,
         way_out=way_out,
@@ -147,7 +156,7 @@ def stopped(found: NotFinite, way_out: str, *, late: bool = False) -> TrainingEr
 
 
 class _Alone(TorchDispatchMode):
-    """Inside, a collective is an error: the other ranks take no part in this, and would never answer."""
+    """Inside, a collective raises an error: the other ranks would never join it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -158,7 +167,7 @@ class _Alone(TorchDispatchMode):
 
 
 class _Search:
-    """The samples of one micro-batch without which its gradient would be finite."""
+    """Finds the samples of a micro-batch without which its gradient would be finite."""
 
     def __init__(
         self, replica: Strategy, microbatch: MicroBatch, forward: Forward, progress: Callable[[], object]
@@ -168,12 +177,11 @@ class _Search:
         self._runs = 0
 
     def bad(self) -> list[int]:
-        """Their positions in the micro-batch; a whole group where it is bad only together, or the search too long."""
+        """Their positions in the micro-batch; a whole group if only the group is bad, or if the search takes too long."""
         everything = [*range(len(self._batch.work.indices))]
         return self._bad_of(everything) if self._is_bad(everything) else []
 
     def _bad_of(self, positions: list[int]) -> list[int]:
-        """Of a group that is bad."""
         if len(positions) == 1 or self._runs >= MAX_RUNS:
             return positions
         half = len(positions) // 2
@@ -195,10 +203,10 @@ class _Search:
         batch = self._batch
         size = len(batch.work.indices)
         inputs, targets = (p if positions is None else _only(p, positions, size) for p in (batch.inputs, batch.targets))
-        # not .backward(): hooks would send the gradients to the other ranks
+        # not .backward(), because hooks would send the gradients to the other ranks
         with self._replica.alone(batch), _Alone():
             loss_sum = self._forward(inputs, targets)
-            # a parameter that was not used gets zeros
+            # an unused parameter gets zeros
             gradients = torch.autograd.grad(loss_sum, self._parameters, allow_unused=True, materialize_grads=True)
         return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
@@ -213,33 +221,33 @@ def _samples(indices: Sequence[int]) -> str:
 
 
 def _parameters(names: Sequence[str], of: int) -> str:
-    """The last ones first: from there backward carries what is not finite to those before."""
+    """The last ones first, because backward propagates an infinity or NaN from there to earlier parameters."""
     return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
 def too_many(left_out: Collection[int], step: int) -> bool:
-    """Whether more than MOST of the last OF_STEPS steps up to `step` were left out."""
+    """Whether more than MOST of the last OF_STEPS steps up to `step` were skipped."""
     return sum(step - OF_STEPS < one <= step for one in left_out) > MOST
 
 
 class LeftOut:
-    """The steps that have changed nothing; the same on all ranks, because all find the same."""
+    """The skipped steps, the same on all ranks."""
 
     def __init__(self, policy: Policy, world: World, say: Callable[[str], None]) -> None:
         self._policy, self._world, self._say = policy, world, say
         self._steps: set[int] = set()
 
     def goes_back(self, step: int, found: NotFinite) -> bool:
-        """Note that `step` was left out, and why; return whether to go on from an older state.
+        """Record that `step` was skipped, and why; return whether to resume from an older state.
 
-        A step goes back once, as parameters or memory may have been damaged before it. If it is not finite the second
-        time either, it is left out for good.
+        A run returns once per step, because parameters or memory may have been damaged before it. If the step is not
+        finite the second time either, it is skipped.
 
         Raises:
-            TrainingError: with NOT_FINITE, if there were too many; ToldElsewhere on all ranks but one.
+            TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ToldElsewhere on the others.
         """
         if found.by_scale:
-            self._say(f"step {step} is left out: {found.words}")
+            self._say(f"step {step} is skipped: {found.words}")
             return False
         again = step in self._steps
         self._steps.add(step)
@@ -249,5 +257,5 @@ class LeftOut:
             )
             raise told_once(error, self._world, by=found.told_by)
         back = self._policy == "rollback" and not again
-        self._say(f"step {step}: {found.words}" if back else f"step {step} is left out: {found.words}")
+        self._say(f"step {step}: {found.words}" if back else f"step {step} is skipped: {found.words}")
         return back

@@ -1,14 +1,14 @@
 """Checks in every step, before parameters change, that all ranks have called the same collectives in the same order.
 
-Two collectives of one shape that a rank calls in the other order are paired wrongly: nothing fails, and the sums are
-wrong. So each rank hashes what it calls, with names and source lines. The hashes ride in the step's totals, one slot
-for each rank, and only where they differ do the ranks exchange what they have called.
+If a rank swaps two collectives of the same shape, each is paired with the wrong one: no error occurs, and the sums are
+wrong. Therefore each rank hashes its calls with their names and source lines. The hashes are a part of the totals of the
+step, one slot per rank. If they differ, the ranks exchange the calls.
 
-Source lines alone may differ for good reason (`if rank == 0: broadcast(mine) else: broadcast(buffer)`): a line that
-some rank has called more often than another belongs to a branch, and is left out of the hash from then on. But where
-all ranks have always called from the same lines, and one leaves them for two calls that look alike, it may have
-exchanged the two: that is an error, too. Code that means it gives the tensors names, which are compared instead of
-lines (`tensor.collective = "sum of weights"`).
+Source lines may differ for a good reason (`if rank == 0: broadcast(mine) else: broadcast(buffer)`). A line that some
+rank has called more often than another belongs to a branch, and is not hashed from then on. But if all ranks have
+always called from the same lines, and one rank makes two equal-looking calls from other lines, it may have swapped
+them. This is an error as well. If it is intended, name the tensors: names are compared instead of lines
+(`tensor.collective = "sum of weights"`).
 """
 
 import hashlib
@@ -27,7 +27,7 @@ HASH_BYTES = 6  # a float64 holds it exactly
 
 
 class CallOrder:
-    """This rank's side of the comparison. All ranks find, and so leave out, the same lines."""
+    """The comparison on this rank. All ranks find, and ignore, the same lines."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class CallOrder:
         taken: Callable[[], list[Op]],
         notice: Callable[[str], None],
     ) -> None:
-        """`take` and `taken` are those of the guard, see `rank.guard`."""
+        """`take` and `taken`: of the ledger, see `rank.ledger`. `notice` prints a message."""
         self._world, self._take, self._taken, self._notice = world, take, taken, notice
         self._local: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # lines from which all ranks have called
         self._agreed = 0
-        # True once the guard's hash, which contains every line, was too strict.
+        # whether the hash of the ledger, which contains every line, was too strict
         self._hashes_itself = False
         self.compared: tuple[int, ...] = ()
-        """numbers that must be the same on all ranks in each step: they are a part of the hash"""
+        """numbers that must be equal on all ranks in each step; a part of the hash"""
         self.names: Callable[[], Sequence[str]] = tuple
-        """of these numbers"""
+        """the names of these numbers"""
         self.explain: Callable[[dict[str, list[int]]], PacelineError] | None = None
-        """(the numbers that differ, by name, of all ranks) -> the error"""
+        """(for each name that differs, the numbers of all ranks) -> the error"""
 
     def hashes(self) -> list[float]:
-        """One number for each rank, to be added up: this rank's hash of all it has called since the last time."""
+        """One number per rank, to be summed over ranks: this rank's hash of its calls since the last time, else 0."""
         if self._world.size == 1:
             return []
         slots = [0.0] * self._world.size
@@ -63,18 +63,18 @@ class CallOrder:
         return slots
 
     def check(self, hashes: Sequence[float], where: str, *, late: bool = False) -> None:
-        """Compare all ranks' `hashes` of the step `where`, added up over ranks (a collective where they differ).
+        """Compare the `hashes` of all ranks for the step `where`, summed over ranks (a collective if they differ).
 
-        `late`: the step has been taken.
+        `late`: the parameters have already changed.
 
         Raises:
-            TrainingError: with MISMATCH, told by a rank in the minority; ToldElsewhere on the others.
+            TrainingError: with MISMATCH, on a rank in the minority; ToldElsewhere on the others.
         """
         if not hashes:
             return
         if len(set(hashes)) == 1:
             self._agreed += 1
-            if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: soon knows what every step does
+            if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: most steps call from the same lines
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
         mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
@@ -97,13 +97,13 @@ class CallOrder:
         if new := found - self._local:
             self._notice(
                 f"some ranks call collectives from lines where others do not ({', '.join(sorted(new))}): these lines "
-                "are left out when the order of collectives is compared"
+                "are not compared with the order of collectives"
             )
         self._local = found
 
 
 def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:
-    """As the guard's own hash: ordered within each group, whatever the order between groups."""
+    """The same hash as that of the ledger: calls are ordered within each group, but not between groups."""
     groups = sorted({op.group for op in history})
     lines = [[order_label(op, local) for op in history if op.group == group] for group in groups]
     digest = hashlib.blake2b(repr((groups, lines)).encode(), digest_size=HASH_BYTES).digest()

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,7 +44,6 @@ from paceline.stepping.hooks import HiddenHooks, TensorHooks, leaves_of, own_fun
 from paceline.stepping.micro_step import (
     MicroStep,
     Reduction,
-    WeightedLoss,
     check_alike,
     sum_of_nothing,
     targets_of,
@@ -96,6 +94,8 @@ class Step:
         """for each backward in the step: the targets over which its loss is a mean, and its weight"""
         self.stream = SeededStream(world.device)
         """of the current micro-batch"""
+        self.keeps_stream = False
+        """whether nothing draws random numbers before the next micro-batch, so the stream is not left in between"""
         self.in_backward = False
         self.in_step = False
         """whether a step has begun and not ended"""
@@ -104,6 +104,7 @@ class Step:
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
+        self._on_device = costs(world.device)  # whether the host would have to wait for numbers
 
     def through(
         self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
@@ -112,9 +113,11 @@ class Step:
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
+        in_lockstep = False
         for part in self.parts:
             part.begin()
-        if any(part.replica.in_lockstep for part in self.parts):
+            in_lockstep = in_lockstep or part.replica.in_lockstep
+        if in_lockstep:
             micro_batches = as_many_as_any(micro_batches, self._world)
         self._where, self.in_step, again, self._own_code = where, True, True, ""
         self.targets = []
@@ -167,7 +170,8 @@ class Step:
                 part.replica.leave(error)
             except BaseException as caught:  # the other models must be left as well
                 error = late = caught
-        self.stream.leave()
+        if error is not None or not self.keeps_stream:
+            self.stream.leave()
         if late is not None:
             raise late
 
@@ -269,10 +273,10 @@ class Step:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun.append(part)
-            if self._is_nothing_under_ddp(weighed):
-                self.parts[0].backward(sum_of_nothing(self.parts[0].replica.model), retain_graph=retain_graph)
-            elif self._contributes(weighed):
+            if weighed.value.requires_grad and not weighed.is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
+            else:
+                self._backward_nothing(retain_graph)
         except BaseException as error:
             for part in reversed(begun):
                 part.replica.end_backward(error)
@@ -310,24 +314,20 @@ class Step:
         if found:
             raise UsageError(code="hook-before-weight", what=found)
 
-    def _is_nothing_under_ddp(self, weighed: WeightedLoss) -> bool:
-        """Whether a loss has no gradient, but the DDP module waits for one per parameter."""
-        alone = len(self.parts) == 1 and not self.parts[0].replica.in_lockstep
-        waits = alone and self.parts[0].replica.module is not self.parts[0].replica.model
-        return waits and (weighed.is_weightless or not weighed.value.requires_grad)
-
-    def _contributes(self, weighed: WeightedLoss) -> bool:
-        """Whether a loss has gradients: not if it is constant or has weight 0.
+    def _backward_nothing(self, retain_graph: bool) -> None:
+        """The backward of a loss without gradients: it is constant or has weight 0.
 
         Raises:
-            UsageError: it has none, and the strategy needs a backward on every rank.
+            UsageError: the strategy needs a backward on every rank.
         """
-        if weighed.value.requires_grad and not weighed.is_weightless:
-            return True
-        if any(part.replica.in_lockstep or part.replica.module is not part.replica.model for part in self.parts):
+        replicas = [part.replica for part in self.parts]
+        if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
+            # the DDP module waits for a gradient of each parameter
+            self.parts[0].backward(sum_of_nothing(replicas[0].model), retain_graph=retain_graph)
+            return
+        if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
             raise UsageError(code="loss-without-gradient")
         self._sums.without_gradient = True
-        return False
 
     def foreign_leaves(self) -> list[Tensor]:
         """Leaf tensors of the last loss that are not parameters of the models."""
@@ -348,7 +348,7 @@ class Step:
 
         The host waits for a GPU once, at the end. On the CPU errors are found before the exchange.
         """
-        late, totals, host, loss = costs(self._world.device), None, self._host, 0.0
+        totals, host, loss = None, self._host, 0.0
         if host is not None and self._sums.samples:  # does not wait for other hosts
             rest = self._sums.put_off(finish)
         else:
@@ -367,7 +367,7 @@ class Step:
                     asked.append(part)
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=self._where)
-            loss, finite = self._judged(asked, loss, totals, late=late)
+            loss, finite = self._judged(asked, loss, totals, late=self._on_device)
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
         if not finite:
@@ -480,7 +480,7 @@ def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence
     dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(most) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
-    return [*microbatches, *(replace(first, work=replace(first.work, counted=False)) for _ in range(missing))]
+    return [*microbatches, *(first._replace(work=first.work._replace(counted=False)) for _ in range(missing))]
 
 
 def as_many_parts_as_any(parts: list[Part], samples: int, virtual_ranks: int, world: World, size: int) -> list[Part]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ class Votes(NamedTuple):
     """samples of a stream that this rank has for the next global batch; 0 if the data are not a stream"""
 
 
+NO_VOTES = Votes()
 Finish = Callable[[], SummedTotals]
 """waits for the totals of all ranks; on a GPU the host has not read them yet"""
 
@@ -58,7 +59,7 @@ class StepResult:
     """the sum of all weights, by which the sum of losses is divided"""
     grad_norm: float | None = None
     """before clipping; None: not computed"""
-    votes: Votes = field(default_factory=Votes)
+    votes: Votes = NO_VOTES
     """the sum over ranks"""
     left_out: NotFinite | None = None
     """the reason if the step did not change the parameters"""
@@ -174,7 +175,7 @@ class StepTotals:
 
     def rest(self, summed: SummedTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, from the totals over ranks."""
-        if self.is_weight_known and isinstance(summed.weights, Tensor):
+        if isinstance(summed.weights, Tensor) and self.is_weight_known:
             return 1.0  # `_divide` compares
         return self.weight_of(summed.weight) / (1.0 if self.scale is None else self.scale)
 

@@ -154,10 +154,10 @@ class Strategy:
         if self.reducer is not None:
             self.reducer.leave(failed=error is not None)
 
-    def on_gradient(self, act: Callable[[], None]) -> None:
-        """Call `act` in each backward that reaches the model, also in those of the loop."""
+    def on_gradient(self, act: Callable[[Tensor], None]) -> None:
+        """Call `act` with a parameter in each backward that reaches the model, also in those of the loop."""
         for parameter in {id(p): p for p in (self.parameters[0], self.parameters[-1])}.values():
-            parameter.register_post_accumulate_grad_hook(lambda _: act())
+            parameter.register_post_accumulate_grad_hook(act)
 
     # gradients
 

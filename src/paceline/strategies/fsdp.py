@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,9 +111,9 @@ class FSDP(Strategy):
         """See Strategy."""
         self._used.begin_backward()
 
-    def on_gradient(self, act: Callable[[], None]) -> None:
+    def on_gradient(self, act: Callable[[Tensor], None]) -> None:
         """See Strategy."""
-        on_backward(self._blocks, act)
+        on_backward(self._blocks, partial(act, self.parameters[0]))
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.agree(self.model, self._reduced_among)

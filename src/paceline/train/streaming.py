@@ -60,7 +60,7 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def samples(self, plan: object = None, epoch: int = 0, batch: int = 0) -> int:
+    def samples(self, work: object = None) -> int:
         """Of the batch at hand, over all ranks."""
         return self._total
 
