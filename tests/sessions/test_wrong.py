@@ -71,7 +71,7 @@ TOLD = {
     "cut_after_its_parameters_were_looked_at": ("sharded-parameter-used", "lerp_.Scalar"),
     "cut_and_used_outside_of_its_block": ("sharded-weights-used", "session(fsdp_wrap='Block')"),
     "not_cleared_where_gradients_are_cut": ("gradients-not-cleared", ""),
-    "not_cleared_where_the_model_is_cut": ("", "NOTE: optimizer.step() without zero_grad()"),
+    "not_cleared_where_the_model_is_cut": ("", "without zero_grad()"),
     "resume_without_a_folder": ("session-resume-without-folder", ""),
     "a_folder_that_is_used": ("run-dir-not-empty", "folder used"),
     "begun": ("", "enough"),

@@ -254,7 +254,7 @@ class Loop(Ranks):
 
     def _leave_stream(self) -> None:
         """Let random numbers come from the streams outside of micro-batches, if they do not yet."""
-        if self._steps.micro_step is None:
+        if self._steps.micro_step is None and not self._closed:
             self._steps.stream.leave()
 
     def _compare_place(self, loader: Loader) -> None:

@@ -177,7 +177,7 @@ class _Search:
         self._runs = 0
 
     def bad(self) -> list[int]:
-        """Their positions in the micro-batch; a whole group if only the group is bad, or if the search takes too long."""
+        """Their positions in the micro-batch; a group if only the group is bad, or if the search is too long."""
         everything = [*range(len(self._batch.work.indices))]
         return self._bad_of(everything) if self._is_bad(everything) else []
 

@@ -1,8 +1,8 @@
 """Checks in every step, before parameters change, that all ranks have called the same collectives in the same order.
 
 If a rank swaps two collectives of the same shape, each is paired with the wrong one: no error occurs, and the sums are
-wrong. Therefore each rank hashes its calls with their names and source lines. The hashes are a part of the totals of the
-step, one slot per rank. If they differ, the ranks exchange the calls.
+wrong. Therefore each rank hashes its calls with their names and source lines. The hashes are a part of the totals of
+the step, one slot per rank. If they differ, the ranks exchange the calls.
 
 Source lines may differ for a good reason (`if rank == 0: broadcast(mine) else: broadcast(buffer)`). A line that some
 rank has called more often than another belongs to a branch, and is not hashed from then on. But if all ranks have

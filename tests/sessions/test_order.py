@@ -1,0 +1,62 @@
+"""The order of samples and the random streams of a session are those of the plain loop with the same DataLoader."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run_script import run_script
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.sessions.order import SampleOrder
+
+SCRIPT = Path(__file__).with_name("draws.py")
+
+
+@pytest.mark.parametrize("count", [40, 43])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["sequential", "shuffled", "with a generator"])
+def test_batches_and_draws_are_those_of_the_dataloader(kind: str, drop_last: bool, count: int) -> None:
+    generator = torch.Generator()
+
+    def epoch(next_batch: Callable[[DataLoader[Any]], Callable[[], Any]]) -> list[Any]:
+        torch.manual_seed(3)
+        generator.manual_seed(5)
+        given = generator if kind == "with a generator" else None
+        data = TensorDataset(torch.arange(count))
+        take = next_batch(
+            DataLoader(data, batch_size=8, shuffle=kind != "sequential", drop_last=drop_last, generator=given)
+        )
+        found: list[Any] = []
+        while True:
+            batch = take()
+            found.append((batch, torch.get_rng_state().tolist(), generator.get_state().tolist()))
+            if batch is None:
+                return found
+
+    def plain(loader: DataLoader[Any]) -> Callable[[], Any]:
+        batches = iter(loader)
+        return lambda: None if (batch := next(batches, None)) is None else batch[0].tolist()
+
+    def ordered(loader: DataLoader[Any]) -> Callable[[], Any]:
+        order, numbers = SampleOrder(loader), iter(range(100))
+        return lambda: order.batch(n).tolist() if order.has(n := next(numbers)) else None
+
+    assert epoch(ordered) == epoch(plain)
+
+
+def test_draws_outside_of_steps_are_those_of_a_program_without_steps(tmp_path: Path) -> None:
+    done = run_script(1, SCRIPT, "plain", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_script(1, SCRIPT, "session", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "session.json").read_text()) == json.loads((tmp_path / "plain.json").read_text())
+
+
+def test_a_resume_continues_the_streams_of_the_last_checkpoint(tmp_path: Path) -> None:
+    for number, kind in enumerate(("whole", "stopped", "resumed")):
+        done = run_script(1, SCRIPT, kind, cwd=tmp_path)
+        assert done.returncode == (3 if number == 1 else 0), done.stdout + done.stderr
+    assert json.loads((tmp_path / "resumed.json").read_text()) == json.loads((tmp_path / "whole.json").read_text())
