@@ -20,7 +20,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import gather_words, now, start_totals
+from paceline.collectives.control import all_gather_object, now, start_totals
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
@@ -115,7 +115,7 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
         assert make_communicator().memory is None
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     totals = now(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
-    return said.getvalue(), [totals.sums, totals.votes], gather_words(rank, world)
+    return said.getvalue(), [totals.sums, totals.votes], all_gather_object(rank, world)
 
 
 def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp_path):
@@ -133,7 +133,9 @@ def leaves_nothing(rank: int, world_size: int) -> list[bool]:
     found = [mapped()]
     memory = make_communicator().memory
     assert memory is not None and memory is make_communicator().memory is communicator().memory
-    gather_words_everywhere = gather_words(rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo"))
+    gather_words_everywhere = all_gather_object(
+        rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    )
     assert gather_words_everywhere == [*range(world_size)]
     found.append(mapped())
     del memory

@@ -26,7 +26,7 @@ from paceline.collectives import memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import HierarchicalTransport, make_communicator
 from paceline.collectives.communicator import communicator as exchange
-from paceline.collectives.control import gather_words, now, start_totals
+from paceline.collectives.control import all_gather_object, now, start_totals
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
@@ -202,7 +202,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     totals = now(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
     assert (totals.sums, totals.votes) == ([24.0, 0.0], [4.0])
-    assert gather_words(rank, world) == [0, 1, 2, 3]
+    assert all_gather_object(rank, world) == [0, 1, 2, 3]
     forest = Forest.of_ranks(4, rank)
     sent: list[float | None] = []
     for make in (sum_by_leaf, sum_by_rank):

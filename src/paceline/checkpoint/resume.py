@@ -13,7 +13,7 @@ from paceline.checkpoint.format import Damaged, Manifest
 from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
-from paceline.collectives.control import gather_words, together, told_once
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.protocol.control import WorkerBirth, restarts
 from paceline.rank.world import World
@@ -70,7 +70,7 @@ def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memo
         UsageError: as `newest_on_disk`.
     """
     own = newest(inherited()) if memory else None
-    ages = gather_words(None if own is None else [own.meta.generation, own.meta.step], world) if memory else []
+    ages = all_gather_object(None if own is None else [own.meta.generation, own.meta.step], world) if memory else []
     known = [age for age in ages if age is not None]
     # on one host all ranks see the same snapshots, or one of them has none of ours
     is_usable = bool(known) and (world.local_size < world.size or all(age == known[0] for age in ages))
@@ -92,15 +92,15 @@ def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, af
     `report` is called on rank 0 for each newer one that is damaged, with its damage.
 
     Raises:
-        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1); ToldElsewhere
-            on the others.
+        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1).
+        ReportedByPeer: on the other ranks.
     """
     there = [str(path) for step, path in checkpoints.entries() if step > after]
-    paths: list[str] = gather_words(there, world)[0]
+    paths: list[str] = all_gather_object(there, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):
         manifest, damage = _checked(checkpoints, path, world)
-        damages = list(filter(None, gather_words(damage, world)))
+        damages = list(filter(None, all_gather_object(damage, world)))
         if manifest is not None and not damages:
             evaluated = int(manifest.scalars.get("evaluated", 0))
             loop: dict[str, Any] = manifest.scalars.get("loop", {})
@@ -112,7 +112,7 @@ def newest_on_disk(checkpoints: Checkpoints, world: World, report: Report, *, af
     if paths and after < 0:
         first, folder = "\n".join(complaints[:3]), checkpoints.root
         error = UsageError(code="no-whole-checkpoint", count=len(paths), folder=folder, complaints=first)
-        raise told_once(error, world)
+        raise report_on_one_rank(error, world)
     return None
 
 
@@ -148,7 +148,7 @@ def run_location(
         trust: whether other users may own it or could have written it.
 
     Raises:
-        UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ToldElsewhere on the others.
+        UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ReportedByPeer on the others.
     """
     generation, birth = restarts(), WorkerBirth.here()
     launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None
@@ -157,7 +157,7 @@ def run_location(
     mine: dict[str, Any] = {"folder": "", "attempt": 0}
     attempt_dir, lock = None, None
     try:
-        with together(world):
+        with raise_on_all_ranks(world):
             if world.rank == 0:
                 folder = prepared or run_folder.open_run_dir(asked, name, resume=resume or restarted, trust=trust)
                 if launched is not None and (prepared is not None or launched.parent == folder):
@@ -173,7 +173,7 @@ def run_location(
                     attempt_dir = run_folder.create_attempt_dir(folder, launched)[1]
                 # resolved here: another host may reach the same folder by other links
                 mine = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
-        told: dict[str, Any] = gather_words(mine, world)[0]
+        told: dict[str, Any] = all_gather_object(mine, world)[0]
         yield RunLocation(Path(told["folder"]).resolve(), told["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
@@ -193,7 +193,7 @@ def find_resume_point(
     checkpoints = Checkpoints(place.folder / run_folder.CHECKPOINTS, trust=trust)
     origin = newest_state(checkpoints, world, place.notices.append, memory=place.generation > 0)
     if origin is None and not fresh:
-        with together(world):
+        with raise_on_all_ranks(world):
             run_folder.check_not_finished(place.folder)
         place.notices.append(f"found no checkpoint in {place.folder}: training starts at step 0")
     return origin

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
 from paceline.checkpoint.state import Source, TensorShard, place
 from paceline.collectives.buckets import balanced
-from paceline.collectives.control import gather_words
+from paceline.collectives.control import all_gather_object
 from paceline.collectives.tree import round_up
 from paceline.errors import UsageError
 from paceline.rank.world import World
@@ -224,7 +224,7 @@ def whole(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
         if not (h.replicated or h.spare):
             mine[h.name].append(h)
     parts = [(name, list(h.shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in mine.items()]
-    shapes = {name: (shape, dtype) for each in gather_words(parts, world) for name, shape, dtype in each}
+    shapes = {name: (shape, dtype) for each in all_gather_object(parts, world) for name, shape, dtype in each}
     state = {h.name: h.tensor for h in held if h.replicated}
     for name, (shape, dtype) in sorted(shapes.items()):
         total = torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device)

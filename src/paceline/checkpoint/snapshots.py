@@ -32,7 +32,7 @@ from torch import Tensor
 from paceline.checkpoint.format import LENGTH_BYTES, Piece
 from paceline.checkpoint.shards import TYPES, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import costs, gather_words
+from paceline.collectives.control import all_gather_object, costs
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
@@ -142,7 +142,7 @@ class OtherHosts:
         self._tries, self._pause, self._since = 0, 0, -math.inf  # the duration is not known before the first time
         own, local = sum(shard.tensor.nbytes for shard in _own(held)), world.local_size
         replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
-        ranks = gather_words([[world.local_rank, local], own, free_memory(), replicated], world)
+        ranks = all_gather_object([[world.local_rank, local], own, free_memory(), replicated], world)
         total = sum(own for _, own, _, _ in ranks) + ranks[0][3]
         self.why_not = ""
         """why snapshots are impossible; the same on all ranks"""
@@ -168,7 +168,7 @@ class OtherHosts:
         began = time.perf_counter()
         others = self._exchanged(held, self._group)
         ended = time.perf_counter()
-        times = gather_words([ended - began, (began - self._since) / self._tries], self._world)
+        times = all_gather_object([ended - began, (began - self._since) / self._tries], self._world)
         took, every = max(times)[0], times[0][1]  # the intervals of one rank, or ranks would pause differently
         self._tries, self._pause, self._since = 0, max(0, math.ceil(took / (MOST_SHARE * every)) - 1), ended
         return others
@@ -240,7 +240,7 @@ def snapshot_of(giver: int, mine: Snapshot | None, world: World) -> Snapshot:
     """Rank `giver`'s snapshot (a collective): `mine`, or if that is None a copy in memory of this process."""
     sizes = None if mine is None else [os.fstat(file).st_size for file in mine.files]
     files: list[int] = []
-    for number, size_bytes in enumerate(gather_words(sizes, world)[giver]):
+    for number, size_bytes in enumerate(all_gather_object(sizes, world)[giver]):
         if mine is None:
             files.append(os.memfd_create("paceline-sent"))
         for at in range(0, size_bytes, SENT_BYTES):

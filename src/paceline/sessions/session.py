@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
@@ -95,7 +95,7 @@ class Session(Life):
             were; only (model, optimizer) without a scheduler.
 
         Raises:
-            UsageError: on one rank, if one of them does not fit; ToldElsewhere on the others.
+            UsageError: on one rank, if one of them does not fit; ReportedByPeer on the others.
         """
         if self._opened:
             raise UsageError(code="prepared-too-late")
@@ -108,7 +108,7 @@ class Session(Life):
             make = self._observer.wrap_strategy(self._strategy, make)
         part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
-            with together(self.world):
+            with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
                     raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
                 part.load(origin.source)
@@ -123,7 +123,7 @@ class Session(Life):
         """A second optimizer for other parameters of a model that was prepared before."""
         made = prepared_again(part, optimizer, scheduler, self.world)
         if self._course.origin is not None:
-            with together(self.world):
+            with raise_on_all_ranks(self.world):
                 part.load_waiting(made.optimizer, made.parameters)
                 part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
         found = (part.replica.module, made.optimizer)
@@ -151,7 +151,7 @@ class Session(Life):
             return
         if self._opened:
             raise UsageError(code="registered-too-late")
-        with together(self.world):
+        with raise_on_all_ranks(self.world):
             self._registered.add(name, thing, models, self.device, saved=True)
             if (origin := self._course.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)

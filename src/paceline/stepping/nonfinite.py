@@ -21,9 +21,9 @@ from paceline.collectives.control import (
     are_finite,
     are_finite_here,
     costs,
+    report_on_one_rank,
     sent,
     sum_over_ranks,
-    told_once,
 )
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
@@ -236,7 +236,7 @@ class LeftOut:
         time either, it is left out for good.
 
         Raises:
-            TrainingError: with NOT_FINITE, if there were too many; ToldElsewhere on all ranks but one.
+            TrainingError: with NOT_FINITE, if there were too many; ReportedByPeer on all ranks but one.
         """
         if found.by_scale:
             self._say(f"step {step} is left out: {found.words}")
@@ -247,7 +247,7 @@ class LeftOut:
             error = TrainingError(
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=found.words
             )
-            raise told_once(error, self._world, by=found.told_by)
+            raise report_on_one_rank(error, self._world, by=found.told_by)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {found.words}" if back else f"step {step} is left out: {found.words}")
         return back

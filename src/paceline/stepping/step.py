@@ -25,10 +25,10 @@ from paceline.collectives.control import (
     by_host,
     costs,
     now,
+    raise_on_all_ranks,
     read_at_once,
+    report_on_one_rank,
     sent,
-    together,
-    told_once,
 )
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.torch_collectives import labelled
@@ -298,7 +298,7 @@ class Step:
                 self._linear_checks += 1
                 # a rank whose loss is constant has no such code in its graph, and would update
                 early = self._linear_checks <= 2 and self._host is None
-                with together(self._world) if early else nullcontext():
+                with raise_on_all_ranks(self._world) if early else nullcontext():
                     self._check_linear(weighed.value)
         micro_step.has_failed = False
 
@@ -415,7 +415,7 @@ class Step:
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
             found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
         if not self._may_leave_out:
-            raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
+            raise report_on_one_rank(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found
 
 

@@ -14,10 +14,10 @@ from paceline.collectives.control import (
     by_itself,
     costs,
     now,
+    report_on_one_rank,
     start_totals,
-    told_once,
 )
-from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
+from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
@@ -208,7 +208,7 @@ class StepTotals:
         """After the update, wait for the totals that `put_off` has left.
 
         Raises:
-            TrainingError: the weight was not the number of samples; ToldElsewhere if another rank reports the error.
+            TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
         """
         if self._awaited is None:
             return
@@ -218,7 +218,7 @@ class StepTotals:
         try:
             if not math.isfinite(self.take(now(wait().totals), late=True)):
                 if finite_here:
-                    raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
+                    raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
                 raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
             if self.result.weight != samples:
@@ -240,7 +240,7 @@ class StepTotals:
             if self._order is not None:
                 self._order.check(said[len(Votes._fields) :], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise told_once(UsageError(code="loss-forms-differ", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
@@ -254,13 +254,13 @@ class StepTotals:
         """The mean loss and its weight, from the totals over ranks. A new round begins.
 
         Raises:
-            UsageError: on one rank, if all weights are zero; ToldElsewhere on the others.
+            UsageError: on one rank, if all weights are zero; ReportedByPeer on the others.
         """
         loss_total, weight_total = sums
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            raise told_once(UsageError(code="loss-weights-zero", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=self._where), self._world)
         if self.is_weight_known and weight_total != self._samples:
             raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
         self.divisor = weight_total

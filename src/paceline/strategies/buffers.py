@@ -36,7 +36,7 @@ from paceline.checkpoint.reductions import (
 )
 from paceline.checkpoint.state import Source, TensorShard, needed
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, labelled
 from paceline.collectives.tree import Forest, added
@@ -431,7 +431,7 @@ class VirtualBuffers:
         """Decide about the open buffers (a collective, if there are any); whether a virtual rank has seen a sample.
 
         Raises:
-            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ToldElsewhere on the
+            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ReportedByPeer on the
                 others.
         """
         self._decided = dict(self._reductions)
@@ -439,10 +439,10 @@ class VirtualBuffers:
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
             return bool(self._of)
         mine = {str(v): {n: asdict(o) for n, o in found.items()} for v, found in self._observe().items()}
-        told = gather_words([assigned, mine], self._world)
+        told = all_gather_object([assigned, mine], self._world)
         for name in sorted({name for one, _ in told for name in one}):
             if len({one.get(name) for one, _ in told}) > 1:
-                raise told_once(self._differs_between_ranks(name), self._world)
+                raise report_on_one_rank(self._differs_between_ranks(name), self._world)
         ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
         for name in self._open:
             seen = [msgspec.convert(one[name], RankValue) for one in ranks]
@@ -452,7 +452,7 @@ class VirtualBuffers:
             self._decided[name] = inferred(self._initial[name], seen, by_chance=by_chance)
             if not self._decided[name]:
                 equal = len({one.digest for one in seen}) == 1
-                raise told_once(self._undeclared(name, *self._custom[name], equal=equal), self._world)
+                raise report_on_one_rank(self._undeclared(name, *self._custom[name], equal=equal), self._world)
             if any(one.by_samples is False for one in seen):
                 self._settled.add(name)
         return bool(ranks)

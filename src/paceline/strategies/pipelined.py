@@ -18,7 +18,7 @@ from paceline.checkpoint.export import state_names
 from paceline.checkpoint.shards import parameter_of, whole
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
-from paceline.collectives.control import Pending, gather_words, together
+from paceline.collectives.control import Pending, all_gather_object, raise_on_all_ranks
 from paceline.collectives.torch_collectives import labelled
 from paceline.errors import UsageError
 from paceline.parallel.partition import Chain, Layers, best_splits
@@ -56,14 +56,14 @@ def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world:
     """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
 
     Raises:
-        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ToldElsewhere on the others.
+        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ReportedByPeer on the others.
     """
     mine = None
-    with together(world):
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             found = make()
             mine = msgspec.to_builtins(Division(found, best_splits(found, stages, names)))
-    return msgspec.convert(gather_words(mine, world)[0], Division)
+    return msgspec.convert(all_gather_object(mine, world)[0], Division)
 
 
 def pipelined(

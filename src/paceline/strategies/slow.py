@@ -11,7 +11,7 @@ from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, neede
 from paceline.collectives.across import Across
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import fit_in_memory, make_communicator, say
-from paceline.collectives.control import told_once
+from paceline.collectives.control import report_on_one_rank
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
@@ -41,7 +41,7 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     """None where nothing was asked for, or there is one host: then that is said."""
     asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
     if error := network_error(asked):
-        raise told_once(error, world)
+        raise report_on_one_rank(error, world)
     given = [name for name in ("compress", "local_steps") if asked[name] is not None]
     if not given:
         return None
@@ -50,7 +50,9 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     if place is not None and fit_in_memory(parameters):
         return place
     if world.size > 1 and exchange.kind != "shared":
-        raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
+        raise report_on_one_rank(
+            UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world
+        )
     words = " ".join(flag(name, asked[name]) for name in given)
     say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")
     return None

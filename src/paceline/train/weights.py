@@ -17,7 +17,7 @@ from paceline.checkpoint.export import of_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import check_equal, together
+from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
 from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_is_run
@@ -111,17 +111,17 @@ def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) ->
     `report` is told what fitted. What does not fit, or is not there, is left as it was initialised.
 
     Raises:
-        UsageError: on one rank: it cannot be read, or nothing of it fits; ToldElsewhere on the others.
+        UsageError: on one rank: it cannot be read, or nothing of it fits; ReportedByPeer on the others.
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters
         held = [TensorShard(name, tensor) for name, tensor in whole(held, replica.world).items()]
-    with together(replica.world):
+    with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         fitting = _fitting(replica, held, weights, path, report)
     digest = sha256_of(weights)
     check_equal("weights to begin with", digest, replica.world)
-    with together(replica.world):
+    with raise_on_all_ranks(replica.world):
         replica.load(fitting)
     return digest
 

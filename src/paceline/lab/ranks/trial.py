@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.batchnorm import convert
-from paceline.collectives.control import Pending, gather_words, new_group, together
+from paceline.collectives.control import Pending, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
@@ -98,7 +98,7 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
     """Choose the samples, and plan the batches (a collective)."""
-    with together(world):
+    with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_data(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
     plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
@@ -252,7 +252,7 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
     if trial.start_differs is None:
         want = dict(reference.model.named_parameters()) if reference else {}
         off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
-        trial.start_differs = next(iter(gather_words(off[:1], world)[0]), None)
+        trial.start_differs = next(iter(all_gather_object(off[:1], world)[0]), None)
 
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
@@ -260,8 +260,8 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
     mine = [i for work in counted for i in work.indices.tolist()]
-    got.samples = sorted(i for of_rank in gather_words(mine, world) for i in of_rank)
-    got.streams = {k: v for part in gather_words(got.streams, world) for k, v in part.items()}
+    got.samples = sorted(i for of_rank in all_gather_object(mine, world) for i in of_rank)
+    got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
     got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
@@ -288,7 +288,7 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
 
 def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     """The first tensor whose fingerprint differs between ranks (a collective)."""
-    everybody = gather_words(dict(mine), world)
+    everybody = all_gather_object(dict(mine), world)
     names = dict.fromkeys(name for each in everybody for name in each)
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
