@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.collectives.communicator import TorchTransport
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 
 LARGE = 40_000  # elements: several chunks of 64 KiB
 
@@ -57,10 +57,12 @@ def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ..
     return found
 
 
-def over_torch(model: nn.Module, forest: Forest, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True) -> Reducer:
+def over_torch(
+    model: nn.Module, partition: LeafPartition, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True
+) -> Reducer:
     """What sums gradients over torch.distributed, whatever the ranks share."""
     buckets = buckets_of(trainable(model), bucket_bytes)
-    return Reducer(forest, TorchTransport(buckets, forest, in_order=in_order))
+    return Reducer(partition, TorchTransport(buckets, partition, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:

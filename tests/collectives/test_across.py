@@ -14,7 +14,7 @@ from tests.collectives.test_hosts import put_on
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.across import BLOCK, Across, Bf16, Int8, LowRank
+from paceline.collectives.across import BLOCK, Bf16, Int8, InterHostSum, LowRank
 from paceline.collectives.communicator import make_communicator
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
@@ -54,7 +54,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
         for way in WAYS:
             again: list[list[Tensor]] = []
             for _ in range(2):
-                across, sums = Across(parameters(), place, way), list[Tensor]()
+                across, sums = InterHostSum(parameters(), place, way), list[Tensor]()
                 for step in range(STEPS):
                     across.keep()
                     across.sum(made(place.number, 99))  # of a step that is left out

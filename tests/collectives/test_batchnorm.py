@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.batchnorm import Moments, SyncBatchNorm, combined, convert
+from paceline.collectives.batchnorm import Moments, SyncBatchNorm, convert, merge_moments
 
 CHANNELS = 3
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -230,7 +230,7 @@ def test_moments_combine_to_those_of_the_union(sets: list[list[float]]) -> None:
 
     total = of([])
     for values in sets:
-        total = combined(total, of(values))
+        total = merge_moments(total, of(values))
     for mine, wanted in zip(total, of([v for values in sets for v in values]), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-9)
 

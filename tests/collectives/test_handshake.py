@@ -20,8 +20,8 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import all_gather_object, now, start_totals
-from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
+from paceline.collectives.control import all_gather_object, resolve, start_totals
+from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -91,12 +91,12 @@ def refused(rank: int, world_size: int) -> list[str]:
     for name in STAGES:
         with stage(name) if rank == 1 else contextlib.nullcontext():
             try:
-                meet_in_memory(rank, MemoryLayout(world_size))
+                connect_memory(rank, MemoryLayout(world_size))
                 found.append("")
             except Refusal as refusal:
                 found.append(str(refusal))
     assert open_memories() == before
-    assert len(meet_in_memory(rank, MemoryLayout(world_size)).peers) == world_size
+    assert len(connect_memory(rank, MemoryLayout(world_size)).peers) == world_size
     assert open_memories() == before
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-shared" in line]
     return found
@@ -114,7 +114,7 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
         assert make_communicator().memory is None
         assert make_communicator().memory is None
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = now(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
+    totals = resolve(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
     return said.getvalue(), [totals.sums, totals.votes], all_gather_object(rank, world)
 
 

@@ -26,12 +26,12 @@ from paceline.collectives import memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import HierarchicalTransport, make_communicator
 from paceline.collectives.communicator import communicator as exchange
-from paceline.collectives.control import all_gather_object, now, start_totals
+from paceline.collectives.control import all_gather_object, resolve, start_totals
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
+from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.tree import Forest, added_each, tree_sum
+from paceline.collectives.tree import LeafPartition, added_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
 from paceline.lab.ranks.verify import verify
@@ -61,9 +61,9 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     cuts = [rank * (world + more) // world for rank in range(world + 1)]
     parts: dict[tuple[int, int], str] = {}
     for number in range(hosts):
-        forest = Forest([*pairwise(cuts)], number * size)
-        plan = hosts_module.by_leaf(forest, size)
-        nodes = forest.nodes()
+        partition = LeafPartition([*pairwise(cuts)], number * size)
+        plan = hosts_module.by_leaf(partition, size)
+        nodes = partition.nodes()
         assert plan.lanes == max(map(len, nodes))
         for node, subtree in zip(plan.across.nodes()[number], plan.within, strict=True):
             own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
@@ -72,7 +72,7 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    plan = hosts_module.by_rank(Forest.of_ranks(12, 7), 3)
+    plan = hosts_module.by_rank(LeafPartition.of_ranks(12, 7), 3)
     assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
     assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
 
@@ -120,20 +120,20 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
         assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
-            forest = Forest([(share.start, share.stop) for share in shares], rank)
+            partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
-                sums = sum_by_leaf(models[0], forest)
+                sums = sum_by_leaf(models[0], partition)
                 assert isinstance(sums._transport, HierarchicalTransport)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
-                    alone = over_torch(models[1], Forest([(0, virtual_ranks)], 0))
+                    alone = over_torch(models[1], LeafPartition([(0, virtual_ranks)], 0))
                     wanted = by_leaf(alone, models[1], range(virtual_ranks), left_out)
                     assert found == wanted, (size, virtual_ranks, left_out, step)
                     assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
                     compared += 1
         model = Odd()
-        sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
+        sums = sum_by_rank(model, LeafPartition.of_ranks(world_size, rank))
         assert isinstance(sums._transport, HierarchicalTransport)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -171,7 +171,7 @@ def meets(rank: int, world_size: int) -> list[str]:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
             try:
-                met = meet_in_memory(rank, MemoryLayout(world_size))
+                met = connect_memory(rank, MemoryLayout(world_size))
             except Refusal as refusal:
                 found.append(str(refusal))
             else:
@@ -200,14 +200,14 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     model = nn.Linear(999, 1000)
     broadcast_module(model)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = now(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
+    totals = resolve(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
     assert (totals.sums, totals.votes) == ([24.0, 0.0], [4.0])
     assert all_gather_object(rank, world) == [0, 1, 2, 3]
-    forest = Forest.of_ranks(4, rank)
+    partition = LeafPartition.of_ranks(4, rank)
     sent: list[float | None] = []
     for make in (sum_by_leaf, sum_by_rank):
         model = nn.Linear(999, 1000)
-        sums = make(model, forest)
+        sums = make(model, partition)
         assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box, world, None)
@@ -229,11 +229,11 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
-    model, forest = nn.Linear(2, 1), Forest.of_ranks(4, rank)
+    model, partition = nn.Linear(2, 1), LeafPartition.of_ranks(4, rank)
     place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(forest, HierarchicalTransport(buckets, place, hosts_module.by_leaf(forest, 2)))
+    sums = Reducer(partition, HierarchicalTransport(buckets, place, hosts_module.by_leaf(partition, 2)))
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:

@@ -25,11 +25,11 @@ from paceline.collectives.hosts import by_leaf
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.communicator import HierarchicalTransport
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, forest = make_communicator().hosts(), Forest.of_ranks(4, rank)
+hosts, partition = make_communicator().hosts(), LeafPartition.of_ranks(4, rank)
 buckets = buckets_of(trainable(model), 1000)
-sums = Reducer(forest, HierarchicalTransport(buckets, hosts, by_leaf(forest, 2)))
+sums = Reducer(partition, HierarchicalTransport(buckets, hosts, by_leaf(partition, 2)))
 def late(gradient):
     if rank == 3 and number == 5:
         time.sleep(600)  # FAULT
@@ -43,9 +43,9 @@ STEPS = f"""{TORCH}
 from paceline.collectives import memory as handshake
 handshake.host_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import sum_by_leaf
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 model = torch.nn.Linear(300, 300)
-sums = sum_by_leaf(model, Forest.of_ranks(4, rank))
+sums = sum_by_leaf(model, LeafPartition.of_ranks(4, rank))
 def step():
     with sums.leaf(rank, is_last=True):
         model(torch.ones(1, 300)).sum().backward()

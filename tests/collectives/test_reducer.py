@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, assign_buckets
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.errors import UsageError
 
 # ---- buckets: pure
@@ -100,7 +100,7 @@ DIVISORS = ((3.0, 3.0), (7, 7.0), (torch.tensor(0.3, dtype=torch.float64), 0.3))
 
 
 def over_ranks(model: nn.Module, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
-    return over_torch(model, Forest.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
+    return over_torch(model, LeafPartition.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
 
 
 def buckets(rank: int, world_size: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.ddp import RingSum
 from paceline.collectives.memory_sum import ring_part
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 5, 4097, 300_001)
@@ -37,7 +37,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
             dist.all_reduce(tensor.mul_(1 / world_size))
     memory = make_communicator().memory
     assert memory is not None
-    found = RingSum(memory, *map(list, zip(*asked, strict=True)), Forest.of_ranks(world_size, rank)).run(
+    found = RingSum(memory, *map(list, zip(*asked, strict=True)), LeafPartition.of_ranks(world_size, rank)).run(
         [own], factor=1 / world_size
     )
     return [str(each) for each, a, b in zip(asked, found, expected, strict=True) if a is None or not same(a, b)]
@@ -72,7 +72,7 @@ def test_however_it_is_cut_and_whatever_the_divisor(world_size: int) -> None:
 
     def act(memory):
         own = [values(memory.rank, size, torch.float32) for size in sizes]
-        total = RingSum(memory, sizes, [torch.float32] * len(sizes), Forest.of_ranks(world_size, memory.rank))
+        total = RingSum(memory, sizes, [torch.float32] * len(sizes), LeafPartition.of_ranks(world_size, memory.rank))
         return total.run([own], 3.0, factor=0.1)
 
     expected = [

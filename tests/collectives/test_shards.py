@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.reducer import sum_to_shards
 from paceline.collectives.shards import ALIGNED, MOST_UNDER_WAY, Shards
 from paceline.collectives.torch_collectives import AllToAll
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.strategies.refusals import ELEMENT_WISE
 
 # ---- shares: pure
@@ -201,8 +201,8 @@ def test_sharded_updates_have_the_bits_of_the_plain_optimizer_and_an_nth_of_its_
     run_ranks(everything, 3, tmp_path, str(tmp_path / "worlds"), timeout=140)
 
 
-def shares(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
-    shards = Shards(model, forest.rank, len(forest.owned), bucket_bytes=bucket_bytes)
+def shares(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
+    shards = Shards(model, partition.rank, len(partition.ranges), bucket_bytes=bucket_bytes)
 
     def own(weight: nn.Parameter, wanted: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
         assert weight.grad is None  # nobody holds a whole one
@@ -210,7 +210,7 @@ def shares(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
             return None
         return piece.parameter.grad, None if wanted is None else wanted.reshape(-1)[piece.start : piece.stop]
 
-    return sum_to_shares(shards, forest), own
+    return sum_to_shards(shards, partition), own
 
 
 LAYERS, WIDTH = 16, 64  # 16 KiB each
@@ -221,7 +221,7 @@ def memory(rank: int, world_size: int) -> None:
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
-    reducer = sum_to_shares(shards, Forest.of_ranks(world_size, rank))
+    reducer = sum_to_shards(shards, LeafPartition.of_ranks(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()
     old = {storage for storage in storages() if storage not in weights}
@@ -278,4 +278,4 @@ def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path
 
 def test_a_world_of_one_sends_nothing() -> None:
     own = [torch.arange(64.0)]
-    assert AllToAll(Forest([(0, 4)], 0), own).end() is own[0]
+    assert AllToAll(LeafPartition([(0, 4)], 0), own).end() is own[0]

@@ -19,7 +19,17 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest, Node, PartialSums, added, added_each, is_node, middle, subtrees, tree_sum
+from paceline.collectives.tree import (
+    LeafPartition,
+    Node,
+    PartialSums,
+    added,
+    added_each,
+    is_node,
+    middle,
+    subtrees,
+    tree_sum,
+)
 
 # ---- the tree: pure
 
@@ -233,16 +243,16 @@ def wanted_gradients(virtual_ranks: int, salt: int, divisor: float) -> list[Tens
     return gradients
 
 
-def forest_of(rank: int, world_size: int, virtual_ranks: int) -> Forest:
+def partition_of(rank: int, world_size: int, virtual_ranks: int) -> LeafPartition:
     at = [r * virtual_ranks // world_size for r in range(world_size + 1)]
-    return Forest([*pairwise(at)], rank)
+    return LeafPartition([*pairwise(at)], rank)
 
 
-def take_step(model: Mixed, reducer: Reducer, forest: Forest, salt: int) -> None:
+def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: int) -> None:
     """Two backwards for each virtual rank of ours that has samples; a stand-in, if none has."""
-    order = -1 if forest.rank % 2 else 1
-    share = range(*forest.owned[forest.rank])
-    mine = [v for v in share if v not in empty(forest.leaves, salt)]
+    order = -1 if partition.rank % 2 else 1
+    share = range(*partition.ranges[partition.rank])
+    mine = [v for v in share if v not in empty(partition.leaves, salt)]
     for v in mine:
         with reducer.leaf(v, is_last=False):
             model.backward(values_of(v, salt), order)
@@ -257,16 +267,16 @@ Reduced = tuple[Reducer, Callable[[nn.Parameter, Tensor | None], tuple[Tensor | 
 """a reducer, and (weight, wanted gradient) -> what this rank has of it and what it should have; None: no part"""
 
 
-def same_bits(rank: int, world_size: int, make: Callable[[Mixed, Forest, int], Reduced]) -> None:
-    """Compare sums by the reducers that `make` (model, forest, bucket bytes) gives with those of one process."""
+def same_bits(rank: int, world_size: int, make: Callable[[Mixed, LeafPartition, int], Reduced]) -> None:
+    """Compare sums by the reducers that `make` (model, partition, bucket bytes) gives with those of one process."""
     for virtual_ranks in VIRTUAL:
-        forest = forest_of(rank, world_size, virtual_ranks)
+        partition = partition_of(rank, world_size, virtual_ranks)
         for bucket_bytes in (600, 25 << 20) if virtual_ranks == 7 else (600,):
             model = Mixed()
-            reducer, own = make(model, forest, bucket_bytes)
+            reducer, own = make(model, partition, bucket_bytes)
             for salt in range(4):
                 model.zero_grad()
-                take_step(model, reducer, forest, salt)
+                take_step(model, reducer, partition, salt)
                 divisor = 3.0 + salt
                 reducer.finish(torch.tensor(divisor, dtype=torch.float64) if salt % 2 else divisor)
                 for index, gradient in enumerate(wanted_gradients(virtual_ranks, salt, divisor)):
@@ -280,8 +290,8 @@ def same_bits(rank: int, world_size: int, make: Callable[[Mixed, Forest, int], R
                 assert model.frozen.grad is None
 
 
-def whole_gradients(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
-    return over_torch(model, forest, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
+def whole_gradients(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
+    return over_torch(model, partition, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
 
 
 def overlap(rank: int, world_size: int) -> None:
@@ -291,9 +301,9 @@ def overlap(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     first = nn.Linear(8, 8, bias=False)
     layers = nn.Sequential(first, *[nn.Linear(8, 8, bias=False) for _ in range(3)])
-    forest = forest_of(rank, world_size, 8)
-    reducer = over_torch(layers, forest, bucket_bytes=2 * 8 * 8 * 4)
-    share = range(*forest.owned[rank])
+    partition = partition_of(rank, world_size, 8)
+    reducer = over_torch(layers, partition, bucket_bytes=2 * 8 * 8 * 4)
+    share = range(*partition.ranges[rank])
     during: list[int] = []
 
     def look(_: Tensor) -> None:

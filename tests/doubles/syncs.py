@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.collectives import control as pending
+from paceline.collectives import control
 
 BACKEND, NAME = "does_nothing", "default_pg"
 ROOT = Path(paceline.__file__).parent
@@ -91,15 +91,15 @@ def on_the_cpu() -> Generator[None]:
     def far(device: torch.device) -> bool:
         return True
 
-    near = pending.costs
-    users = [module for module in [*sys.modules.values()] if vars(module).get("costs") is near]
+    near = control.is_async
+    users = [module for module in [*sys.modules.values()] if vars(module).get("is_async") is near]
     for module in users:
-        vars(module)["costs"] = far
+        vars(module)["is_async"] = far
     try:
         yield
     finally:
         for module in users:
-            vars(module)["costs"] = near
+            vars(module)["is_async"] = near
 
 
 def _line() -> str:

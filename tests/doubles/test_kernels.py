@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import shards as shares
 from paceline.collectives.buckets import divide, divide_each
-from paceline.collectives.norm import SharedNorm, even_shares
+from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.shards import Shards
 from paceline.collectives.tree import added, added_each
 from paceline.strategies.base import scale_gradients
@@ -57,7 +57,7 @@ def with_gradients(found: Sequence[Tensor]) -> list[nn.Parameter]:
 def norm_of(found: Sequence[Tensor], missing: int | None = None) -> float:
     sizes = [len(one) for one in found]
     values = {i: one for i, one in enumerate(found) if i != missing}
-    return SharedNorm(sizes, even_shares(sizes, 1), 0, CPU)(values).now()
+    return ShardedNorm(sizes, split_evenly(sizes, 1), 0, CPU)(values).result()
 
 
 def dividing(count: int) -> Callable[[], object]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.checkpoint.format import LENGTH_BYTES, REALS, Damaged, Manifest, Piece, cover
 from paceline.checkpoint.state import Source, TensorShard, place
-from paceline.collectives.buckets import balanced
+from paceline.collectives.buckets import assign_balanced
 from paceline.collectives.control import all_gather_object
 from paceline.collectives.tree import round_up
 from paceline.errors import UsageError
@@ -41,7 +41,7 @@ OURS = "paceline"  # the key of our metadata
 def rank_part(held: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
     """The tensors that `rank` saves: those that only it holds, and its share, by bytes, of the replicated ones."""
     replicated = sorted((h for h in held if h.replicated), key=lambda h: h.name)
-    share = balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
+    share = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
     return [h for h in held if not (h.replicated or h.spare)] + [replicated[i] for i in share]
 
 

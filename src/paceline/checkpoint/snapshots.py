@@ -32,7 +32,7 @@ from torch import Tensor
 from paceline.checkpoint.format import LENGTH_BYTES, Piece
 from paceline.checkpoint.shards import TYPES, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, costs
+from paceline.collectives.control import all_gather_object, is_async
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
@@ -95,7 +95,7 @@ class SnapshotWriter:
         """
         descriptor, other = self._files
         shard = layout(rank_part(held, self._part, self._parts), room_bytes=65536)
-        buffer = self._buffer(descriptor, shard.total_bytes, any(costs(held.tensor.device) for held in shard.part))
+        buffer = self._buffer(descriptor, shard.total_bytes, any(is_async(held.tensor.device) for held in shard.part))
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
         fill(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import balanced, numels_and_dtypes
+from paceline.collectives.buckets import assign_balanced, numels_and_dtypes
 from paceline.collectives.communicator import MemoryTransport
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.torch_collectives import labelled, start_gather, start_sum, when_done
-from paceline.collectives.tree import Forest, Grads, round_up
+from paceline.collectives.torch_collectives import name_collective, start_gather, start_sum, when_done
+from paceline.collectives.tree import Grads, LeafPartition, round_up
 
 State = Mapping[str, Tensor]
 BLOCK = 512  # elements with one scale: 0.8 % more bytes
@@ -50,7 +50,7 @@ class Uncompressed:
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
         """The sums, new and contiguous, and the next state (a collective). The arguments do not change."""
-        flat = labelled(flattened(tensors), NAME)
+        flat = name_collective(flattened(tensors), NAME)
         return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
@@ -107,7 +107,7 @@ class Quantized:
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
+        work = dist.all_to_all_single(received, name_collective(packed, NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
         when_done(work, received)
         total = state["owed"].clone()
@@ -189,7 +189,7 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class Across:
+class InterHostSum:
     """Sums over hosts of tensors with the shapes of these parameters. The residual is part of a state."""
 
     def __init__(
@@ -198,14 +198,14 @@ class Across:
         """`compress` and `rank` as in `compression`."""
         self._parameters, self._hosts = parameters, hosts
         memory = hosts.memory
-        self._carried = sorted(balanced([p.numel() for p in parameters], memory.size)[memory.rank])
+        self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._codec = compression(
             compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count
         )
-        kinds, forest = numels_and_dtypes(parameters), Forest.of_ranks(memory.size, memory.rank)
-        self._hand_out = TreeSum(memory, *kinds, forest, NAME) if memory.size > 1 else None
+        kinds, partition = numels_and_dtypes(parameters), LeafPartition.of_ranks(memory.size, memory.rank)
+        self._hand_out = TreeSum(memory, *kinds, partition, NAME) if memory.size > 1 else None
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:
@@ -271,13 +271,13 @@ class PerHostTransport:
 
     early = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: Across | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: InterHostSum | None) -> None:
         """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory
-        forest, shared = Forest.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
-        self._inside = MemoryTransport(parameters, shared, forest, ranks=hosts.size)
+        partition, shared = LeafPartition.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
+        self._inside = MemoryTransport(parameters, shared, partition, ranks=hosts.size)
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See communicator.Transport."""

@@ -23,7 +23,7 @@ class Moments(NamedTuple):
     m2: Tensor  # (C,)
 
 
-def combined(a: Moments, b: Moments) -> Moments:
+def merge_moments(a: Moments, b: Moments) -> Moments:
     """The moments of the union of two sets, either of which may be empty.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         union = Moments(torch.zeros_like(own.size), zeros, zeros)
         for each in start_gather(packed, "statistics of batchnorm", self.group)():
             mean, m2 = each[1:].split(self.num_features)
-            union = combined(union, Moments(each[0], mean, m2))
+            union = merge_moments(union, Moments(each[0], mean, m2))
         return union
 
     def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:

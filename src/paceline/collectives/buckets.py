@@ -44,7 +44,7 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
     return buckets
 
 
-def balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
+def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
     """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
     loads, held = [0] * holders, [list[int]() for _ in range(holders)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -133,7 +133,7 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
     """`divide` each of them, in few kernels."""
-    for group, number in by_type(totals, divisor):
+    for group, number in group_by_type(totals, divisor):
         if group[0].element_size() < 4:
             for total in group:
                 divide(total, divisor)
@@ -141,7 +141,7 @@ def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
             torch._foreach_div_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
+def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
     """Groups of tensors of one type, and `number` as a foreach kernel takes it: on a GPU in their type.
 
     No groups if the host knows that `number`, a factor or divisor, is 1.
@@ -182,7 +182,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def laid_out(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
+def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
     """The gradients with these strides and the parameters' types; a gradient that has them is not copied."""
     if grads is None:
         return None

@@ -34,11 +34,11 @@ from paceline.collectives.buckets import (
     divide,
     divide_each,
     flat,
-    laid_out,
     numels_and_dtypes,
     pack,
     packed_size,
     unpack,
+    with_strides,
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
@@ -49,21 +49,21 @@ from paceline.collectives.hosts import (
     by_rank,
     connect_hosts,
     group_name,
-    hosts_of_one,
+    single_rank_hosts,
 )
-from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, meet_in_memory
-from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, in_words
+from paceline.collectives.memory import BULK_BYTES, GROUP, MemoryLayout, Refusal, SharedMemory, connect_memory
+from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
 from paceline.collectives.torch_collectives import (
     CPU,
     AllToAll,
     Exchange,
     gather_over_torch,
     gather_shares,
-    labelled,
+    name_collective,
     start_gather,
     start_sum,
 )
-from paceline.collectives.tree import Forest, Grads
+from paceline.collectives.tree import Grads, LeafPartition
 from paceline.errors import ExitCode, ReportedByPeer, UsageError
 from paceline.protocol.control import SHARED_MEMORY
 
@@ -105,19 +105,24 @@ class TorchTransport:
     early = True
 
     def __init__(
-        self, buckets: Sequence[Bucket], forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None
+        self,
+        buckets: Sequence[Bucket],
+        partition: LeafPartition,
+        *,
+        in_order: bool,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """`in_order`: in the order of the tree, else in that of the backend's all-reduce."""
-        self.buckets, self._forest, self._in_order, self._group = buckets, forest, in_order, group
+        self.buckets, self._partition, self._in_order, self._group = buckets, partition, in_order, group
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See Transport."""
         bucket = self.buckets[number]
         size = packed_size(bucket)
-        packed = [pack(bucket, grads, self._forest.padded(size) if self._in_order else size) for grads in own]
+        packed = [pack(bucket, grads, self._partition.padded(size) if self._in_order else size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket))])
-        exchange = Exchange(self._forest, packed, self._group, f"bucket {number}", in_order=self._in_order)
+        exchange = Exchange(self._partition, packed, self._group, f"bucket {number}", in_order=self._in_order)
         self._under_way.append(exchange)
 
     def end(self, divisor: float | Tensor | None) -> bool:
@@ -141,18 +146,20 @@ class MemoryTransport:
 
     early = False  # no core is idle on a CPU, and each bucket would be another copy
 
-    def __init__(self, parameters: Bucket, memory: SharedMemory | None, forest: Forest, ranks: int = 0) -> None:
-        """A collective. Without memory, this rank has all leaves. `ranks`: of the world, if `forest` has fewer."""
+    def __init__(
+        self, parameters: Bucket, memory: SharedMemory | None, partition: LeafPartition, ranks: int = 0
+    ) -> None:
+        """A collective. Without memory, this rank has all leaves. `ranks`: of the world, if `partition` has fewer."""
         self.buckets: Sequence[Bucket] = [parameters]
         self._parameters = parameters
-        self._strides = agreed_strides(parameters, ranks or len(forest.owned))
-        self._sum = None if memory is None else TreeSum(memory, *numels_and_dtypes(parameters), forest)
+        self._strides = agreed_strides(parameters, ranks or len(partition.ranges))
+        self._sum = None if memory is None else TreeSum(memory, *numels_and_dtypes(parameters), partition)
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See Transport."""
         del number
-        self._own = [laid_out(grads, self._parameters, self._strides) for grads in own]
+        self._own = [with_strides(grads, self._parameters, self._strides) for grads in own]
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
@@ -191,13 +198,15 @@ class HierarchicalTransport:
             for number, bucket in enumerate(buckets)
         ]
         # one call for all buckets: the hang guard reads the last 64 calls, and must find the exchanges among them
-        self._handing_out = self._memory.called("all_gather", "gradients", *in_words(*numels_and_dtypes(parameters)))
+        self._handing_out = self._memory.called(
+            "all_gather", "gradients", *describe_tensors(*numels_and_dtypes(parameters))
+        )
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
         """See Transport."""
         bucket = self.buckets[number]
-        laid = [laid_out(grads, bucket, self._strides[number]) for grads in own]
+        laid = [with_strides(grads, bucket, self._strides[number]) for grads in own]
         self._first.append(laid[0] or [None] * len(bucket))
         try:
             before = self._sums[number - 1] if number > 0 else None
@@ -247,12 +256,12 @@ class Communicator:
         if group is None or group.size() == 1 or not _talks_over_gloo(group):
             return None
         keys = gather_over_torch(handshake.host_key(), group.size())
-        return hosts_of_one(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
+        return single_rank_hosts(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
         for tensor in tensors:  # as bytes: gloo knows few types
-            dist.broadcast(labelled(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
+            dist.broadcast(name_collective(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
     def gather(self, words: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `words` (a JSON value) of all ranks, by rank."""
@@ -268,19 +277,19 @@ class Communicator:
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
-        return gather_shares(out, labelled(mine, name), self._group, async_op=async_op)
+        return gather_shares(out, name_collective(mine, name), self._group, async_op=async_op)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
-        dist.reduce_scatter_single(labelled(out, name), flat, op=op, group=self._group)
+        dist.reduce_scatter_single(name_collective(out, name), flat, op=op, group=self._group)
 
-    def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
+    def start_share_of_sum(self, partition: LeafPartition, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
-        return AllToAll(forest, own, self._group, name).end
+        return AllToAll(partition, own, self._group, name).end
 
-    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
         """The all-reduce of gradients. `in_order`: in the order of the tree, else in the cheapest order."""
-        return TorchTransport(buckets_of(parameters, BUCKET_BYTES), forest, in_order=in_order, group=self._group)
+        return TorchTransport(buckets_of(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group)
 
 
 class _MemoryCommunicator(Communicator):
@@ -289,7 +298,7 @@ class _MemoryCommunicator(Communicator):
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__(memory=memory)
         self._shared = memory
-        self._forest = Forest.of_ranks(memory.size, memory.rank)
+        self._partition = LeafPartition.of_ranks(memory.size, memory.rank)
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
@@ -321,19 +330,19 @@ class _MemoryCommunicator(Communicator):
         if not flat.is_cpu or op != dist.ReduceOp.SUM:
             super().reduce_scatter(out, flat, name, op)
         else:
-            memory_sum.reduce_scatter(self._shared, [flat], self._forest, out, name=name, as_gloo=True)
+            memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 
-    def start_share_of_sum(self, forest: Forest, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
+    def start_share_of_sum(self, partition: LeafPartition, own: Sequence[Tensor], name: str) -> Callable[[], Tensor]:
         if not own[0].is_cpu or own[0].is_complex():
-            return super().start_share_of_sum(forest, own, name)
+            return super().start_share_of_sum(partition, own, name)
         share = own[0].new_empty(len(own[0]) // self.size)
-        memory_sum.reduce_scatter(self._shared, own, forest, share, name=name)
+        memory_sum.reduce_scatter(self._shared, own, partition, share, name=name)
         return lambda: share
 
-    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
-            return super().transport(parameters, forest, in_order=in_order)
-        return MemoryTransport(parameters, self._shared, forest)
+            return super().transport(parameters, partition, in_order=in_order)
+        return MemoryTransport(parameters, self._shared, partition)
 
 
 class _HostsCommunicator(Communicator):
@@ -346,10 +355,10 @@ class _HostsCommunicator(Communicator):
     def hosts(self) -> Hosts:
         return self._hosts
 
-    def transport(self, parameters: Bucket, forest: Forest, *, in_order: bool) -> Transport:
+    def transport(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> Transport:
         if not fit_in_memory(parameters):
-            return super().transport(parameters, forest, in_order=in_order)
-        plan = (by_leaf if in_order else by_rank)(forest, self._hosts.memory.size)
+            return super().transport(parameters, partition, in_order=in_order)
+        plan = (by_leaf if in_order else by_rank)(partition, self._hosts.memory.size)
         bucket_bytes = min(MOST_LEAVING_BYTES, BUNDLE_BYTES * self._hosts.memory.size)  # a rank sends its share at once
         return HierarchicalTransport(buckets_of(parameters, bucket_bytes), self._hosts, plan)
 
@@ -402,12 +411,12 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
         return Communicator()
     layout = MemoryLayout(group.size(), bulk_bytes)
     try:
-        met = meet_in_memory(group.rank(), layout, wanted=asked != "torch")
+        met = connect_memory(group.rank(), layout, wanted=asked != "torch")
     except Refusal as refusal:
         if asked == "shared":
             raise _impossible(group, str(refusal)) from None
         if not str(refusal).endswith(_QUIET):
-            say(f"ranks talk over gloo, not through shared memory: {refusal}")
+            print_notice(f"ranks talk over gloo, not through shared memory: {refusal}")
         return Communicator()
     several, place = met.hosts > 1, [peer.rank for peer in met.peers].index(group.rank())
     name, seconds = group_name(met.host) if several else GROUP, _timeout_seconds(group)
@@ -416,7 +425,7 @@ def _made(group: dist.ProcessGroup, asked: Asked, bulk_bytes: int) -> Communicat
     weakref.finalize(group, memory.leave)
     if not several:
         return _MemoryCommunicator(memory)
-    say(
+    print_notice(
         f"gradients are added up in shared memory on each of {met.hosts} hosts ({memory.size} ranks each), and over "
         "gloo between hosts",
     )
@@ -427,7 +436,7 @@ def _talks_over_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in str(dist.get_backend_config(group))  # of both, if the program names none
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print a notice on rank 0 of the default group."""
     if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
         print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import by_type
+from paceline.collectives.buckets import group_by_type
 from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
@@ -62,50 +62,50 @@ _N = TypeVar("_N", float, Tensor, float | Tensor)
 
 
 @dataclass(frozen=True)
-class Pending(Generic[_T]):
+class Deferred(Generic[_T]):
     """What the host makes of `numbers`, (n,) float64 or float32 on any device, once it has read them."""
 
     numbers: Tensor
-    made: Callable[[list[float]], _T]
+    compute: Callable[[list[float]], _T]
     """where all ranks have read the same numbers all call it, as it may be a collective"""
 
-    def then(self, change: Callable[[_T], _U]) -> "Pending[_U]":
+    def map(self, change: Callable[[_T], _U]) -> "Deferred[_U]":
         """The same numbers, of which `change` makes something else."""
-        return Pending(self.numbers, lambda numbers: change(self.made(numbers)))
+        return Deferred(self.numbers, lambda numbers: change(self.compute(numbers)))
 
-    def now(self) -> _T:
-        """Read them (see `read_at_once`)."""
-        return self.made(read_at_once([self])[0])
+    def result(self) -> _T:
+        """Read them (see `read_all`)."""
+        return self.compute(read_all([self])[0])
 
 
-def read_at_once(pending: Sequence[Pending[Any]]) -> list[list[float]]:
+def read_all(pending: Sequence[Deferred[Any]]) -> list[list[float]]:
     """The numbers of each; the host waits for the device at most once.
 
     Raises:
         StallError: if the guard has freed this rank: then the numbers are none.
     """
     everything = [one.numbers for one in pending]
-    far = [numbers for numbers in everything if costs(numbers.device)]
+    far = [numbers for numbers in everything if is_async(numbers.device)]
     told: list[float] = torch.cat(far).tolist() if far else []
     Guard.of_process().check_freed()
     rest = iter(told)
-    return [[*islice(rest, len(numbers))] if costs(numbers.device) else numbers.tolist() for numbers in everything]
+    return [[*islice(rest, len(numbers))] if is_async(numbers.device) else numbers.tolist() for numbers in everything]
 
 
-def now(found: "_T | Pending[_T]") -> _T:
+def resolve(found: "_T | Deferred[_T]") -> _T:
     """What is known already, or read now."""
-    if isinstance(found, Pending):
-        pending: Pending[_T] = found  # pyright: ignore[reportUnknownVariableType]
-        return pending.now()
+    if isinstance(found, Deferred):
+        pending: Deferred[_T] = found  # pyright: ignore[reportUnknownVariableType]
+        return pending.result()
     return found
 
 
-def costs(device: torch.device) -> bool:
+def is_async(device: torch.device) -> bool:
     """Whether the host has to wait for `device` to read a number there."""
     return device.type != "cpu"
 
 
-def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
+def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     """(n,) float64 on `device`, without waiting for it."""
     here = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
@@ -135,45 +135,47 @@ _dtype_and_layout = attrgetter("dtype", "layout")
 
 
 @cache
-def number_on(device: torch.device, number: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def device_constant(device: torch.device, number: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """A constant, () on `device`."""
     return torch.tensor(number, dtype=dtype, device=device)
 
 
-def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Pending[bool]:
+def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bool]:
     """Whether none of them, all on `device`, holds an infinity or NaN; `numbers` are [0], or perhaps one does."""
     if not gradients:
-        return Pending(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
-    if not costs(device):
-        return Pending(
+        return Deferred(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
+    if not is_async(device):
+        return Deferred(
             torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64), lambda bad: not bad[0]
         )
     perhaps = torch.zeros(1, device=device)
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL_ON_DEVICE:
-        one = number_on(device, 1.0)
+        one = device_constant(device, 1.0)
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, one)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     else:  # it only reads; times 0 it is 0, or NaN
         perhaps = (nn.utils.get_total_norm(gradients, math.inf) * 0).view(1)
-    return Pending(perhaps, lambda bad: bad[0] == 0 or all(bool(gradient.isfinite().all()) for gradient in gradients))
+    return Deferred(perhaps, lambda bad: bad[0] == 0 or all(bool(gradient.isfinite().all()) for gradient in gradients))
 
 
-def scaled(gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device) -> bool | Pending[bool]:
+def multiply_gradients(
+    gradients: Sequence[Tensor], factor: float | Tensor, device: torch.device
+) -> bool | Deferred[bool]:
     """Multiply gradients, all on `device`, by the scalar `factor`; whether they are finite, answered on the way."""
     # on the CPU that kernel takes as much memory again; and the factor it takes is a float32
-    if not gradients or not costs(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
-        for group, number in by_type(gradients, factor):
+    if not gradients or not is_async(device) or any(gradient.dtype != torch.float32 for gradient in gradients):
+        for group, number in group_by_type(gradients, factor):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return are_finite(gradients, device) if costs(device) else are_finite_here(gradients)
+        return are_finite(gradients, device) if is_async(device) else are_finite_here(gradients)
     # an element is looked at before it is multiplied: by more than one, it may overflow then
     if isinstance(factor, Tensor):
         factor = factor.float()
         perhaps = (factor.abs() > 1).float().view(1)
     else:
         perhaps = (torch.zeros if abs(factor) <= 1 else torch.ones)(1, device=device)
-        factor = number_on(device, factor)
+        factor = device_constant(device, factor)
     torch._amp_foreach_non_finite_check_and_unscale_([*gradients], perhaps, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return Pending(perhaps, lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
+    return Deferred(perhaps, lambda found: not found[0] or all(bool(g.isfinite().all()) for g in gradients))
 
 
 SHOWN = 3  # lines of a rank in an error
@@ -294,18 +296,18 @@ def _caller() -> str:
     return frame.f_code.co_name
 
 
-def by_all(world: World) -> Gather:
+def gather_over_all(world: World) -> Gather:
     """Among all ranks."""
     return lambda words: dict(enumerate(all_gather_object(words, world)))
 
 
-def by_host(host: "Hosts") -> Gather:
+def gather_on_host(host: "Hosts") -> Gather:
     """Among the ranks of this host."""
     those, first = memory_communicator(host.memory), host.number * host.memory.size
     return lambda words: dict(enumerate(those.gather(words, "words of a host"), first))
 
 
-def by_itself(world: World) -> Gather:
+def gather_alone(world: World) -> Gather:
     """This rank alone."""
     return lambda words: {world.rank: words}
 
@@ -390,7 +392,7 @@ class Totals:
 class SummedTotals:
     """The totals of a step over all ranks. If the host must wait for the device, they are pending."""
 
-    totals: Totals | Pending[Totals]
+    totals: Totals | Deferred[Totals]
     weights: float | Tensor
     """the sum of weights; (V,), by virtual rank, if it is on the device only"""
 
@@ -414,13 +416,13 @@ def start_totals(
     """
     if world.size == 1:
         loss, weight = _tree_sum(losses), _tree_sum(weights)
-        if costs(world.device):
+        if is_async(world.device):
             return lambda: _summed_here(loss, weight, [*votes])
         here = [float(loss), float(weight)]
         return lambda: SummedTotals(Totals(here, [*votes]), here[1])
     # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged.
     numbers = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
-    slots = sent([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
+    slots = to_device_async([0.0 if isinstance(number, Tensor) else number for number in numbers], world.device)
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
             slots[place] = number
@@ -437,16 +439,16 @@ def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float
         return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
 
     numbers = unknown[0].view(1) if len(unknown) == 1 else torch.stack(unknown) if unknown else torch.zeros(0)
-    return SummedTotals(Pending(numbers, made), weight.view(1) if isinstance(weight, Tensor) else weight)
+    return SummedTotals(Deferred(numbers, made), weight.view(1) if isinstance(weight, Tensor) else weight)
 
 
 def _summed_over_ranks(everything: Tensor, ranks: int) -> SummedTotals:
-    if not costs(everything.device):
+    if not is_async(everything.device):
         found: list[float] = everything.tolist()
         Guard.of_process().check_freed()
         totals = _totals(found, ranks)
         return SummedTotals(totals, totals.sums[1])
-    return SummedTotals(Pending(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
+    return SummedTotals(Deferred(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
 
 
 def _totals(found: list[float], ranks: int) -> Totals:
@@ -477,7 +479,7 @@ def sum_over_ranks(
         return exchange.start_sum(numbers, name)()
     hashes = [0.0] * size
     hashes[dist.get_rank()] = float(place_hash(where))
-    total = exchange.start_sum(torch.cat([numbers, sent(hashes, numbers.device)]), name)()
+    total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     told: list[float] = total[len(numbers) :].tolist()
     gather = partial(exchange.gather, device=numbers.device, name=f"places of {name}")
     places().compare([int(one) for one in told], name, gather)

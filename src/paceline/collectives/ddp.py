@@ -25,11 +25,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, say
+from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, print_notice
 from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.torch_collectives import gather_over_torch
-from paceline.collectives.tree import Forest, Node
+from paceline.collectives.tree import LeafPartition, Node
 from paceline.protocol.control import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
@@ -86,7 +86,7 @@ def _found(obstacles: Mapping[str, object]) -> str:
 
 @cache
 def _say(text: str) -> None:
-    say(text)  # once for each text
+    print_notice(text)  # once for each text
 
 
 class _Hook:
@@ -118,7 +118,9 @@ class _Hook:
         memory, sizes, dtypes = self._memory, [len(one) for one in buffers], [one.dtype for one in buffers]
         key = (*sizes, *dtypes)
         if key not in self._sums:  # torch makes new buckets after the first step
-            self._sums = {key: RingSum(memory, sizes, dtypes, Forest.of_ranks(memory.size, memory.rank), self._name)}
+            self._sums = {
+                key: RingSum(memory, sizes, dtypes, LeafPartition.of_ranks(memory.size, memory.rank), self._name)
+            }
         parts = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: by the ranks that have not ended
             parts = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))

@@ -35,12 +35,12 @@ from paceline.collectives.memory_sum import (
     Scratch,
     SlotLayout,
     by_node,
-    in_words,
+    describe_tensors,
     root_of,
     spare_count,
 )
 from paceline.collectives.torch_collectives import Exchange
-from paceline.collectives.tree import ALIGNED, Forest, Node
+from paceline.collectives.tree import ALIGNED, LeafPartition, Node
 
 BUNDLE_BYTES = 1 << 20  # of each rank: hides gloo's latency, and the first bundle still leaves early
 
@@ -94,7 +94,7 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
     return Hosts(memory, host, hosts, weakref.ref(own))
 
 
-def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
+def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
     """The hosts of `group`, of gloo, if each rank is alone on its host: memory without another rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
@@ -116,18 +116,20 @@ class HierarchyPlan:
 
     within: Sequence[Subtree]  # the sums of this host
     lanes: int  # the largest number of any rank of the world
-    across: Forest  # its ranks are the hosts
+    across: LeafPartition  # its ranks are the hosts
 
 
 Bundle = Sequence[Chunk]
 """Chunks of one type, of which each rank sends its share in one message."""
 
 
-def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
-    """In the order of the tree over all leaves of `forest`; its ranks are those of the world, `size` on each host."""
-    nodes, number = forest.nodes(), forest.rank // size
-    firsts = range(0, len(forest.owned), size)
-    across = Forest([(forest.owned[first][0], forest.owned[first + size - 1][1]) for first in firsts], number)
+def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
+    """In the order of the tree over all leaves of `partition`: of all ranks of the world, `size` on each host."""
+    nodes, number = partition.nodes(), partition.rank // size
+    firsts = range(0, len(partition.ranges), size)
+    across = LeafPartition(
+        [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
+    )
     lanes = by_node(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
@@ -136,10 +138,10 @@ def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
     return HierarchyPlan(within, max(map(len, nodes)), across)
 
 
-def by_rank(forest: Forest, size: int) -> HierarchyPlan:
-    """Over the ranks of `forest` in a cheaper order: each host has one sum, whatever the number of its ranks."""
+def by_rank(partition: LeafPartition, size: int) -> HierarchyPlan:
+    """Over the ranks of `partition` in a cheaper order: each host has one sum, whatever the number of its ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchyPlan([host], 1, Forest.of_ranks(len(forest.owned) // size, forest.rank // size))
+    return HierarchyPlan([host], 1, LeafPartition.of_ranks(len(partition.ranges) // size, partition.rank // size))
 
 
 class HostsSum:
@@ -163,7 +165,7 @@ class HostsSum:
         # tensors without elements send the flags alone
         self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()
-        self._call = self._memory.called("reduce_scatter", name, *in_words(sizes, dtypes))
+        self._call = self._memory.called("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
     def begin(self, own: Sequence[Flat | None], after: HostsSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).

@@ -4,7 +4,7 @@ Each rank makes one memory file without a name. All ranks of the host map it. It
 containers) and disappears with the last process that maps it. Its size is fixed; larger data passes through in pieces.
 
     offset       content
-         0       the token of this rank, then one place for the token of each other rank (see `meet_in_memory`)
+         0       the token of this rank, then one place for the token of each other rank (see `connect_memory`)
     next page    counters: one cache line for each channel and one for `left`; only this rank writes them
     next page    for each channel two slots: header (the call, absent gradients) and data
 
@@ -388,7 +388,7 @@ class Met:
 
 
 class _Meeting:
-    """One rank's part of `meet_in_memory`."""
+    """One rank's part of `connect_memory`."""
 
     def __init__(self, rank: int, layout: MemoryLayout) -> None:
         self._rank, self._layout = rank, layout
@@ -433,7 +433,7 @@ class _Meeting:
             os.close(self._descriptor)
 
 
-def meet_in_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> Met:
+def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> Met:
     """The memories of all ranks of this host (a collective over torch.distributed's default group).
 
     Ranks prove that they share memory; no environment variable is trusted. Each rank makes its memory and sends the

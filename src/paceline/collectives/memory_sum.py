@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import MAX_FLAGS, SharedMemory
-from paceline.collectives.tree import ALIGNED, Forest, Node, middle, round_up, tree_sum
+from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
 SMALL_SHARE = 4  # a tensor smaller than a fourth of the room shares a chunk
 
@@ -211,7 +211,7 @@ class SlotLayout:
         if (only := chunk.only) is None:
             whole = self.whole(chunk)
             torch.cat(parts, out=whole)
-            hand_out(whole, chunk, results)
+            copy_out(whole, chunk, results)
         elif (result := results[only.tensor]) is not None:
             torch.cat(parts, out=result[only.start : only.stop])
 
@@ -224,7 +224,7 @@ class SlotLayout:
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
-def hand_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
+def copy_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
     """Give each tensor of the chunk its piece of `whole`."""
     pairs = [
         (result, part)
@@ -251,19 +251,19 @@ DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
 
 
 class TreeSum:
-    """A repeated sum of lists of tensors over the leaves of a forest. Creating it is not a collective."""
+    """A repeated sum of lists of tensors over the leaves of a partition. Creating it is not a collective."""
 
     def __init__(
         self,
         memory: SharedMemory,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
-        forest: Forest,
+        partition: LeafPartition,
         name: str = "gradients",
     ) -> None:
         """For tensors of `sizes` elements and these types, the same on all ranks; at most `MAX_TENSORS`."""
-        self._memory, self._leaves, self._sizes = memory, forest.leaves, sizes
-        nodes = forest.nodes()
+        self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
+        nodes = partition.nodes()
         self._nodes, self._own_nodes = by_node(nodes), nodes[memory.rank]
         self._spares = spare_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
@@ -275,7 +275,7 @@ class TreeSum:
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         rooms = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
         self._lanes = SlotLayout(memory, sizes, dtypes, rooms, Scratch())
-        self._call = memory.called("all_reduce", name, *in_words(sizes, dtypes))
+        self._call = memory.called("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
         """Whether the last sums are known to be finite; the same on all ranks. False: unknown."""
 
@@ -342,7 +342,7 @@ class TreeSum:
         if (only := chunk.only) is None:
             whole = self._lanes.whole(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            hand_out(whole, chunk, results)
+            copy_out(whole, chunk, results)
         elif (result := results[only.tensor]) is not None:
             self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
 
@@ -369,7 +369,7 @@ class TreeSum:
         root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
 
 
-def in_words(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
     """Shape and types of lists of tensors, for the hang guard."""
     return f"[{sum(sizes)}]", ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
@@ -490,7 +490,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
 def reduce_scatter(
     memory: SharedMemory,
     own: Sequence[Tensor | None],
-    forest: Forest,
+    partition: LeafPartition,
     out: Tensor,
     divisor: float | Tensor | None = None,
     name: str = "gradients",
@@ -502,17 +502,17 @@ def reduce_scatter(
     Args:
         memory: of all ranks.
         own: (n,) for each of this rank's subtrees; None for all zeros. Only read.
-        forest: the leaves of each rank.
+        partition: the leaves of each rank.
         out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
         divisor: the same on every rank; None: the sum.
         name: for the hang guard.
         as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`); each rank then has one leaf.
     """
-    nodes, bulk, share = forest.nodes(), memory.bulk, len(out)
+    nodes, bulk, share = partition.nodes(), memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
     slots = bulk.typed(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
-    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaves))]
     shares = [None if flat is None else flat.view(size, share) for flat in own]
     with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
         for start in range(0, share, room):
@@ -538,7 +538,7 @@ def reduce_scatter(
             if as_gloo and size > 2:  # a sum of two has one order
                 ring_sum([*parts.values()], memory.rank * share + start, size * share, total)
             else:
-                root_of(parts, forest.leaves, total, [one[: stop - start] for one in spare], None)
+                root_of(parts, partition.leaves, total, [one[: stop - start] for one in spare], None)
             if divisor is not None:
                 divide(total, divisor)
     return out

@@ -21,14 +21,14 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import Pending, costs, sum_over_ranks
+from paceline.collectives.control import Deferred, is_async, sum_over_ranks
 from paceline.collectives.tree import Node, tree_sum
 
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
 CHUNK_OF_GPU = 1 << 26  # large, but the memory for it is available
 
-OwnShare = tuple[int, int, int]
+ShardSlice = tuple[int, int, int]
 """(position of a parameter, start, stop): the elements [start, stop) of it, flattened."""
 
 
@@ -69,20 +69,20 @@ class BlockTree:
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
 
-class SharedNorm:
+class ShardedNorm:
     """The norm of gradients of which each rank holds shares, with one small message."""
 
     def __init__(
-        self, sizes: Sequence[int], shares: Sequence[Sequence[OwnShare]], rank: int, device: torch.device
+        self, sizes: Sequence[int], shares: Sequence[Sequence[ShardSlice]], rank: int, device: torch.device
     ) -> None:
         """`sizes`: the elements of all parameters. `shares[rank]`: all of them together hold each element once."""
         self._tree, self._device, self._rank = BlockTree(sizes), device, rank
         self._own = sorted(shares[rank])
-        runs = [joined_runs([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
+        runs = [merge_runs([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
         self._runs = runs[rank]
         self._nodes = [[node for run in of_rank for node in self._tree.nodes(run)] for of_rank in runs]
 
-    def __call__(self, gradients: Mapping[int, Tensor]) -> Pending[float]:
+    def __call__(self, gradients: Mapping[int, Tensor]) -> Deferred[float]:
         """The same on all ranks (a collective); NaN or infinite only if an element or its square is.
 
         `gradients`: those of this rank's shares, flat, by the parameter's position; a missing one is zeros.
@@ -90,14 +90,14 @@ class SharedNorm:
 
         def root(total: float) -> float:
             if not math.isfinite(total):
-                total = self._total(gradients, torch.float64).now()
+                total = self._total(gradients, torch.float64).result()
             return math.sqrt(total)
 
-        return self._total(gradients, None).then(root)
+        return self._total(gradients, None).map(root)
 
-    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending[float]:
+    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Deferred[float]:
         of_blocks = [
-            square_sums(_joined([gradients[index] for index, _, _ in shares]), dtype)
+            block_square_sums(_joined([gradients[index] for index, _, _ in shares]), dtype)
             if shares[0][0] in gradients
             else torch.zeros(-(-(shares[0][2] - shares[0][1]) // BLOCK), dtype=torch.float64, device=self._device)
             for shares in self._at_once(gradients)
@@ -111,17 +111,17 @@ class SharedNorm:
         if len(self._nodes) > 1:
             # all ranks but one add zero to a slot: the order of additions has no effect
             slots = sum_over_ranks(slots, "norm of the gradients")
-        return Pending(slots, lambda sums: self._tree.root(dict(zip(chain(*self._nodes), sums, strict=True))))
+        return Deferred(slots, lambda sums: self._tree.root(dict(zip(chain(*self._nodes), sums, strict=True))))
 
-    def _at_once(self, gradients: Mapping[int, Tensor]) -> list[list[OwnShare]]:
+    def _at_once(self, gradients: Mapping[int, Tensor]) -> list[list[ShardSlice]]:
         """This rank's shares, one by one; on a GPU shares of one type together, up to the size of a chunk."""
-        groups: list[list[OwnShare]] = []
+        groups: list[list[ShardSlice]] = []
         room, dtype = 0, None
         for share in self._own:
             size, own = share[2] - share[1], gradients[share[0]].dtype if share[0] in gradients else None
             if own is None or own != dtype or size > room:
                 groups.append([])
-                room, dtype = CHUNK_OF_GPU if costs(self._device) else 0, own
+                room, dtype = CHUNK_OF_GPU if is_async(self._device) else 0, own
             groups[-1].append(share)
             room -= size
         return groups
@@ -133,10 +133,10 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK])])
 
 
-def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
+def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
     """Shares with the same number of blocks, for ranks that hold whole gradients and split the work only."""
     tree = BlockTree(sizes)
-    shares: list[list[OwnShare]] = []
+    shares: list[list[ShardSlice]] = []
     for holder in range(holders):
         first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
         runs = [(i, size, tree.run(i, 0, size)[0]) for i, size in enumerate(sizes)]
@@ -145,14 +145,14 @@ def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
     return shares
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Pending[float]:
+def total_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
     """The norm of all elements together; in float64 if the square of one is beyond float32."""
 
     def made(numbers: list[float]) -> float:
         (norm,) = numbers
         return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
 
-    return Pending(nn.utils.get_total_norm(gradients).double().view(1), made)
+    return Deferred(nn.utils.get_total_norm(gradients).double().view(1), made)
 
 
 @torch.no_grad()
@@ -164,7 +164,7 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
     return norm
 
 
-def joined_runs(runs: Sequence[Node]) -> list[Node]:
+def merge_runs(runs: Sequence[Node]) -> list[Node]:
     """The same blocks in the smallest number of runs."""
     joined: list[Node] = []
     for first, stop in sorted(runs):
@@ -176,7 +176,7 @@ def joined_runs(runs: Sequence[Node]) -> list[Node]:
 
 
 @torch.no_grad()
-def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def block_square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(ceil(n / 64),) float64: the sum of squares of each block of `values`, (n,).
 
     Computed in `dtype`, by default in float32 for float32 and shorter types. Values beyond 1e18 then give infinity; use
@@ -185,7 +185,7 @@ def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     values = values.abs() if values.is_complex() else values
     dtype = dtype or torch.promote_types(values.dtype, torch.float32)
     sums = values.new_empty(-(-len(values) // BLOCK), dtype=torch.float64)
-    size = CHUNK_OF_GPU if costs(values.device) else CHUNK
+    size = CHUNK_OF_GPU if is_async(values.device) else CHUNK
     for start in range(0, len(values), size):
         chunk = values[start : start + size].to(dtype)
         if missing := -len(chunk) % BLOCK:

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across, PerHostTransport
+from paceline.collectives.across import InterHostSum, PerHostTransport
 from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
-from paceline.collectives.tree import Forest, added_each
+from paceline.collectives.tree import LeafPartition, added_each
 from paceline.errors import UsageError
 
 
 class Reducer:
-    """Sums gradients over the leaves of a forest.
+    """Sums gradients over the leaves of a partition.
 
-        reducer = sum_by_leaf(model, Forest([(0, 2), (2, 3)], rank))
+        reducer = sum_by_leaf(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
             with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
                 loss(...).backward()
@@ -38,7 +38,7 @@ class Reducer:
 
     def __init__(
         self,
-        forest: Forest,
+        partition: LeafPartition,
         transport: Transport,
         *,
         at_start: Callable[[], None] = lambda: None,
@@ -48,14 +48,19 @@ class Reducer:
         """Hook into the parameters.
 
         Args:
-            forest: the leaves of each rank.
+            partition: the leaves of each rank.
             transport: with the same buckets on every rank.
             at_start: called before a step's first backward.
             module: has the names of the parameters.
             own_leaf: the one leaf of this rank, to which all its backwards belong, also those of dummy batches: a rank
                 without samples has zeros. None: each backward belongs to its virtual rank.
         """
-        self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
+        self._buckets, self._partition, self._transport, self._at_start = (
+            transport.buckets,
+            partition,
+            transport,
+            at_start,
+        )
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
@@ -145,7 +150,7 @@ class Reducer:
         self._sent = 0
         # a parameter that several modules use may get its gradient in several parts: its bucket is sent at the end
         self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
-        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
+        self._sums = [self._partition.partial_sums(added_each) for _ in self._buckets]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -164,7 +169,7 @@ class Reducer:
         check_gradients(parameters, self._numels[index], self._names)
         if any(p.grad is not None for p in parameters):
             # outside of every `leaf` they belong to this rank's first one
-            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
+            leaf = self._partition.ranges[self._partition.rank][0] if self._leaf is None else self._leaf
             self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: the sum owns them now
             for parameter in parameters:
                 parameter.grad = None
@@ -175,7 +180,7 @@ class Reducer:
         self._sent += 1
         self._add_leaf(index)
         sums = self._sums[index].finish()
-        self._sums[index] = self._forest.partial_sums(added_each)  # the transport owns them now
+        self._sums[index] = self._partition.partial_sums(added_each)  # the transport owns them now
         self._transport.begin(index, sums)
 
 
@@ -190,34 +195,36 @@ def check_gradients(
             raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
 
 
-def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
-    """A reducer over the leaves of `forest`, in the order of its tree: the bits of one process."""
-    return _reducer(module, forest, in_order=True)
+def sum_by_leaf(module: nn.Module, partition: LeafPartition) -> Reducer:
+    """A reducer over the leaves of `partition`, in the order of its tree: the bits of one process."""
+    return _reducer(module, partition, in_order=True)
 
 
-def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
+def sum_by_rank(module: nn.Module, partition: LeafPartition, group: dist.ProcessGroup | None = None) -> Reducer:
     """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: of some of the ranks."""
-    return _reducer(module, forest, in_order=False, group=group)
+    return _reducer(module, partition, in_order=False, group=group)
 
 
-def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
+def sum_on_each_host(module: nn.Module, hosts: Hosts, across: InterHostSum | None = None) -> Reducer:
     """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
     rank = hosts.memory.rank
     transport = PerHostTransport(trainable(module), hosts, across)
-    return Reducer(Forest.of_ranks(hosts.memory.size, rank), transport, module=module, own_leaf=rank)
+    return Reducer(LeafPartition.of_ranks(hosts.memory.size, rank), transport, module=module, own_leaf=rank)
 
 
-def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
+def sum_to_shards(shards: Shards, partition: LeafPartition) -> Reducer:
     """A reducer that gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
-    return Reducer(forest, ShardTransport(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+    return Reducer(partition, ShardTransport(shards, partition), at_start=shards.drop_gradients, module=shards.module)
 
 
-def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
-    parameters, own_leaf = trainable(module), None if in_order else forest.owned[forest.rank][0]
-    if len(forest.owned) == 1:
-        return Reducer(forest, MemoryTransport(parameters, None, forest), module=module, own_leaf=own_leaf)
-    transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
-    return Reducer(forest, transport, module=module, own_leaf=own_leaf)
+def _reducer(
+    module: nn.Module, partition: LeafPartition, *, in_order: bool, group: dist.ProcessGroup | None = None
+) -> Reducer:
+    parameters, own_leaf = trainable(module), None if in_order else partition.ranges[partition.rank][0]
+    if len(partition.ranges) == 1:
+        return Reducer(partition, MemoryTransport(parameters, None, partition), module=module, own_leaf=own_leaf)
+    transport = make_communicator(group=group).transport(parameters, partition, in_order=in_order)
+    return Reducer(partition, transport, module=module, own_leaf=own_leaf)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

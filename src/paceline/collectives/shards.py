@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
 from paceline.collectives.communicator import Bucket, communicator
-from paceline.collectives.tree import ALIGNED, Forest, Grads, round_up
+from paceline.collectives.tree import ALIGNED, Grads, LeafPartition, round_up
 from paceline.errors import UsageError
 
 
@@ -202,9 +202,9 @@ class ShardTransport:
 
     early = True
 
-    def __init__(self, shards: Shards, forest: Forest) -> None:
+    def __init__(self, shards: Shards, partition: LeafPartition) -> None:
         self.buckets: Sequence[Bucket] = [bucket.parameters for bucket in shards.buckets]
-        self._shards, self._forest = shards, forest
+        self._shards, self._partition = shards, partition
         self.forget()
 
     def begin(self, number: int, own: list[Grads | None]) -> None:
@@ -213,7 +213,7 @@ class ShardTransport:
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
         self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
         own.clear()  # they are copied: free them before those of other ranks arrive
-        self._under_way.append(communicator().start_share_of_sum(self._forest, packed, f"bucket {number}"))
+        self._under_way.append(communicator().start_share_of_sum(self._partition, packed, f"bucket {number}"))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._end_first()
 

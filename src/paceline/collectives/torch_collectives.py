@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.tree import Forest, tree_sum
+from paceline.collectives.tree import LeafPartition, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 CPU = torch.device("cpu")
@@ -60,11 +60,11 @@ def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
-        sent, of_all = labelled(mine, name), mine.new_empty(size * len(mine))
+        sent, of_all = name_collective(mine, name), mine.new_empty(size * len(mine))
         work = gather_shares(of_all, sent, group)
         return lambda: when_done(work, of_all, sent).view(size, len(mine))
     row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
-    rows, received = labelled(row.repeat(size), name), row.new_empty(size * len(row))
+    rows, received = name_collective(row.repeat(size), name), row.new_empty(size * len(row))
     started = dist.all_to_all_single(received, rows, group=group, async_op=True)
     return lambda: _contents(when_done(started, received, rows).view(size, -1), row, mine.dtype)
 
@@ -95,7 +95,7 @@ def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None
     if numbers.device.type == "cpu" and more <= MOST_BYTES:
         gathered = start_gather(numbers, name, group)
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
-    total = labelled(numbers, name)
+    total = name_collective(numbers, name)
     work = dist.all_reduce(total, group=group, async_op=True)
     return lambda: when_done(work, total)
 
@@ -115,7 +115,7 @@ def gather_shares(
     return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
-def labelled(tensor: Tensor, name: str) -> Tensor:
+def name_collective(tensor: Tensor, name: str) -> Tensor:
     """Name the collective that gets `tensor`, for the hang guard."""
     vars(tensor)["collective"] = name
     return tensor
@@ -125,10 +125,10 @@ class AllToAll:
     """A sum over all leaves; each rank receives the subtrees of its share, and adds them up."""
 
     def __init__(
-        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
+        self, partition: LeafPartition, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
     ) -> None:
         """Begin it, with the sums of this rank's subtrees, each (n,): n is equal shares of all ranks."""
-        self._nodes, self._own = forest.nodes(), own[0]
+        self._nodes, self._own = partition.nodes(), own[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         self._share = len(own[0]) // world_size
         self._work: dist.Work | None = None
@@ -136,8 +136,8 @@ class AllToAll:
             self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
             self._received = own[0].new_empty(sum(counts) * self._share)
             self._work = dist.all_to_all_single(
-                self._received, labelled(self._own, name),
-                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
+                self._received, name_collective(self._own, name),
+                [count * self._share for count in counts], [counts[partition.rank] * self._share] * world_size,
                 group=group, async_op=True,
             )  # fmt: skip
 
@@ -164,7 +164,7 @@ class Exchange:
 
     def __init__(
         self,
-        forest: Forest,
+        partition: LeafPartition,
         own: Sequence[Tensor],
         group: dist.ProcessGroup | None = None,
         name: str = "",
@@ -175,17 +175,17 @@ class Exchange:
         self._group, self._name, self._flat = group, name, own[0]
         self._work: dist.Work | None = None
         self._scatter: AllToAll | None = None
-        counts = [len(nodes) for nodes in forest.nodes()]
+        counts = [len(nodes) for nodes in partition.nodes()]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
-            self._work = dist.all_reduce(labelled(self._flat, name), group=group, async_op=True)
+            self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
-            self._scatter = AllToAll(forest, own, group, name)
+            self._scatter = AllToAll(partition, own, group, name)
 
     def gather(self) -> None:
         """Wait for the subtrees of this rank's share, add them up, and start to gather the sums of all shares."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
-            self._work = gather_shares(self._flat, labelled(self._mine, self._name), self._group)
+            self._work = gather_shares(self._flat, name_collective(self._mine, self._name), self._group)
 
     def end(self) -> Tensor:
         """(n,): the sum, on every rank."""

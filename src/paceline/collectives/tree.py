@@ -89,21 +89,21 @@ class PartialSums(Generic[_T]):
 
     def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
         """`add` adds two neighbours, and may change them; see `added`."""
-        self.owned, self._leaves, self._added = owned, leaves, add
+        self.ranges, self._leaves, self._added = owned, leaves, add
         self._next = owned[0]
         self._sums: list[tuple[Node, _T | None]] = []
 
     def add(self, leaf: int, value: _T | None) -> None:
         """Add `value`, which the sum owns from now on, as `leaf`; skipped leaves are zeros."""
-        if not self._next <= leaf < self.owned[1]:
-            raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}, those still to come")
+        if not self._next <= leaf < self.ranges[1]:
+            raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.ranges[1] - 1}, those still to come")
         while self._next < leaf:
             self._push(self._next, None)
         self._push(leaf, value)
 
     def finish(self) -> list[_T | None]:
         """The sums of this rank's `subtrees`, in order."""
-        while self._next < self.owned[1]:
+        while self._next < self.ranges[1]:
             self._push(self._next, None)
         return [value for _, value in self._sums]
 
@@ -138,7 +138,7 @@ def added_each(left: Grads | None, right: Grads | None) -> Grads | None:
 
 
 @dataclass(frozen=True)
-class Forest:
+class LeafPartition:
     """The leaves `owned[rank]` of each rank: consecutive runs from 0 to `leaves`."""
 
     owned: Sequence[Node]
@@ -152,19 +152,19 @@ class Forest:
     @property
     def leaves(self) -> int:
         """V, the number of leaves."""
-        return self.owned[-1][1]
+        return self.ranges[-1][1]
 
     def nodes(self) -> list[list[Node]]:
         """The subtrees of each rank."""
-        return [subtrees(owned, self.leaves) for owned in self.owned]
+        return [subtrees(owned, self.leaves) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         """An empty sum of this rank's leaves."""
-        return PartialSums(self.owned[self.rank], self.leaves, add)
+        return PartialSums(self.ranges[self.rank], self.leaves, add)
 
     def padded(self, size: int) -> int:
         """`size` rounded up to equal shares of all ranks that begin at cache lines."""
-        return round_up(size, ALIGNED * len(self.owned))
+        return round_up(size, ALIGNED * len(self.ranges))
 
 
 def round_up(number: int, unit: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
-from paceline.collectives.control import Pending, all_gather_object, report_on_one_rank
+from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
@@ -297,7 +297,7 @@ class PreparedModel(TrainedModel):
         self._put(self._carried)
         self._carried = None
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         """As `TrainedModel.synchronise`."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)

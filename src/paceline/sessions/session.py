@@ -291,7 +291,7 @@ class Session(Life):
         """
         if self._steps.micro_step is not None and not self._steps.micro_step.is_last:
             return torch.zeros((), device=self.device)
-        norm = self._part(model).replica.clip_grad_norm(max_norm).now()
+        norm = self._part(model).replica.clip_grad_norm(max_norm).result()
         return torch.full((), norm, dtype=torch.float64, device=self.device)
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import (
+    Deferred,
     Gather,
-    Pending,
     are_finite,
     are_finite_here,
-    costs,
+    is_async,
     report_on_one_rank,
-    sent,
     sum_over_ranks,
+    to_device_async,
 )
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
@@ -57,23 +57,23 @@ class NotFinite:
     """whether only the loss scale was too large: in fp16 that is nothing to worry about"""
 
 
-def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
+def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     """Whether no gradient holds an infinity or NaN, on all ranks alike (a collective where they are sharded)."""
     gradients, device = [held.tensor for held in replica.gradients()], replica.world.device
     is_here = not replica.sharded or replica.world.size == 1
-    if is_here and not costs(device):
+    if is_here and not is_async(device):
         return are_finite_here(gradients)
     finite = are_finite(gradients, device)
     if is_here:
         return finite
 
-    def over_ranks(bad: Tensor) -> Pending[bool]:
-        return Pending(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
+    def over_ranks(bad: Tensor) -> Deferred[bool]:
+        return Deferred(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
 
     def looked_at(fine: bool) -> bool:  # the same on all ranks
-        return fine or over_ranks(sent([not finite.now()], device)).now()
+        return fine or over_ranks(to_device_async([not finite.result()], device)).result()
 
-    return over_ranks(finite.numbers).then(looked_at)
+    return over_ranks(finite.numbers).map(looked_at)
 
 
 def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.control import (
-    Pending,
+    Deferred,
     Totals,
-    by_all,
-    by_host,
-    costs,
-    now,
+    gather_on_host,
+    gather_over_all,
+    is_async,
     raise_on_all_ranks,
-    read_at_once,
+    read_all,
     report_on_one_rank,
-    sent,
+    resolve,
+    to_device_async,
 )
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.torch_collectives import labelled
+from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
@@ -348,7 +348,7 @@ class Step:
 
         The host waits for a GPU once, at the end. On the CPU errors are found before the exchange.
         """
-        late, totals, host, loss = costs(self._world.device), None, self._host, 0.0
+        late, totals, host, loss = is_async(self._world.device), None, self._host, 0.0
         if host is not None and self._sums.samples:  # does not wait for other hosts
             rest = self._sums.put_off(finish)
         else:
@@ -378,26 +378,26 @@ class Step:
                 part.note_gradients()
 
     def _judged(
-        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
+        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `asked` are finite (a collective if they are sharded)."""
         if not late:
             finite = math.isfinite(loss)
             for part in asked:
                 if finite:
-                    finite = now(part.judged(self._max_norm))
+                    finite = resolve(part.judged(self._max_norm))
                     self._result.grad_norm = part.norm
             return loss, finite
         judged = [part.judged(self._max_norm) for part in asked]
-        pending = [one for one in (totals, *judged) if isinstance(one, Pending)]
+        pending = [one for one in (totals, *judged) if isinstance(one, Deferred)]
         self.ahead.begin()  # the device has work now
-        found = {id(one): numbers for one, numbers in zip(pending, read_at_once(pending), strict=True)}
-        if isinstance(totals, Pending):
-            loss = self._sums.take(totals.made(found[id(totals)]))
+        found = {id(one): numbers for one, numbers in zip(pending, read_all(pending), strict=True)}
+        if isinstance(totals, Deferred):
+            loss = self._sums.take(totals.compute(found[id(totals)]))
         finite = math.isfinite(loss)
         for part, one in zip(asked, judged, strict=True):
             if finite:
-                finite = one.made(found[id(one)]) if isinstance(one, Pending) else one
+                finite = one.compute(found[id(one)]) if isinstance(one, Deferred) else one
                 self._result.grad_norm = part.norm
         return loss, finite
 
@@ -409,7 +409,7 @@ class Step:
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
-        seen, gather = self._sums.seen, by_all(self._world) if host is None else by_host(host)
+        seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
         found = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
         if found is None or not (in_loss or found.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
@@ -476,8 +476,8 @@ Part = tuple[int | None, Tensor]
 
 def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
-    most = sent([len(microbatches)], world.device)
-    dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
+    most = to_device_async([len(microbatches)], world.device)
+    dist.all_reduce(name_collective(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(most) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(replace(first, work=replace(first.work, counted=False)) for _ in range(missing))]

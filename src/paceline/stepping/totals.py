@@ -11,10 +11,10 @@ from torch import Tensor
 from paceline.collectives.control import (
     SummedTotals,
     Totals,
-    by_itself,
-    costs,
-    now,
+    gather_alone,
+    is_async,
     report_on_one_rank,
+    resolve,
     start_totals,
 )
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
@@ -93,7 +93,7 @@ class StepTotals:
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, costs(world.device)
+        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -216,11 +216,11 @@ class StepTotals:
         wait, self._awaited, samples = self._awaited, None, self.samples
         finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.take(now(wait().totals), late=True)):
+            if not math.isfinite(self.take(resolve(wait().totals), late=True)):
                 if finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
+                raise stopped(losses_not_finite(self.seen, self._where, gather_alone(self._world)), way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
                     code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
-from paceline.collectives.communicator import say
-from paceline.collectives.control import Pending
+from paceline.collectives.communicator import print_notice
+from paceline.collectives.control import Deferred
 from paceline.collectives.reducer import check_gradients, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
@@ -60,7 +60,7 @@ class Bucketed(Strategy):
         self._names = {p: name for name, p in model.named_parameters()}
         self._numels = [p.numel() for p in self.parameters]
 
-    def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
+    def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         if self.reducer is None:
             grads = [p.grad for p in self.parameters if p.grad is not None]
             is_dense = {*map(_layout, grads)} <= {torch.strided}
@@ -72,4 +72,4 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")
+            print_notice(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")

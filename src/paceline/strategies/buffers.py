@@ -38,8 +38,8 @@ from paceline.checkpoint.state import Source, TensorShard, needed
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
-from paceline.collectives.torch_collectives import Exchange, labelled
-from paceline.collectives.tree import Forest, added
+from paceline.collectives.torch_collectives import Exchange, name_collective
+from paceline.collectives.tree import LeafPartition, added
 from paceline.compute.forward import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
@@ -370,18 +370,18 @@ class VirtualBuffers:
 
         Of `differences` the sum of how far they are from the initial value.
         """
-        forest = forest_of(self._world, self._virtual_ranks)
-        sums = forest.partial_sums(added)
+        partition = partition_of(self._world, self._virtual_ranks)
+        sums = partition.partial_sums(added)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
         size = sum(flat.numel() for flat in start.values()) + 1
-        padding = zeros.expand(forest.padded(size) - size)
+        padding = zeros.expand(partition.padded(size) - size)
         for virtual_rank, buffers in sorted(self._of.items()):
             flat = [as_float64(buffers[n]) - start[n] if n in differences else as_float64(buffers[n]) for n in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
-        nothing = zeros.repeat(forest.padded(size))
+        nothing = zeros.repeat(partition.padded(size))
         exchange = Exchange(
-            forest, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
+            partition, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
         )
         exchange.gather()
         return exchange.end()[:size]
@@ -402,7 +402,7 @@ class VirtualBuffers:
         unknown = top.isnan().to(kind)
         both = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
         if self._world.size > 1:
-            dist.all_reduce(labelled(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
+            dist.all_reduce(name_collective(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
         top, unknown = both.split(len(top))
         if kind.is_floating_point:
             top = torch.where(unknown > 0, torch.nan, top)
@@ -422,7 +422,7 @@ class VirtualBuffers:
         for buffers in self._of.values():
             total += torch.cat([buffers[n].flatten().long() - i for n, i in zip(names, initial, strict=True)])
         if self._world.size > 1:
-            dist.all_reduce(labelled(total, "sums of integer buffers"), group=self._world.group)
+            dist.all_reduce(name_collective(total, "sums of integer buffers"), group=self._world.group)
         pieces = (total + torch.cat(initial)).split([len(one) for one in initial])
         likes = [self._initial[name] for name in names]
         return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
@@ -584,10 +584,10 @@ class VirtualBuffers:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 
-def forest_of(world: World, virtual_ranks: int) -> Forest:
+def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
     """Which leaves of the tree over all virtual ranks belong to which rank."""
     shares = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
-    return Forest([(share.start, share.stop) for share in shares], world.rank)
+    return LeafPartition([(share.start, share.stop) for share in shares], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ from paceline.checkpoint.export import state_names
 from paceline.checkpoint.shards import parameter_of, whole
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
-from paceline.collectives.control import Pending, all_gather_object, raise_on_all_ranks
-from paceline.collectives.torch_collectives import labelled
+from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
+from paceline.collectives.torch_collectives import name_collective
 from paceline.errors import UsageError
 from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
@@ -135,11 +135,11 @@ class _Stage(ModelParts):
         super().__init__(model, world, {}, is_elsewhere)
         self._called, self._shared = called, shared
 
-    def after_reduction(self, finite: bool | Pending[bool] | None) -> None:
+    def after_reduction(self, finite: bool | Deferred[bool] | None) -> None:
         """See ModelParts."""
         for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
-            dist.all_reduce(labelled(flat, "gradients of shared parameters"), group=group)
+            dist.all_reduce(name_collective(flat, "gradients of shared parameters"), group=group)
             unpack(flat, parameters, [p.grad is not None for p in parameters])
 
     def weights(

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.collectives.batchnorm import convert
-from paceline.collectives.control import Pending, all_gather_object, new_group, raise_on_all_ranks
+from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
@@ -230,7 +230,7 @@ def _observe(trial: Trial) -> None:
         if batch.work.counted and trial.case.batchnorm != "sync":
             trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
 
-    def clip_grad_norm(max_norm: float) -> Pending[float]:
+    def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
         gradients = gradients_of(inner)
         trial.gradient_fingerprints = fingerprints(gradients)
