@@ -31,7 +31,7 @@ from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.tree import LeafPartition, added_each, tree_sum
+from paceline.collectives.tree import LeafPartition, add_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
 from paceline.lab.ranks.verify import verify
@@ -103,8 +103,8 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
             model(rank + 100 * part).backward()
         return [None if p.grad is None else p.grad.clone() for p in parameters]
 
-    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, added_each, size) for h in range(hosts)]
-    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, added_each, hosts)
+    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, add_each, size) for h in range(hosts)]
+    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, add_each, hosts)
     for parameter, value in zip(parameters, total or [], strict=True):
         parameter.grad = None if value is None else torch.empty_like(parameter).copy_(value.div_(3.0))
     return model

@@ -22,7 +22,7 @@ from paceline.collectives.memory_sum import (
     root_of,
     spare_count,
 )
-from paceline.collectives.tree import LeafPartition, added, middle, tree_sum
+from paceline.collectives.tree import LeafPartition, add_optional, middle, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ def node_sum(node, tensor, size, dtype, absent):
     if node[1] - node[0] == 1:
         return leaf(node[0], tensor, size, dtype, absent)
     cut = middle(node)
-    return added(
+    return add_optional(
         node_sum((node[0], cut), tensor, size, dtype, absent), node_sum((cut, node[1]), tensor, size, dtype, absent)
     )
 

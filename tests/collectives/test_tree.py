@@ -23,8 +23,8 @@ from paceline.collectives.tree import (
     LeafPartition,
     Node,
     PartialSums,
-    added,
-    added_each,
+    add_each,
+    add_optional,
     is_node,
     middle,
     subtrees,
@@ -108,7 +108,7 @@ def in_parts(owned: list[Node], values: Sequence[list[float] | None]) -> Tensor:
     """(2,): what ranks that own these runs have together."""
     parts: dict[Node, Tensor] = {}
     for run in owned:
-        sums = PartialSums(run, len(values), added)
+        sums = PartialSums(run, len(values), add_optional)
         for leaf in range(*run):
             if (value := values[leaf]) is not None:
                 sums.add(leaf, torch.tensor(value))
@@ -140,12 +140,12 @@ def test_a_leaf_left_out_makes_minus_zero_plus_zero_as_real_zeros_do() -> None:
 
 def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
     a, b = torch.tensor([1.0, -0.0]), torch.tensor([-0.0])
-    assert added_each(None, None) is None
-    found = added_each([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
+    assert add_each(None, None) is None
+    found = add_each([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
     assert found is not None and found[1] is None
     assert [bits(value) for value in found if value is not None] == [bits(torch.tensor([3.0, -0.0])), [0], [0]]
     for pair in ((None, [torch.tensor([-0.0]), None]), ([torch.tensor([-0.0]), None], None)):
-        (zero, nothing) = added_each(*pair) or []
+        (zero, nothing) = add_each(*pair) or []
         assert nothing is None and zero is not None and bits(zero) == [0]
 
 
@@ -153,7 +153,7 @@ def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
 @given(cuts(70))
 def test_a_rank_keeps_few_partial_sums(owned: list[Node]) -> None:
     for first, stop in owned:
-        sums, kept = PartialSums((first, stop), owned[-1][1], added), weakref.WeakSet[Tensor]()
+        sums, kept = PartialSums((first, stop), owned[-1][1], add_optional), weakref.WeakSet[Tensor]()
         count = stop - first
         # Sizes go up to the middle of the run, and then down: each at most doubles the leaves that it takes.
         most = math.log2(count) + 1 if first == 0 else 2 * math.log2(count + 2) - 2
@@ -166,7 +166,7 @@ def test_a_rank_keeps_few_partial_sums(owned: list[Node]) -> None:
 
 
 def test_a_leaf_is_refused_where_it_would_be_added_wrongly() -> None:
-    sums = PartialSums((2, 5), 8, added)
+    sums = PartialSums((2, 5), 8, add_optional)
     for foreign in (1, 5, -1):
         with pytest.raises(ValueError, match=rf"leaf {foreign} is not one of 2\.\.4"):
             sums.add(foreign, torch.ones(1))

@@ -15,7 +15,7 @@ from paceline.collectives import shards as shares
 from paceline.collectives.buckets import divide, divide_each
 from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.shards import Shards
-from paceline.collectives.tree import added, added_each
+from paceline.collectives.tree import add_each, add_optional
 from paceline.strategies.base import scale_gradients
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def scaling(count: int) -> Callable[[], object]:
 
 def adding(count: int) -> Callable[[], object]:
     one, other = gradients(count), gradients(count, seed=1)
-    return lambda: added_each([*one], [*other])
+    return lambda: add_each([*one], [*other])
 
 
 def packing(count: int) -> Callable[[], object]:
@@ -122,11 +122,11 @@ def test_each_is_added_as_alone() -> None:
     def with_gaps(seed: int) -> list[Tensor | None]:
         return [None if i % 4 == seed else one for i, one in enumerate(gradients(12, TYPES, seed))]
 
-    wanted = [added(*pair) for pair in zip(with_gaps(1), with_gaps(2), strict=True)]
+    wanted = [add_optional(*pair) for pair in zip(with_gaps(1), with_gaps(2), strict=True)]
     wanted[0] = None
     left, right = with_gaps(1), with_gaps(2)
     left[0] = right[0] = None
-    for one, other in zip(added_each(left, right) or [], wanted, strict=True):
+    for one, other in zip(add_each(left, right) or [], wanted, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)  # pyright: ignore[reportArgumentType]
 
 

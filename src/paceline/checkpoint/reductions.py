@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Source
-from paceline.collectives.tree import LeafPartition, added
+from paceline.collectives.tree import LeafPartition, add_optional
 
 OPEN = "open"  # neither declared nor known: inferred at each merge
 UNCHANGED = "unchanged"  # all virtual ranks still have the initial value
@@ -187,7 +187,7 @@ def reduced(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, vir
         return result + 0.0 if result.is_floating_point() else result  # no -0: which zero is larger is not defined
     if not (first.is_floating_point() or first.is_complex()):
         return initial + sum((value - initial for value in of_ranks.values()), torch.zeros_like(initial))
-    sums = LeafPartition([(0, virtual_ranks)], 0).partial_sums(added)
+    sums = LeafPartition([(0, virtual_ranks)], 0).partial_sums(add_optional)
     start = as_float64(initial) if reduction == "sum" else as_float64(torch.zeros_like(first))
     for virtual_rank, value in sorted(of_ranks.items()):
         sums.add(virtual_rank, as_float64(value) - start)

@@ -279,9 +279,9 @@ class PerHostTransport:
         partition, shared = LeafPartition.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
         self._inside = MemoryTransport(parameters, shared, partition, ranks=hosts.size)
 
-    def begin(self, number: int, own: list[Grads | None]) -> None:
+    def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See communicator.Transport."""
-        self._inside.begin(number, own)
+        self._inside.begin(number, partials)
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See communicator.Transport. Without `across`, about the sums of this host."""

@@ -121,12 +121,12 @@ def are_finite_here(gradients: Sequence[Tensor]) -> bool:
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
     if is_plain and sum(map(Tensor.numel, gradients)) <= SMALL:
         with suppress(RuntimeError):  # memory that several elements share cannot be written
-            found_inf = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found_inf, torch.ones(()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            return not found_inf.item()
-    # A sum is faster than a check of each element. A sum of finite elements may overflow: then each one is checked.
-    sums = [grad.sum(dtype=torch.float32 if grad.element_size() < 4 else None) for grad in gradients]
-    return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(grad.isfinite().all()) for grad in gradients)
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, torch.ones(()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            return not found.item()
+    # a sum is faster than a look at each element. One of finite elements may overflow: then each is looked at
+    sums = [one.sum(dtype=torch.float32 if one.element_size() < 4 else None) for one in gradients]
+    return cmath.isfinite(torch.stack(sums).sum().item()) or all(bool(one.isfinite().all()) for one in gradients)
 
 
 _dtype_and_layout = attrgetter("dtype", "layout")
@@ -284,7 +284,7 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     """
     if world.size == 1:
         return [value]
-    return communicator(world.group).gather(value, f"words of {_caller()}", world.device)
+    return communicator(world.group).gather(value, f"messages of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -303,7 +303,7 @@ def gather_over_all(world: World) -> Gather:
 def gather_on_host(host: "Hosts") -> Gather:
     """Gathers from the ranks of this host."""
     on_host, first = memory_communicator(host.memory), host.number * host.memory.size
-    return lambda value: dict(enumerate(on_host.gather(value, "words of a host"), first))
+    return lambda value: dict(enumerate(on_host.gather(value, "messages of a host"), first))
 
 
 def gather_alone(world: World) -> Gather:
@@ -480,7 +480,7 @@ def sum_over_ranks(
     hashes[dist.get_rank()] = float(call_site_hash(where))
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     of_ranks: list[float] = total[len(numbers) :].tolist()
-    gather = partial(exchange.gather, device=numbers.device, name=f"places of {name}")
+    gather = partial(exchange.gather, device=numbers.device, name=f"call sites of {name}")
     call_sites().compare([int(each) for each in of_ranks], name, gather)
     return total[: len(numbers)]
 

@@ -89,9 +89,9 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
     size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
     # every rank must make all groups, in the same order
     groups = [dist.new_group([*range(i, hosts * size, size)], timeout=timeout, backend="gloo") for i in range(size)]
-    own = groups[memory.rank]
-    assert isinstance(own, dist.ProcessGroup)
-    return Hosts(memory, host, hosts, weakref.ref(own))
+    group = groups[memory.rank]
+    assert isinstance(group, dist.ProcessGroup)
+    return Hosts(memory, host, hosts, weakref.ref(group))
 
 
 def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
@@ -165,18 +165,18 @@ class HostsSum:
         # tensors without elements send the flags alone
         self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()
-        self._call = self._memory.called("reduce_scatter", name, *describe_tensors(sizes, dtypes))
+        self._call = self._memory.describe_call("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
-    def begin(self, own: Sequence[Flat | None], after: HostsSum | None = None) -> None:
+    def begin(self, partials: Sequence[Flat | None], after: HostsSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
 
         Several sums may begin before the first one ends, in the same order on all ranks.
 
         Args:
-            own: as in `TreeSum.run`; overwritten when the sum ends.
+            partials: as in `TreeSum.run`; overwritten when the sum ends.
             after: the sum that has begun before this one; starts to send its second half.
         """
-        self._own = own
+        self._own = partials
         with self._memory.operation(self._memory.bulk, self._call):
             for bundle in self._bundles:
                 exchange = self._left(bundle, first=not self._under_way)

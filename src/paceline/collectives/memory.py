@@ -293,7 +293,7 @@ class SharedMemory:
         self._left = [counter[len(layout.channels) * LINE // 8 :] for counter in counters]
         self._looked_seconds = 0.0
         self._ranks = tuple(peer.rank for peer in peers)
-        self._call = self.called("", "")
+        self._call = self.describe_call("", "")
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
@@ -302,7 +302,7 @@ class SharedMemory:
 
         self.totals, self.bulk = map(channel, range(len(layout.channels)))
 
-    def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
+    def describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
         """Describe a collective; repeated calls of it share one description."""
         op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
         return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())

@@ -124,10 +124,10 @@ class SlotLayout:
         self._memory, self._sizes, self._dtypes, self._rooms = memory, sizes, dtypes, rooms
         self._scratch = scratch
 
-    def set_flags(self, slot: int, own: Sequence[Flat | None]) -> None:
+    def set_flags(self, slot: int, partials: Sequence[Flat | None]) -> None:
         """Flag the tensors for which this rank has values."""
         count = len(self._sizes)
-        flags = sum(1 << i for i in range(count) if any(flat is not None and flat[i] is not None for flat in own))
+        flags = sum(1 << i for i in range(count) if any(flat is not None and flat[i] is not None for flat in partials))
         self._memory.bulk.set_flags(slot, flags, count)
 
     def used(self) -> list[bool]:
@@ -137,9 +137,9 @@ class SlotLayout:
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, own: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
+    def results(self, partials: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
         """The tensors for the sums: those of the first subtree, or new ones if only other lists have values."""
-        first: Flat = own[0] or [None] * len(self._sizes)
+        first: Flat = partials[0] or [None] * len(self._sizes)
         return [
             flat if flat is not None or not used[i] else torch.empty(self._sizes[i], dtype=self._dtypes[i])
             for i, flat in enumerate(first)
@@ -148,7 +148,7 @@ class SlotLayout:
     def load(
         self,
         chunk: Chunk,
-        own: Sequence[Flat | None],
+        partials: Sequence[Flat | None],
         slot: int,
         *,
         for_others: bool = False,
@@ -162,7 +162,7 @@ class SlotLayout:
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
         room, only = self._rooms[chunk.dtype], chunk.only
         start, stop = self.share(chunk, self._memory.rank) if for_others else (0, 0)
-        for lane, flat in enumerate(own):
+        for lane, flat in enumerate(partials):
             place = mine[lane * room : lane * room + chunk.size]
             if flat is None or (only is not None and flat[only.tensor] is None):
                 place.zero_()
@@ -182,14 +182,14 @@ class SlotLayout:
                     place.mul_(factor)
 
     def send(
-        self, chunk: Chunk | None, own: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
+        self, chunk: Chunk | None, partials: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Make one tick with the chunk of all ranks, and with their flags in the first one; return its slot."""
         slot = self._memory.bulk.write()
         if is_first:
-            self.set_flags(slot, own)
+            self.set_flags(slot, partials)
         if chunk is not None:
-            self.load(chunk, own, slot, factor=factor)
+            self.load(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
         return slot
 
@@ -275,17 +275,17 @@ class TreeSum:
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         rooms = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
         self._lanes = SlotLayout(memory, sizes, dtypes, rooms, Scratch())
-        self._call = memory.called("all_reduce", name, *describe_tensors(sizes, dtypes))
+        self._call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
         """Whether the last sums are known to be finite; the same on all ranks. False: unknown."""
 
     def run(
-        self, own: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
+        self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
     ) -> list[Tensor | None]:
         """The sum over all leaves, divided as `buckets.divide` does (a collective).
 
         Args:
-            own: the sums of each of this rank's subtrees, contiguous; None for all zeros. They are overwritten.
+            partials: the sums of each of this rank's subtrees, contiguous; None for all zeros. They are overwritten.
             divisor: see `divide`; the same on every rank.
             factor: multiplies each element of this rank before it is added.
 
@@ -295,36 +295,36 @@ class TreeSum:
         """
         self.finite = False
         with self._memory.operation(self._memory.bulk, self._call):
-            return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
+            return (self._run_shares if self._shares else self._run_direct)(partials, divisor, factor)
 
-    def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         lanes, results = self._lanes, list[Tensor | None]()
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = lanes.send(chunk, own, is_first=number == 0, factor=factor)
+            slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(own, lanes.used())
+                results = lanes.results(partials, lanes.used())
             if chunk is not None:
                 self._add_up(chunk, slot, results, divisor)
         return results
 
-    def _run_shares(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_shares(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         """Tick k brings in chunk k, and hands out the sums of chunk k - 1."""
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()
             if number == 0:
-                lanes.set_flags(slot, own)
+                lanes.set_flags(slot, partials)
             if number < len(lanes.chunks):
-                lanes.load(lanes.chunks[number], own, slot, for_others=True, factor=factor)
+                lanes.load(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
                 # with a factor this rank's share is in memory: the tensors are not multiplied
-                here = own if factor is None else [None] * len(own)
+                here = partials if factor is None else [None] * len(partials)
                 finite &= self._add_share(lanes.chunks[number - 1], here, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(own, lanes.used())
+                results = lanes.results(partials, lanes.used())
             else:
                 chunk = lanes.chunks[number - 1]
                 lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
@@ -346,7 +346,9 @@ class TreeSum:
         elif (result := results[only.tensor]) is not None:
             self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
 
-    def _add_share(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, divisor: float | Tensor | None) -> bool:
+    def _add_share(
+        self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
+    ) -> bool:
         """Whether the sum is finite, computed while it is in the cache. False: unknown."""
         start, stop = self._lanes.share(chunk, self._memory.rank)
         if start == stop:
@@ -354,7 +356,7 @@ class TreeSum:
         at, only = self._results_at[chunk.dtype], chunk.only
         out = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank][at : at + stop - start]
         parts = self._lanes.parts(self._nodes, chunk, 1 - slot, start, stop)
-        for node, flat in zip(self._own_nodes, own, strict=True):
+        for node, flat in zip(self._own_nodes, partials, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
                 parts[node] = tensor[only.start + start : only.start + stop]
         self._make_root(chunk, start, parts, out, divisor)
@@ -446,7 +448,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
-    with memory.operation(memory.bulk, memory.called("barrier", "barrier")):
+    with memory.operation(memory.bulk, memory.describe_call("barrier", "barrier")):
         memory.bulk.write()
         memory.bulk.exchange()
 
@@ -457,7 +459,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
     chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
-    with memory.operation(bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+    with memory.operation(bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, to compare calls
             slot = bulk.write()
             places = slots[slot][src][: chunk.size].split(chunk.lengths)
@@ -476,7 +478,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     share, bulk = len(mine), memory.bulk
     slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, share)
-    with memory.operation(bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
+    with memory.operation(bulk, memory.describe_call("all_gather", name, f"[{share}]", mine.dtype)):
         for start in range(0, share, room):
             stop = min(start + room, share)
             slot = bulk.write()
@@ -489,7 +491,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
 
 def reduce_scatter(
     memory: SharedMemory,
-    own: Sequence[Tensor | None],
+    partials: Sequence[Tensor | None],
     partition: LeafPartition,
     out: Tensor,
     divisor: float | Tensor | None = None,
@@ -501,7 +503,7 @@ def reduce_scatter(
 
     Args:
         memory: of all ranks.
-        own: (n,) for each of this rank's subtrees; None for all zeros. Only read.
+        partials: (n,) for each of this rank's subtrees; None for all zeros. Only read.
         partition: the leaves of each rank.
         out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
         divisor: the same on every rank; None: the sum.
@@ -513,8 +515,8 @@ def reduce_scatter(
     slots = bulk.typed(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
     spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaves))]
-    shares = [None if flat is None else flat.view(size, share) for flat in own]
-    with memory.operation(bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
+    shares = [None if flat is None else flat.view(size, share) for flat in partials]
+    with memory.operation(bulk, memory.describe_call("reduce_scatter", name, f"[{share * size}]", out.dtype)):
         for start in range(0, share, room):
             stop = min(start + room, share)
             slot = bulk.write()
@@ -554,7 +556,7 @@ class StartedSum:
         if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
             memory.running.finish()
         channel = memory.totals
-        with memory.operation(channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
+        with memory.operation(channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self):
             slot = channel.write()
             channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
             self._tick = channel.publish()

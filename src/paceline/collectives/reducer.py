@@ -18,7 +18,7 @@ from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
-from paceline.collectives.tree import LeafPartition, added_each
+from paceline.collectives.tree import LeafPartition, add_each
 from paceline.errors import UsageError
 
 
@@ -150,7 +150,7 @@ class Reducer:
         self._sent = 0
         # a parameter that several modules use may get its gradient in several parts: its bucket is sent at the end
         self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
-        self._sums = [self._partition.partial_sums(added_each) for _ in self._buckets]
+        self._sums = [self._partition.partial_sums(add_each) for _ in self._buckets]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -180,7 +180,7 @@ class Reducer:
         self._sent += 1
         self._add_leaf(index)
         sums = self._sums[index].finish()
-        self._sums[index] = self._partition.partial_sums(added_each)  # the transport owns them now
+        self._sums[index] = self._partition.partial_sums(add_each)  # the transport owns them now
         self._transport.begin(index, sums)
 
 

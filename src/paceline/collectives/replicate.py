@@ -36,7 +36,7 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     device = next((t.device for t in tensors.values()), _default_device())
     exchange = make_communicator(group=group)  # a collective: all ranks call it, whatever their models
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(exchange.gather(mine, "words of broadcast_module", device))
+    check_same_model(exchange.gather(mine, "messages of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
 
 

@@ -207,13 +207,15 @@ class ShardTransport:
         self._shards, self._partition = shards, partition
         self.forget()
 
-    def begin(self, number: int, own: list[Grads | None]) -> None:
+    def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See communicator.Transport."""
         bucket = self._shards.buckets[number]
-        packed = [_packed(bucket, grads, self._shards.world_size) for grads in own]
-        self._used.append([any(grads and grads[i] is not None for grads in own) for i in range(len(bucket.parameters))])
-        own.clear()  # they are copied: free them before those of other ranks arrive
-        self._under_way.append(communicator().start_share_of_sum(self._partition, packed, f"bucket {number}"))
+        packed = [_packed(bucket, grads, self._shards.world_size) for grads in partials]
+        self._used.append(
+            [any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket.parameters))]
+        )
+        partials.clear()  # they are copied: free them before those of other ranks arrive
+        self._under_way.append(communicator().start_reduce_scatter(self._partition, packed, f"bucket {number}"))
         while len(self._under_way) > MOST_UNDER_WAY:
             self._end_first()
 

@@ -39,7 +39,7 @@ from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, name_collective
-from paceline.collectives.tree import LeafPartition, added
+from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
@@ -371,7 +371,7 @@ class VirtualBuffers:
         Of `differences` the sum of how far they are from the initial value.
         """
         partition = partition_of(self._world, self._virtual_ranks)
-        sums = partition.partial_sums(added)
+        sums = partition.partial_sums(add_optional)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
         size = sum(flat.numel() for flat in start.values()) + 1

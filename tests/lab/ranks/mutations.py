@@ -528,14 +528,14 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
 
 def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
-    class Normalise(batchnorm._Normalise):
+    class Normalise(batchnorm._Normalize):
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             with patch.object(batchnorm, "dist", SimpleNamespace(is_initialized=lambda: False)):
                 return batchnorm_backward(ctx, grad_output)
 
-    batchnorm_backward = batchnorm._Normalise.backward
-    return planted((batchnorm, "_Normalise", Normalise))
+    batchnorm_backward = batchnorm._Normalize.backward
+    return planted((batchnorm, "_Normalize", Normalise))
 
 
 # ---- scale -------------------------------------------------------------------------------------------------------
