@@ -58,7 +58,7 @@ def stage(name: str):
             case "another host":
                 patch.setattr(handshake, "host_key", lambda: "elsewhere")
             case "proc closed":
-                patch.setattr(handshake, "_opened", no_memory)
+                patch.setattr(handshake, "_open", no_memory)
             case "other memory":
                 patch.setattr(os, "open", lambda p, f: (somebody_elses if "/fd/" in p else really_open)(p, f))
             case "another order of stores":
@@ -72,7 +72,7 @@ STAGES = {
     "no room": "Operation not permitted",
     "another host": "2 hosts",
     "proc closed": "Operation not permitted",
-    "other memory": "has found other memory",
+    "other memory": "has opened different memory",
     "another order of stores": "on aarch64 does not keep stores to memory in order",
 }
 

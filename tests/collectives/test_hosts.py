@@ -156,7 +156,7 @@ def test_six_ranks_of_two_and_of_three_hosts_come_to_the_bits_of_one_process(tmp
 
 PLACES = {
     "aabb": "2 hosts",
-    "abab": "the ranks are on 2 hosts, and those of one host have no consecutive numbers",
+    "abab": "the ranks are on 2 hosts, and the ranks of one host are not consecutive",
     "aaab": "the 2 hosts have different numbers of ranks: 3, 1",
     "abcd": "the ranks are on 4 hosts",
 }

@@ -161,7 +161,7 @@ class SlotLayout:
         """
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
         room, only = self._rooms[chunk.dtype], chunk.only
-        start, stop = self.share(chunk, self._memory.rank) if for_others else (0, 0)
+        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
         for lane, flat in enumerate(partials):
             place = mine[lane * room : lane * room + chunk.size]
             if flat is None or (only is not None and flat[only.tensor] is None):
@@ -198,7 +198,7 @@ class SlotLayout:
         slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._rooms[chunk.dtype]
         return {node: slots[rank][lane * room + start : lane * room + stop] for node, (rank, lane) in lanes.items()}
 
-    def share(self, chunk: Chunk, rank: int) -> tuple[int, int]:
+    def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that a rank adds up if each rank adds up a share."""
         each = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
         return min(rank * each, chunk.size), min((rank + 1) * each, chunk.size)
@@ -206,7 +206,7 @@ class SlotLayout:
     def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
         slots = self._memory.bulk.typed(chunk.dtype)[slot]
-        shares = [self.share(chunk, rank) for rank in range(self._memory.size)]
+        shares = [self.shard(chunk, rank) for rank in range(self._memory.size)]
         parts = [slots[rank][at : at + stop - start] for rank, (start, stop) in enumerate(shares)]
         if (only := chunk.only) is None:
             whole = self.whole(chunk)
@@ -350,7 +350,7 @@ class TreeSum:
         self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
     ) -> bool:
         """Whether the sum is finite, computed while it is in the cache. False: unknown."""
-        start, stop = self._lanes.share(chunk, self._memory.rank)
+        start, stop = self._lanes.shard(chunk, self._memory.rank)
         if start == stop:
             return True
         at, only = self._results_at[chunk.dtype], chunk.only
