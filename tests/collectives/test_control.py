@@ -54,7 +54,7 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more
-        with pytest.raises(RuntimeError, match="has failed already"):
+        with pytest.raises(RuntimeError, match="has already failed"):
             begun.finish()
 
     in_threads(2, act)

@@ -17,10 +17,10 @@ from paceline.collectives.memory_sum import (
     all_gather,
     barrier,
     broadcast_in_memory,
-    cut,
     reduce_scatter,
     root_of,
     spare_count,
+    split_into_chunks,
 )
 from paceline.collectives.tree import LeafPartition, add_optional, middle, tree_sum
 from paceline.errors import ExitCode, TrainingError
@@ -207,9 +207,9 @@ def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units,
     dtypes = [data.draw(st.sampled_from(TYPES)) for _ in sizes]
     rooms = dict.fromkeys(TYPES, units * ALIGNED)
     seen = [[0] * size for size in sizes]
-    for chunk in cut(sizes, dtypes, rooms):
+    for chunk in split_into_chunks(sizes, dtypes, rooms):
         assert 0 < chunk.size <= rooms[chunk.dtype]
-        for piece in chunk.pieces:
+        for piece in chunk.segments:
             assert dtypes[piece.tensor] == chunk.dtype
             assert piece.start % ALIGNED == 0
             for at in range(piece.start, piece.stop):
@@ -218,6 +218,6 @@ def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units,
 
 
 def test_small_tensors_travel_together_and_a_large_one_alone():
-    chunks = cut([10, 5000, 20, 0, 30], [torch.float32] * 5, {torch.float32: 1024})
-    assert [len(chunk.pieces) for chunk in chunks] == [1] * 5 + [3]
+    chunks = split_into_chunks([10, 5000, 20, 0, 30], [torch.float32] * 5, {torch.float32: 1024})
+    assert [len(chunk.segments) for chunk in chunks] == [1] * 5 + [3]
     assert {chunk.size for chunk in chunks[:4]} == {1024}

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.collectives.reducer import sum_to_shards
-from paceline.collectives.shards import ALIGNED, MOST_UNDER_WAY, Shards
+from paceline.collectives.shards import ALIGNED, MAX_PENDING_BUCKETS, Shards
 from paceline.collectives.torch_collectives import AllToAll
 from paceline.collectives.tree import LeafPartition
 from paceline.strategies.refusals import ELEMENT_WISE
@@ -236,7 +236,7 @@ def memory(rank: int, world_size: int) -> None:
         with reducer.leaf(rank, is_last=True):
             layers(torch.ones(1, WIDTH)).sum().backward()
         whole, share, little = LAYERS * one, LAYERS * one // world_size, 40 * WIDTH * 4 * LAYERS // 8
-        on_their_way = (MOST_UNDER_WAY + 2) * 2 * one  # sent and received
+        on_their_way = (MAX_PENDING_BUCKETS + 2) * 2 * one  # sent and received
         assert most[0] <= share + on_their_way + little < whole + share
         reducer.finish(1)
         held = sum(p.grad.numel() * 4 for piece in shards.pieces.values() if (p := piece.parameter).grad is not None)

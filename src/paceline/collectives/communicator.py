@@ -126,13 +126,13 @@ class TorchTransport:
         packed = [pack(bucket, grads, self._partition.padded(size) if self._in_order else size) for grads in partials]
         self._used.append([any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket))])
         exchange = Exchange(self._partition, packed, self._group, f"bucket {number}", in_order=self._in_order)
-        self._under_way.append(exchange)
+        self._pending.append(exchange)
 
     def end(self, divisor: float | Tensor | None) -> bool:
         """See Transport."""
-        for exchange in self._under_way:
+        for exchange in self._pending:
             exchange.gather()
-        for bucket, used, exchange in zip(self.buckets, self._used, self._under_way, strict=True):
+        for bucket, used, exchange in zip(self.buckets, self._used, self._pending, strict=True):
             total = exchange.end()[: packed_size(bucket)]
             if divisor is not None:
                 unpack(divide(total, divisor), bucket, used)
@@ -140,7 +140,7 @@ class TorchTransport:
 
     def forget(self) -> None:
         """See Transport."""
-        self._under_way: list[Exchange] = []
+        self._pending: list[Exchange] = []
         self._used: list[list[bool]] = []
 
 

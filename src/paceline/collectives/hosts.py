@@ -34,7 +34,7 @@ from paceline.collectives.memory_sum import (
     Results,
     Scratch,
     SlotLayout,
-    by_node,
+    assign_lanes,
     describe_tensors,
     root_of,
     spare_count,
@@ -128,7 +128,7 @@ def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
     )
-    lanes = by_node(nodes[number * size : (number + 1) * size])
+    lanes = assign_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
         for first, stop in across.nodes()[number]
@@ -180,17 +180,17 @@ class HostsSum:
         self._own = partials
         with self._memory.operation(self._memory.bulk, self._call):
             for bundle in self._bundles:
-                exchange = self._send(bundle, first=not self._under_way)
-                before = self if self._under_way else after
+                exchange = self._send(bundle, first=not self._pending)
+                before = self if self._pending else after
                 if before is not None:
                     before.gather()
-                self._under_way.append(exchange)
+                self._pending.append(exchange)
                 self._gathered = False
 
     def gather(self) -> None:
         """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
         if not self._gathered:
-            self._under_way[-1].gather()
+            self._pending[-1].gather()
             self._gathered = True
 
     def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
@@ -201,7 +201,7 @@ class HostsSum:
         results: list[Tensor | None] = []
         self.gather()
         for number, bundle in enumerate(self._bundles):
-            flat, size = self._under_way.popleft().end(), self._width(bundle)
+            flat, size = self._pending.popleft().end(), self._width(bundle)
             if number == 0:
                 used: list[float] = flat[size : size + self._tensors].tolist()
                 results = self._lanes.results(self._own, [count != 0 for count in used])
@@ -213,7 +213,7 @@ class HostsSum:
 
     def forget(self) -> None:
         """Discard the running exchanges after an error: they would keep connections open."""
-        self._under_way = deque[Exchange]()
+        self._pending = deque[Exchange]()
         self._own: Sequence[Flat | None] = ()
         self._gathered = True
 
