@@ -221,9 +221,9 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             newest = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
-        from paceline.checkpoint.export import of_checkpoint
+        from paceline.checkpoint.export import export_checkpoint
 
-        return of_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
+        return export_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
     except Damaged as error:
         which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(code="step-not-exported", which=which, reason=str(error), run_dir=run_dir) from None

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from paceline.checkpoint.reductions import (
     OPEN,
+    BufferHistory,
     RankValue,
-    Seen,
     as_float64,
     choices,
     digest_of,
@@ -74,7 +74,7 @@ class VirtualBuffers:
         self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[int, dict[str, Seen]] = {}
+        self._seen: dict[int, dict[str, BufferHistory]] = {}
         """of each virtual rank: what it has done with `_integers`"""
         self._counted: dict[tuple[int, int], int] = {}
         """samples of each (virtual rank, part) of this step that is in `_seen`: a phase may compute it again"""
@@ -98,7 +98,7 @@ class VirtualBuffers:
         """of the micro-batch that is computed: itself, the buffers before it, and what was shown then"""
         self._kept: dict[int, _Buffers] = {}
         self._kept_from: dict[int, _Buffers] = {}
-        self._kept_seen: dict[int, dict[str, Seen]] = {}
+        self._kept_seen: dict[int, dict[str, BufferHistory]] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
     def keep(self) -> None:
@@ -260,7 +260,7 @@ class VirtualBuffers:
         for virtual_rank in self._of if self._integers else ():
             seen = self._seen.get(virtual_rank, {})
             held += [
-                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
+                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, BufferHistory()).tensor(), replicated=False)
                 for name in self._integers
             ]
         return held
@@ -463,7 +463,7 @@ class VirtualBuffers:
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
         found: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
-            seen = self._seen.get(v, {}).get(name, Seen())
+            seen = self._seen.get(v, {}).get(name, BufferHistory())
             older = self._kept.get(v, {}).get(name)
             one = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
             found[v][name] = replace(one, by_samples=self._may_count_samples(v, name) if is_changed else None)
@@ -487,8 +487,8 @@ class VirtualBuffers:
         of_rank = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
             (old, version), (new, now) = before[name], self._shown[name]
-            seen = of_rank.get(name, Seen())
-            of_rank[name] = Seen(
+            seen = of_rank.get(name, BufferHistory())
+            of_rank[name] = BufferHistory(
                 seen.micro_batches + 1,
                 seen.samples + len(work.indices),
                 seen.writes + (now - version if new is old else 1),

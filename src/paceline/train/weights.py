@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.export import of_checkpoint
+from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
 from paceline.checkpoint.shards import sha256_of, whole
 from paceline.checkpoint.state import TensorShard
@@ -141,7 +141,7 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
             if newest is None:
                 raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
             report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
-            return of_checkpoint(*newest)
+            return export_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
