@@ -64,7 +64,7 @@ def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
     assert others.why_not == ""
     said: list[Any] = []
     for step in (1, 2):
-        brought = others.bring(state(rank, step))
+        brought = others.receive(state(rank, step))
         assert brought is not None
         assert {one.name.partition("/")[0] for one in brought} == {"optimizer", "buffers"}
         writer.write([*state(rank, step), *brought], step, {})
@@ -72,7 +72,7 @@ def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
         torch.distributed.barrier()
         said.append(values(files))
     others._pause = 2
-    said.append([others.bring(held) is None for _ in range(3)])
+    said.append([others.receive(held) is None for _ in range(3)])
     return said
 
 
@@ -115,4 +115,4 @@ def test_where_hosts_are_unequal_or_too_small_there_are_no_snapshots_of_shares(t
     reasons = [found[1] for found in told]
     assert reasons == [reasons[0]] * 4
     nothing, unequal, small = reasons[0]
-    assert nothing == "" and "unequal numbers of ranks" in unequal and "2.5 times the whole state" in small
+    assert nothing == "" and "different numbers of ranks" in unequal and "2.5 times the full state" in small

@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
@@ -228,7 +228,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
         replica.join(ModelParts(model, world, shards), world)
         held = replica.state()
-        together = whole(held, world)
+        together = full_state(held, world)
         weights = replica.weights()
         same = all(torch.equal(weights[name], value) for name, value in wanted.items())
         same &= all(torch.equal(together[f"model/{name}"], wanted[name]) for name, _ in GPT().named_parameters())

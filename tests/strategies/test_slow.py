@@ -20,7 +20,7 @@ from tests.strategies.test_state import opened, save, squared
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import whole
+from paceline.checkpoint.shards import full_state
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, ReportedByPeer
 from paceline.stepping.nonfinite import UNCHANGED
@@ -156,12 +156,12 @@ def stop_and_go(rank: int, world_size: int, folder: Path) -> int:
         train(straight, 0, SAVED_AT)
         save(straight.state(), folder / f"{name}-{rank}", rank, RANKS)
         train(straight, SAVED_AT, STEPS)
-        wanted, seen = whole(straight.state(), world), weights(straight)
+        wanted, seen = full_state(straight.state(), world), weights(straight)
         again = replica(rank, slow)
         source = opened(folder / f"{name}-{r}" for r in range(RANKS))
         assert said(lambda to=again, of=source: to.load(of)) == ""
         train(again, SAVED_AT, STEPS)
-        found = whole(again.state(), world)
+        found = full_state(again.state(), world)
         assert list(found) == list(wanted)
         assert [n for n, tensor in found.items() if not torch.equal(tensor, wanted[n])] == [], name
         assert torch.equal(weights(again), seen), name

@@ -258,7 +258,7 @@ class Checkpoints:
         return tmp
 
     def commit(self, tmp: Path, manifest: Manifest, keep: int, report: Report = lambda _: None) -> Path:
-        """Publish `tmp` as the checkpoint of its step. Then delete checkpoints older than the newest `keep` intact ones.
+        """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
         deleted, `report` is called. If the commit fails, no published checkpoint has changed.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import whole
+from paceline.checkpoint.shards import full_state
 from paceline.checkpoint.state import Source, TensorShard, whole_parameters
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
@@ -244,7 +244,7 @@ class _Shares:
     def weights(self) -> dict[str, Tensor]:
         """See Strategy; on the CPU, where there is room for all of them."""
         state: dict[str, Tensor] = self._model.state_dict()
-        found = {name.removeprefix("model/"): t.cpu() for name, t in whole(self.parameters(), self._world).items()}
+        found = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             state[name] = found[first[id(parameter)]]

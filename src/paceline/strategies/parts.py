@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, full_state, sharded_as
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
@@ -69,7 +69,7 @@ class ModelParts:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         found = dict(weights())
         held = [one for one in self.lifted(state()) if one.name.removeprefix("model/") in self._shards]
-        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        wholes = {name.removeprefix("model/"): tensor for name, tensor in full_state(held, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several
             if first[id(parameter)] in wholes:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from paceline.checkpoint.export import state_names
-from paceline.checkpoint.shards import parameter_of, whole
+from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
@@ -150,7 +150,7 @@ class _Stage(ModelParts):
         for name, buffer in self._model.named_buffers():
             again = self._world.data.rank > 0 or self._is_elsewhere(name)
             held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
-        found = whole(held, self._world)
+        found = full_state(held, self._world)
         return {name: found[f"model/{first}"] for name, first in self._called.items()}
 
 

@@ -433,7 +433,7 @@ class Keeping:
                 if why := self._other_hosts.why_not:
                     self._takes_snapshots = False
                     self._say(f"no snapshots in memory: {why}. A restart goes on from a checkpoint on disk")
-            others = self._other_hosts.bring(held) if self._takes_snapshots else None
+            others = self._other_hosts.receive(held) if self._takes_snapshots else None
             if others is None:
                 return
             held = [*held, *others]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
@@ -115,7 +115,7 @@ def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) ->
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters
-        held = [TensorShard(name, tensor) for name, tensor in whole(held, replica.world).items()]
+        held = [TensorShard(name, tensor) for name, tensor in full_state(held, replica.world).items()]
     with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         fitting = _fitting(replica, held, weights, path, report)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
@@ -251,7 +251,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         }  # fmt: skip
         mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
         weights = [held for held in replica.state() if held.name.startswith("model/")]
-        digest = sha256_of(whole(weights, world))
+        digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
     ranks = all_gather_object(mine, world)

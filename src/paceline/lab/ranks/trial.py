@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.batchnorm import convert
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
@@ -279,7 +279,9 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
     state: dict[str, Tensor] = {}
-    for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
+    for full, value in full_state(
+        [h for h in replica.state() if h.name.startswith("optimizer/")], replica.world
+    ).items():
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value
@@ -297,7 +299,7 @@ def digests_of(replica: Strategy) -> tuple[str, str]:
     """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
-    return weights, sha256_of(whole(replica.state(), replica.world))
+    return weights, sha256_of(full_state(replica.state(), replica.world))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -311,10 +313,10 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
     held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
-    return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in full_state(held, replica.world).items()}
 
 
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
     held = replica.gradients()
-    return whole(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}
+    return full_state(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}
