@@ -217,7 +217,7 @@ def test_what_everybody_can_write_is_refused(tmp_path, name):
     saved(tmp_path, 1, 2)
     path = tmp_path / "step-00000002" / name
     path.chmod(path.stat().st_mode | 0o002)
-    refused(tmp_path, f"{name or 'its folder'} is not to be trusted: {path} can be written by everybody")
+    refused(tmp_path, f"{name or 'its folder'} is not trusted: {path} can be written by all users")
 
 
 @pytest.mark.root

@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import NotOurs, Unreadable, check_ours, opened, other_writers
+from paceline.runs.owners import NotOwned, Unreadable, check_ours, open_file, other_writers
 
 OTHER = 65432  # a user without a name
 
@@ -72,7 +72,7 @@ def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path
     (run / "attempt-1").mkdir()
     check_ours(run)
     (run / "attempt-1").chmod(0o777)
-    with pytest.raises(UsageError, match="attempt-1 can be written by everybody"):
+    with pytest.raises(UsageError, match="attempt-1 can be written by all users"):
         check_ours(run)
 
 
@@ -100,12 +100,12 @@ def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(pla
 def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     file = place / "config.toml"
     file.write_text("")
-    with opened(file, ours=True) as it:
+    with open_file(file, ours=True) as it:
         assert stat.S_ISREG(it.found.st_mode) and it.strangers == ""
     file.chmod(0o666)
-    with pytest.raises(NotOurs, match="can be written by everybody"), opened(file, ours=True):
+    with pytest.raises(NotOwned, match="can be written by all users"), open_file(file, ours=True):
         pass
-    with opened(file) as it:  # to look at it
+    with open_file(file) as it:  # to look at it
         assert "everybody" in it.strangers
 
 
@@ -114,14 +114,14 @@ def test_nothing_is_reached_through_a_link(place: Path) -> None:
     (place / "real" / "file").write_text("")
     (place / "link").symlink_to("real")
     (place / "real" / "other").symlink_to("file")
-    for path, words in ((place / "link" / "file", "lies behind .*link, a symbolic link"),
-                        (place / "real" / "other", "is a symbolic link, which is refused"),
-                        (place / "real" / "file" / "x", "lies behind .*file, which is no folder")):  # fmt: skip
-        with pytest.raises(Unreadable, match=words), opened(path):
+    for path, words in ((place / "link" / "file", "is below .*link, a symbolic link"),
+                        (place / "real" / "other", "is a symbolic link"),
+                        (place / "real" / "file" / "x", "is below .*file, which is not a folder")):  # fmt: skip
+        with pytest.raises(Unreadable, match=words), open_file(path):
             pass
     with pytest.raises(Unreadable, match="is a symbolic link"):
         other_writers(place / "link")
-    with pytest.raises(FileNotFoundError), opened(place / "real" / "none"):
+    with pytest.raises(FileNotFoundError), open_file(place / "real" / "none"):
         pass
 
 
@@ -130,20 +130,20 @@ def test_what_is_no_plain_file_is_not_waited_for(place: Path) -> None:
     os.mkfifo(place / "pipe")
     (place / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(Unreadable, match="is not a plain file"), opened(place / name):
+        with pytest.raises(Unreadable, match="is not a plain file"), open_file(place / name):
             pass
-    with pytest.raises(Unreadable, match="is not a plain file"), opened(Path("/dev/null")):
+    with pytest.raises(Unreadable, match="is not a plain file"), open_file(Path("/dev/null")):
         pass
 
 
 def test_no_descriptor_is_left_open(place: Path) -> None:
     (place / "file").write_text("")
     program = (
-        "import os, sys; from pathlib import Path; from paceline.runs.owners import opened, other_writers\n"
+        "import os, sys; from pathlib import Path; from paceline.runs.owners import open_file, other_writers\n"
         "place = Path(sys.argv[1]); before = len(os.listdir('/proc/self/fd'))\n"
         "for name in ('file', 'none', 'file/x'):\n"
         "    try:\n"
-        "        with opened(place / name): pass\n"
+        "        with open_file(place / name): pass\n"
         "    except OSError: pass\n"
         "other_writers(place); assert len(os.listdir('/proc/self/fd')) == before\n"
     )

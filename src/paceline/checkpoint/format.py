@@ -27,7 +27,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from paceline.errors import PacelineError, TrainingError
-from paceline.runs.owners import Unreadable, opened
+from paceline.runs.owners import Unreadable, open_file
 from paceline.runs.reading import read
 
 FORMAT = 1
@@ -297,7 +297,7 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
     Raises:
         Damaged: see `decode_manifest`. Also for links, and unless `trust`, for files that a different user can write.
     """
-    with _damage_of("its folder"), opened(folder, folder=True, ours=not trust):
+    with _damage_of("its folder"), open_file(folder, folder=True, ours=not trust):
         pass
     with _damage_of(MANIFEST):
         manifest = decode_manifest(read(folder / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
@@ -323,7 +323,7 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
 
 
 def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
-    with _damage_of(file.name), opened(folder / file.name, ours=not trust) as it:
+    with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as it:
         if it.found.st_size != file.bytes:
             raise Damaged(f"has {it.found.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:

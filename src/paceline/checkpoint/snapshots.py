@@ -160,7 +160,7 @@ class OtherHosts:
                 )  # connects now, not in a timed exchange
 
     def receive(self, held: Sequence[TensorShard]) -> list[TensorShard] | None:
-        """The parts that this host does not have (a collective). None: skip this snapshot, because it takes too long."""
+        """The parts that this host does not have (a collective). None: skip this snapshot, it takes too long."""
         if self._group is None:
             return []
         self._tries += 1

@@ -20,7 +20,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plur
 from paceline.runs import writing
 from paceline.runs.console import clock, table_console
 from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
-from paceline.runs.owners import check_ours, note_strangers
+from paceline.runs.owners import check_ours, warn_if_shared
 from paceline.runs.reading import is_file, is_folder, names, real_path
 from paceline.runs.summary import read_summary
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_folder(run):
         raise UsageError(code="no-such-folder", folder=run)
     root = run / CHECKPOINTS if is_folder(run / CHECKPOINTS) else run
-    is_foreign = note_strangers(root)
+    is_foreign = warn_if_shared(root)
     checkpoints = Checkpoints(root, trust=is_foreign)
     try:
         entries = checkpoints.entries()[::-1]

@@ -21,7 +21,7 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
 from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.runs.owners import Unreadable, opened
+from paceline.runs.owners import Unreadable, open_file
 from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
 
@@ -57,7 +57,7 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
 def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
     """What `save` wrote, under all names. OSError: it is not there, damaged or, with `ours`, not to be trusted."""
     try:
-        with opened(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
+        with open_file(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata: dict[str, str] = file.metadata() or {}
             for name in json.loads(metadata.pop(COMPLEX, "[]")):

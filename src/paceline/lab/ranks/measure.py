@@ -41,7 +41,7 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import Guard
 from paceline.rank.world import World, device_words, joined, on_mesh
-from paceline.runs.utilization import arithmetic
+from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
@@ -282,7 +282,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         notes=(*workload.notes, *training.notes),
         mesh=candidate.mesh,
         use=training.use.speed(samples / seconds),
-        mfu_words=arithmetic(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
+        mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: each["gpu"] for rank, each in enumerate(ranks) if each["gpu"]},
     )
 
