@@ -171,7 +171,7 @@ def test_the_command_takes_what_is_asked_for_and_gives_the_same_weights(tmp_path
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
         if (asked, switch) == ("shared", "off"):
             ended_with(ended, "memory-not-shared")
-            assert "rank 0: switched off, PACELINE_SHARED_MEMORY=off" in ended.stderr
+            assert f"{SHARED_MEMORY}=off" in ended.stderr
             continue
         assert ended.returncode == 0, ended.stderr
         assert "gloo" not in ended.stderr

@@ -81,7 +81,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.races: list[str] = []
+        self.races: list[tuple[str, *tuple[int, ...]]] = []  # what happened, on which stream, and the other stream
         self.copies = 0
         """that went to the device"""
         self._streams = [Stream(self, 0)]
@@ -127,7 +127,7 @@ class Recorder(TorchFunctionMode):
 
     def _sent(self, tensor: Tensor, non_blocking: bool = False) -> Tensor:
         if not non_blocking or _address(tensor) not in self._locked:
-            self.races.append("the host waits for a copy")
+            self.races.append(("host waits",))
         self.copies += 1
         there = tensor.clone()
         memory = self._memory[_address(there)] = _Memory(self._current)
@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
         if memory is None:
             return
         if not self._current.comes_after(memory.stream.number, memory.made):
-            self.races.append(f"stream {self._current.number} reads what stream {memory.stream.number} may still copy")
+            self.races.append(("read too early", self._current.number, memory.stream.number))
         memory.reads[self._current.number] = self._current.work()
 
     def _freed(self, address: int, memory: _Memory) -> None:
@@ -148,7 +148,7 @@ class Recorder(TorchFunctionMode):
             del self._memory[address]
         for number, time in memory.reads.items():
             if number not in memory.recorded and not memory.stream.comes_after(number, time):
-                self.races.append(f"stream {memory.stream.number} takes memory back that stream {number} may read")
+                self.races.append(("freed too early", memory.stream.number, number))
 
     def _keep(self, addresses: set[int], tensor: Tensor) -> None:
         addresses.add(_address(tensor))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.doubles import nccl
 
+from paceline.guard.report import read_verdict
 from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,10 @@ def test_a_rank_that_is_freed_in_a_gradient_applies_and_keeps_nothing_of_it(heal
     hangs = {nccl.HANGS: "1:bucket 0:5"}
     done = train(tmp_path / "run", "bucketed", "--stall-after", "3", **hangs)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "ranks 0, 1 are in all_reduce" in done.stdout + done.stderr
+    (folder,) = (tmp_path / "run").glob("attempt-1/verdict-*")
+    record = read_verdict(folder)
+    assert record.verdict.op is not None and record.verdict.op.kind == "all_reduce"
+    assert [evidence.rank for evidence in record.evidence if not evidence.ops[-1].done] == [0, 1]
     kept = newest(tmp_path / "run")
     assert kept == 4  # the fifth step's gradients never came
     assert state(tmp_path / "run", kept) == state(healthy, kept)

@@ -13,7 +13,7 @@ from paceline.collectives.reducer import check_gradients, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, hosts_of
@@ -54,7 +54,7 @@ class Bucketed(Strategy):
     ) -> None:
         """See MakeStrategy."""
         alone = world.size == 1
-        reducer = None if alone else sum_by_rank(model, forest_of(world, world.size), world.group)
+        reducer = None if alone else sum_by_rank(model, partition_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
 
 
@@ -32,7 +32,7 @@ class Exact(Strategy):
         refuse_lazy(model)
         refuse_sparse(model, "exact")
         broadcast_module(model)
-        reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
+        reducer = sum_by_leaf(model, partition_of(world, virtual_ranks or world.size))
         # all hold all gradients, so each rank looks at a share of them only
         sizes = [parameter.numel() for parameter in trainable(model)]
         shares = split_evenly(sizes, world.size)

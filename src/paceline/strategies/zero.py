@@ -11,7 +11,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
 
@@ -43,7 +43,7 @@ class Zero(Strategy):
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
         shards.shard(optimizer)
-        reducer = sum_to_shards(shards, forest_of(world, virtual_ranks or world.size))
+        reducer = sum_to_shards(shards, partition_of(world, virtual_ranks or world.size))
         sizes, shares = [p.numel() for p in parameters], shards.shares(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
