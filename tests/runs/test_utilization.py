@@ -46,8 +46,7 @@ def test_only_what_is_known_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flops", "words"),
-    [(0, "0 FLOP"), (-5, "-5 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP")],
+    ("flops", "words"), [(0, "0 FLOP"), (-5, "-5 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP")]
 )
 def test_flops_have_units(flops: float, words: str) -> None:
     assert format_flops(flops) == words

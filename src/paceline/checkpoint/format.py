@@ -84,18 +84,14 @@ class Damaged(PacelineError):  # noqa: N818 - describes the checkpoint
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A flat range of elements of one tensor, or several ranges at equal distances, as one entry of a file."""
 
-    key: str
-    """The name inside the file."""
+    key: str  # the name inside the file
     name: str
     """The name of the full tensor, the same for all strategies: model/conv1.weight, optimizer/conv1.weight/exp_avg."""
-    dtype: DtypeName
-    """As in safetensors: F32."""
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
-    """The shape of the full tensor; () for a scalar."""
+    dtype: DtypeName  # as in safetensors: F32
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # the shape of the full tensor; () for a scalar
     start: Count
     stop: Count
-    count: Positive = 1
-    """The number of ranges, for example one in each row."""
+    count: Positive = 1  # the number of ranges, for example one in each row
     apart: Count = 0
     """The number of elements from the start of a range to the start of the next one; 0 for a single range."""
 
@@ -108,8 +104,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file: its size and hash, and the pieces in it."""
 
-    name: str
-    """Has the form shard-<rank>-of-<world size>.safetensors."""
+    name: str  # has the form shard-<rank>-of-<world size>.safetensors
     bytes: Count
     sha256: Sha256
     pieces: tuple[Piece, ...]
@@ -124,12 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: Count
     world_size: Positive
     virtual_ranks: Positive
-    definition: dict[str, Any]
-    """The settings of the run, which a resumed run compares with its settings."""
+    definition: dict[str, Any]  # the settings of the run, which a resumed run compares with its settings
     metrics: dict[str, float]
     samples_seen: Count
-    scalars: dict[str, Any]
-    """Plain values of the state. A tuple is read as a list."""
+    scalars: dict[str, Any]  # plain values of the state; a tuple is read as a list
     files: tuple[ShardFile, ...]
 
 

@@ -102,7 +102,6 @@ class Fence:
 
     @contextlib.contextmanager
     def _locked(self, *, make: bool = False) -> Generator[int]:
-        """The descriptor of the locked file."""
         descriptor = writing.keep(self._path, make=make)
         try:
             if not writing.lock(descriptor, LOCK_SECONDS):
@@ -165,14 +164,9 @@ class Checkpoints:
         return sorted((Entry(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True)
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
-        """Check a checkpoint, and return its manifest.
+        """Check a checkpoint, and return its manifest; raises Damaged (see `read_manifest` and `check_files`).
 
-        Args:
-            path: the folder.
-            files: the names of the files to hash, so that ranks can split the work. None: all files.
-
-        Raises:
-            Damaged: see `read_manifest` and `check_files`.
+        `files`: the names of the files to hash, so that ranks can split the work. None: all files.
         """
         if files is None:
             self._known_intact[path] = False
@@ -351,7 +345,6 @@ class Checkpoints:
         return self._claim
 
     def _identity(self) -> tuple[int, int] | None:
-        """The device and inode of the folder."""
         try:
             stat = self.root.lstat()
         except OSError:
@@ -360,7 +353,6 @@ class Checkpoints:
 
 
 def _is_newer(name: str, claim: Claim) -> bool:
-    """Whether a leftover folder belongs to a generation that is newer than `claim`."""
     match = _LEFTOVER.fullmatch(name)
     return bool(match) and Claim(int(match[2]), int(match[3])) > claim
 

@@ -24,10 +24,8 @@ class BufferHistory:
 
     micro_batches: int = 0
     samples: int = 0
-    writes: int = 0
-    """In-place operations on the buffer."""
-    replaced: int = 0
-    """Micro-batches in which the module has assigned a new tensor."""
+    writes: int = 0  # in-place operations on the buffer
+    replaced: int = 0  # micro-batches in which the module has assigned a new tensor
 
     def tensor(self) -> Tensor:
         """The numbers as a tensor, for a checkpoint."""
@@ -38,15 +36,12 @@ class BufferHistory:
 class RankValue:
     """Facts about the value of an undeclared buffer on one virtual rank, for the inference of its reduction."""
 
-    digest: str
-    """Of the bytes; empty if the buffer still has its initial value."""
+    digest: str  # of the bytes; empty if the buffer still has its initial value
     step: int | None
     """Integer buffers: the difference of all changed elements from their initial value; None if they differ."""
-    decreased: bool
-    """Integer and bool buffers: whether an element is smaller than before."""
+    decreased: bool  # integer and bool buffers: whether an element is smaller than before
     seen: BufferHistory
-    by_samples: bool | None = None
-    """Floating-point and complex buffers: `may_count_samples` of the last step."""
+    by_samples: bool | None = None  # floating-point and complex buffers: `may_count_samples` of the last step
 
 
 def choices(buffer: Tensor) -> tuple[str, ...]:
@@ -95,10 +90,7 @@ def saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], ini
 def inferred(like: Tensor, ranks: Sequence[RankValue], *, by_chance: bool = False) -> str:
     """The reduction of an undeclared buffer, from the values of all virtual ranks; empty if it cannot be inferred.
 
-    Args:
-        like: a value, for its type.
-        ranks: one for each virtual rank with a value.
-        by_chance: whether integers that are equal now may differ at other times.
+    `like`: a value, for its type. `by_chance`: whether integers that are equal now may differ at other times.
     """
     if not any(value.digest for value in ranks):
         return UNCHANGED

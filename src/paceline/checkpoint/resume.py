@@ -27,11 +27,9 @@ class RunLocation:
     folder: Path
     attempt: int
     generation: int
-    attempt_dir: Path | None
-    """None except on rank 0."""
+    attempt_dir: Path | None  # None except on rank 0
     definition: dict[str, Any] = field(default_factory=dict[str, Any])
-    notices: list[str] = field(default_factory=list[str])
-    """Messages to print before the first step."""
+    notices: list[str] = field(default_factory=list[str])  # messages to print before the first step
 
 
 class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,12 +38,9 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples_seen: int
     metrics: dict[str, float]
     definition: dict[str, Any]
-    evaluated: int = 0
-    """The step of the metrics."""
-    loop: dict[str, Any] = {}
-    """The position of a custom loop, and the numbers of its optimizers and schedulers."""
-    names: list[dict[str, list[str]]] = []
-    """See `state_names`; one for each model."""
+    evaluated: int = 0  # the step of the metrics
+    loop: dict[str, Any] = {}  # the position of a custom loop, and the numbers of its optimizers and schedulers
+    names: list[dict[str, list[str]]] = []  # see `state_names`; one for each model
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,8 @@ class ResumePoint:
     step: int
     content: TrainerState
     source: ShardFiles
-    where: str
-    """The location, for messages."""
-    files: frozenset[int] = frozenset()
-    """The memory files of a snapshot."""
+    where: str  # the location, for messages
+    files: frozenset[int] = frozenset()  # the memory files of a snapshot
 
 
 def newest_state(checkpoints: Checkpoints, world: World, report: Report, *, memory: bool) -> ResumePoint | None:

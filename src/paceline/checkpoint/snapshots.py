@@ -59,11 +59,9 @@ class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Snapshot:
     """A complete state in memory."""
 
-    meta: SnapshotMeta
-    """Of one of its parts."""
+    meta: SnapshotMeta  # of one of its parts
     source: ShardFiles
-    files: tuple[int, ...]
-    """The descriptors of its memory files."""
+    files: tuple[int, ...]  # the descriptors of its memory files
 
 
 def inherited() -> list[Pair]:
@@ -202,12 +200,10 @@ class OtherHosts:
 
 
 def _unique_shards(held: Sequence[TensorShard]) -> list[TensorShard]:
-    """The tensors that only this rank can save."""
     return [shard for shard in held if not (shard.replicated or shard.spare)]
 
 
 def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
-    """The tensor at byte `at`, as on the rank that has sent it."""
     dtype, shape = TYPES[piece.dtype], torch.Size(piece.shape)
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:

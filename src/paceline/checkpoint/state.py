@@ -30,14 +30,10 @@ class TensorShard:
     whole: torch.Size | None = None
     """None for a full tensor. Otherwise the full shape; `tensor` then has its elements from `start`, flat."""
     start: int = 0
-    replicated: bool = True
-    """Whether all ranks have the same values: one rank saves them for all."""
-    count: int = 1
-    """The number of ranges of the same length in `tensor`."""
-    apart: int = 0
-    """The number of elements from the start of a range to the start of the next one."""
-    spare: bool = False
-    """Whether some other rank (not all) has the same values and saves them."""
+    replicated: bool = True  # whether all ranks have the same values: one rank saves them for all
+    count: int = 1  # the number of ranges of the same length in `tensor`
+    apart: int = 0  # the number of elements from the start of a range to the start of the next one
+    spare: bool = False  # whether some other rank (not all) has the same values and saves them
 
     @property
     def shape(self) -> torch.Size:

@@ -245,10 +245,7 @@ class InterHostSum:
 
     def forget(self) -> None:
         """Discard the residual."""
-        self._state: tuple[State, Tensor] = (
-            self._codec.begin(),
-            torch.zeros(len(self._parameters), dtype=torch.uint8),
-        )
+        self._state: tuple[State, Tensor] = (self._codec.begin(), torch.zeros(len(self._parameters), dtype=torch.uint8))
         self._kept = self._state
 
     def state(self) -> dict[str, Tensor]:

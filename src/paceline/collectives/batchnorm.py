@@ -112,7 +112,6 @@ class SyncBatchNorm(_BatchNorm):
         return mean, m2 / count
 
     def _count_batch(self) -> float:
-        """Count this batch, and return its weight in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -224,7 +223,6 @@ def _computable(values: Tensor) -> Tensor:
 
 
 def _reduced_dims(values: Tensor) -> list[int]:
-    """All dimensions of (N, C, ...) except C."""
     return [0, *range(2, values.dim())]
 
 

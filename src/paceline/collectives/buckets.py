@@ -74,12 +74,7 @@ def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | No
     (2, 3) and (4,) float32, the second without gradient -> (34,): 6 numbers, 10 zeros; 4 zeros, 12 more; 1, 0. Each
     gradient begins at a multiple of 64 bytes, like those of autograd: a fused optimizer may choose its kernel by that.
     After the sum over ranks, a flag is the number of ranks that used the parameter. A separate message would cost a
-    round trip.
-
-    Args:
-        parameters: of a bucket.
-        grads: None stands for None for each parameter.
-        padded: the length up to which zeros fill the tensor.
+    round trip. Zeros fill the tensor up to the length `padded`. `grads` may be None if no parameter has a gradient.
     """
     grads = [None] * len(parameters) if grads is None else grads
     constant = partial(_constant, parameters[0].device, parameters[0].dtype)

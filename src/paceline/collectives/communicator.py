@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -57,6 +57,8 @@ from paceline.collectives.torch_collectives import (
     CPU,
     AllToAll,
     Exchange,
+    Group,
+    Wait,
     gather_over_torch,
     gather_shards,
     name_collective,
@@ -83,10 +85,7 @@ class Transport(Protocol):
     """Whether buckets are sent during backward, not at its end."""
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
-        """Start to sum a bucket.
-
-        `partials`: the sum of each of this rank's subtrees, which the transport may change. None: all zeros.
-        """
+        """Start to sum a bucket, given the sums of this rank's subtrees, which it may change. None: all zeros."""
         ...
 
     def end(self, divisor: float | Tensor | None) -> bool:
@@ -108,12 +107,7 @@ class TorchTransport:
     early = True
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        partition: LeafPartition,
-        *,
-        in_order: bool,
-        group: dist.ProcessGroup | None = None,
+        self, buckets: Sequence[Bucket], partition: LeafPartition, *, in_order: bool, group: Group = None
     ) -> None:
         """`in_order`: add in the order of the tree, not in that of the backend's all-reduce."""
         self.buckets, self._partition, self._in_order, self._group = buckets, partition, in_order, group
@@ -201,9 +195,8 @@ class HierarchicalTransport:
             for number, bucket in enumerate(buckets)
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
-        self._all_gather_call = self._memory.describe_call(
-            "all_gather", "gradients", *describe_tensors(*numels_and_dtypes(parameters))
-        )
+        specs = describe_tensors(*numels_and_dtypes(parameters))
+        self._all_gather_call = self._memory.describe_call("all_gather", "gradients", *specs)
         self.forget()
 
     def begin(self, number: int, partials: list[Grads | None]) -> None:
@@ -244,7 +237,7 @@ class Communicator:
 
     kind: ClassVar[Literal["shared", "hosts", "torch"]] = "torch"
 
-    def __init__(self, group: dist.ProcessGroup | None = None, memory: SharedMemory | None = None) -> None:
+    def __init__(self, group: Group = None, memory: SharedMemory | None = None) -> None:
         """`group`: None for all ranks. `memory`: if the ranks share memory."""
         self._group, self.memory = group, memory
 
@@ -270,11 +263,11 @@ class Communicator:
         """The `value` (JSON) of all ranks, by rank."""
         return gather_over_torch(value, self.size, device, name=name, start=self.start_gather)
 
-    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+    def start_gather(self, mine: Tensor, name: str) -> Wait:
         """Start an all-gather of `mine`, (n,) on all ranks. The returned function waits and returns (ranks, n)."""
         return start_gather(mine, name, self._group)
 
-    def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+    def start_sum(self, numbers: Tensor, name: str) -> Wait:
         """Start an all-reduce of a few `numbers`, (n,), in the order of ranks. The returned function waits."""
         return start_sum(numbers, name, self._group) if self.size > 1 else lambda: numbers
 
@@ -286,9 +279,7 @@ class Communicator:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
         dist.reduce_scatter_single(name_collective(out, name), flat, op=op, group=self._group)
 
-    def start_reduce_scatter(
-        self, partition: LeafPartition, partials: Sequence[Tensor], name: str
-    ) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> Wait:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
         return AllToAll(partition, partials, self._group, name).end
 
@@ -314,14 +305,14 @@ class _MemoryCommunicator(Communicator):
     def gather(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         return super().gather(value, name)
 
-    def start_gather(self, mine: Tensor, name: str) -> Callable[[], Tensor]:
+    def start_gather(self, mine: Tensor, name: str) -> Wait:
         if not mine.is_cpu:
             return super().start_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
         memory_sum.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
 
-    def start_sum(self, numbers: Tensor, name: str) -> Callable[[], Tensor]:
+    def start_sum(self, numbers: Tensor, name: str) -> Wait:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
         return memory_sum.StartedSum(self._shared, numbers, name).finish
@@ -337,9 +328,7 @@ class _MemoryCommunicator(Communicator):
         else:
             memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 
-    def start_reduce_scatter(
-        self, partition: LeafPartition, partials: Sequence[Tensor], name: str
-    ) -> Callable[[], Tensor]:
+    def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> Wait:
         if not partials[0].is_cpu or partials[0].is_complex():
             return super().start_reduce_scatter(partition, partials, name)
         shard = partials[0].new_empty(len(partials[0]) // self.size)
@@ -375,14 +364,14 @@ _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary(
 """Weak keys: an entry ends with torch's process group."""
 
 
-def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+def communicator(group: Group = None) -> Communicator:
     """The communicator of a group (default: all ranks). Before `make_communicator`, one over torch.distributed."""
     key = group or dist.group.WORLD
     return (key and _chosen.get(key)) or Communicator(group)
 
 
 def make_communicator(
-    choice: TransportChoice = "auto", group: dist.ProcessGroup | None = None, *, bulk_bytes: int = BULK_BYTES
+    choice: TransportChoice = "auto", group: Group = None, *, bulk_bytes: int = BULK_BYTES
 ) -> Communicator:
     """Make the communicator of a group: the default one, or one with all ranks in the same order.
 
@@ -435,7 +424,7 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) 
         return _MemoryCommunicator(memory)
     print_notice(
         f"gradients are added up in shared memory on each of {members.hosts} hosts ({memory.size} ranks each), and "
-        "over gloo between hosts",
+        "over gloo between hosts"
     )
     return _HostsCommunicator(connect_hosts(memory, members.host, members.hosts))
 

@@ -226,12 +226,10 @@ def call_site_hash(where: Sequence[int] = ()) -> int:
 
 @cache
 def _file_hash(filename: str) -> int:
-    """The same on every host; 0 if it is not a file of the user."""
     return 1 + zlib.crc32(short(filename).encode()) if owner(filename) is Owner.USER else 0
 
 
 def _user_lines() -> str:
-    """The user's lines on the stack, the innermost first."""
     frames = (frame for frame, _ in islice(walk_stack(sys._getframe(1)), MAX_DEPTH))  # pyright: ignore[reportPrivateUsage]
     of_user = (frame for frame in frames if owner(frame.f_code.co_filename) is Owner.USER)
     return ", called from ".join(site_words(frame_of(frame)) for frame in islice(of_user, SHOWN))
@@ -456,7 +454,6 @@ def _totals(numbers: list[float], ranks: int) -> Totals:
 
 
 def _tree_sum(numbers: Sequence[_N]) -> _N:
-    """The sum of numbers or tensors, one of each virtual rank."""
     if len(numbers) == 1:
         return numbers[0]
     return tree_sum({(v, v + 1): number for v, number in enumerate(numbers)}, lambda a, b: a + b, len(numbers))
@@ -539,7 +536,6 @@ def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _with_tensors(skeleton: Any, tensors: list[Tensor]) -> Any:
-    """The inverse of `_without_tensors`."""
     if isinstance(skeleton, list):
         return [_with_tensors(part, tensors) for part in skeleton]
     if not isinstance(skeleton, dict):

@@ -90,8 +90,6 @@ def _notify(text: str) -> None:
 
 
 class _Hook:
-    """The hook of one DDP. Calls the hook of the script if there is one."""
-
     def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
         self.script_hook: Callable[[Any], Future[Tensor]] | None = None
         self.joined = False

@@ -247,7 +247,6 @@ class HostsSum:
         return width
 
     def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
-        """All-gather the shards of the sums within this host."""
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
             start, stop = self._lanes.shard(chunk, self._memory.rank)
@@ -259,13 +258,11 @@ class HostsSum:
             self._lanes.take(chunk, slot, 0, results)
 
     def _width(self, bundle: Bundle) -> int:
-        """The number of elements of this rank's shard of a bundle."""
         shards = [self._lanes.shard(chunk, self._memory.rank) for chunk in bundle]
         return sum(stop - start for start, stop in shards)
 
 
 def _bundle_chunks(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
-    """Group consecutive chunks of one type until each rank's shard of them has BUNDLE_BYTES."""
     bundles: list[list[Chunk]] = []
     for chunk in chunks:
         last = bundles[-1] if bundles else []

@@ -337,7 +337,6 @@ class SharedMemory:
             self._left[self.rank][0] = 1
 
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
-        """Raise an error if this rank must stop waiting."""
         if Guard.of_process().released():
             names = self._names(missing())
             raise RuntimeError(
@@ -391,8 +390,6 @@ class HostMembers:
 
 
 class _Handshake:
-    """One rank's part of `connect_memory`."""
-
     def __init__(self, rank: int, layout: MemoryLayout) -> None:
         self._rank, self._layout = rank, layout
         self._token, self._descriptor, self._memory = secrets.token_bytes(TOKEN_BYTES), -1, memoryview(b"")
@@ -493,7 +490,6 @@ def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
 
 
 def _ranks_of_hosts(keys: list[str]) -> list[range]:
-    """The ranks of each host. All ranks have all keys, and raise the same Refusal."""
     runs, hosts = runs_of_hosts(keys), len(set(keys))
     if hosts == len(keys):
         raise Refusal(f"the ranks are on {hosts} hosts")

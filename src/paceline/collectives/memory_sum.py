@@ -175,10 +175,8 @@ class SlotLayout:
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
-                torch.cat(
-                    [_or_zeros(flat[p.tensor], mine, n) for p, n in zip(chunk.segments, chunk.lengths, strict=True)],
-                    out=target,
-                )
+                tensors = [(flat[segment.tensor], n) for segment, n in zip(chunk.segments, chunk.lengths, strict=True)]
+                torch.cat([mine.new_zeros(n) if t is None else t for t, n in tensors], out=target)
                 if factor is not None:
                     target.mul_(factor)
 
@@ -240,10 +238,6 @@ def copy_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
 def assign_lanes(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
     """The lane of each subtree, given the subtrees of each rank."""
     return {node: (rank, lane) for rank, of_rank in enumerate(nodes) for lane, node in enumerate(of_rank)}
-
-
-def _or_zeros(part: Tensor | None, like: Tensor, size: int) -> Tensor:
-    return like.new_zeros(size) if part is None else part
 
 
 WIDEST_BYTES = 8  # of an element
@@ -309,7 +303,7 @@ class TreeSum:
         return results
 
     def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        """Tick k sends chunk k, and the sums of chunk k - 1."""
+        # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()

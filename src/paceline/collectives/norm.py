@@ -131,8 +131,7 @@ class ShardedNorm:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All tensors in one, each padded with zeros to whole blocks."""
-    zeros = tensors[0].new_zeros(BLOCK)
+    zeros = tensors[0].new_zeros(BLOCK)  # pads each tensor to whole blocks
     return tensors[0] if len(tensors) == 1 else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK])])
 
 

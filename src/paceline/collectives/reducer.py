@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.across import InterHostSum, PerHostTransport
@@ -19,6 +18,7 @@ from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
+from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import LeafPartition, add_each
 from paceline.errors import UsageError
 
@@ -201,7 +201,7 @@ def sum_by_leaf(module: nn.Module, partition: LeafPartition) -> Reducer:
     return _reducer(module, partition, in_order=True)
 
 
-def sum_by_rank(module: nn.Module, partition: LeafPartition, group: dist.ProcessGroup | None = None) -> Reducer:
+def sum_by_rank(module: nn.Module, partition: LeafPartition, group: Group = None) -> Reducer:
     """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: default: all ranks."""
     return _reducer(module, partition, in_order=False, group=group)
 
@@ -218,9 +218,7 @@ def sum_to_shards(shards: Shards, partition: LeafPartition) -> Reducer:
     return Reducer(partition, ShardTransport(shards, partition), at_start=shards.drop_gradients, module=shards.module)
 
 
-def _reducer(
-    module: nn.Module, partition: LeafPartition, *, in_order: bool, group: dist.ProcessGroup | None = None
-) -> Reducer:
+def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:
     parameters, single_leaf = trainable(module), None if in_order else partition.ranges[partition.rank][0]
     if len(partition.ranges) == 1:
         return Reducer(partition, MemoryTransport(parameters, None, partition), module=module, single_leaf=single_leaf)
@@ -229,7 +227,6 @@ def _reducer(
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
-    """The first name of each parameter of `module`, and the parameters with several names."""
     names: dict[nn.Parameter, str] = {}
     tied: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():

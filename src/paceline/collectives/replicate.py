@@ -33,7 +33,9 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
     """
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
-    device = next((t.device for t in tensors.values()), _default_device())
+    # without tensors, a device of the backend, because the module joins the comparison
+    default = torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
+    device = next((t.device for t in tensors.values()), default)
     exchange = make_communicator(group=group)  # a collective: all ranks call it before the check
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
     check_same_model(exchange.gather(mine, "messages of broadcast_module", device))
@@ -77,11 +79,6 @@ def _described(name: str, tensor: Tensor) -> str:
     # frozen: gradients are also matched by position
     frozen = ", frozen" if name.startswith("parameter") and not tensor.requires_grad else ""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
-
-
-def _default_device() -> torch.device:
-    # for a module without tensors, which joins the comparison
-    return torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ version.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable
 from paceline.collectives.communicator import Bucket, communicator
+from paceline.collectives.torch_collectives import Wait
 from paceline.collectives.tree import ALIGNED, Grads, LeafPartition, round_up
 from paceline.errors import UsageError
 
@@ -39,8 +40,7 @@ class Piece:
     start: int
     stop: int
     parameter: nn.Parameter
-    whole: torch.Size
-    """The shape of the full parameter."""
+    whole: torch.Size  # the shape of the full parameter
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,7 @@ class ShardedBucket:
 class Shards:
     """A module's parameters in buckets, split into shards; `pieces` are those of this rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rank: int,
-        world_size: int,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    def __init__(self, module: nn.Module, rank: int, world_size: int, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Move the data of every parameter that requires a gradient into a bucket.
 
         Args:
@@ -235,7 +228,7 @@ class ShardTransport:
 
     def forget(self) -> None:
         """See communicator.Transport."""
-        self._pending = deque[Callable[[], Tensor]]()
+        self._pending = deque[Wait]()
         self._arrived: list[Tensor] = []
         self._used: list[Sequence[float]] = []
 

@@ -19,8 +19,10 @@ from paceline.errors import ExitCode, TrainingError
 CPU = torch.device("cpu")
 AT_ONCE_BYTES = 1 << 26  # the most bytes of the copies for all ranks; larger data uses the backend's all-gather
 HEADER_BYTES = 64
-Start = Callable[[Tensor, str], Callable[[], Tensor]]
-"""(tensor, name) -> the function that waits; see `start_gather`."""
+Group = dist.ProcessGroup | None  # None: all ranks
+Wait = Callable[[], Tensor]
+"""Waits for a collective, and returns its result; to be called once."""
+Start = Callable[[Tensor, str], Wait]  # (tensor, name); see `start_gather`
 MOST_BYTES = 1 << 16  # that a rank may send in addition to those of a ring: 50 ms at 10 Mbit/s
 
 
@@ -28,20 +30,14 @@ def gather_over_torch(
     value: Any,
     size: int,
     device: torch.device = CPU,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     name: str = "messages",
     start: Start | None = None,
 ) -> list[Any]:
     """The `value` (JSON) of all `size` ranks of a group, by rank, on every rank.
 
-    Args:
-        value: of this rank.
-        size: the number of ranks.
-        device: of the tensors that carry the messages.
-        group: default: all ranks.
-        name: for the hang guard.
-        start: replaces `start_gather`.
+    `name`: for the hang guard. `start`: replaces `start_gather`.
     """
     start = start or partial(start_gather, group=group)
     if size == 1:
@@ -55,14 +51,14 @@ def gather_over_torch(
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(received, sizes, strict=True)]
 
 
-def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
+def start_gather(mine: Tensor, name: str, group: Group = None) -> Wait:
     """Start an all-gather of `mine`, (n,) on all ranks of a group.
 
     gloo matches messages by their length only. On the CPU each message therefore begins with its name, type and size.
 
     Returns:
-        A function to be called once. It waits, and returns (ranks, n). It raises TrainingError with MISMATCH if ranks
-        have started different collectives.
+        A function that waits, and returns (ranks, n). It raises TrainingError with MISMATCH if ranks have started
+        different collectives.
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
@@ -90,7 +86,7 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
     return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 
-def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
+def start_sum(numbers: Tensor, name: str, group: Group = None) -> Wait:
     """Start an all-reduce of `numbers`, (n,) on all ranks of a group. The returned function waits.
 
     `numbers` may become the sum. If this takes few bytes more than a ring, each rank sends them to all others (between
@@ -113,9 +109,7 @@ def when_done(work: dist.Work | None, result: Tensor, *inputs: Tensor) -> Tensor
     return result
 
 
-def gather_shards(
-    flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = True
-) -> dist.Work | None:
+def gather_shards(flat: Tensor, mine: Tensor, group: Group, *, async_op: bool = True) -> dist.Work | None:
     """All-gather of shards of equal size into `flat`, without copies; `mine` may be this rank's part of it."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
     return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
@@ -131,11 +125,7 @@ class AllToAll:
     """A reduce-scatter in the order of the tree: each rank receives the subtrees of its shard, and adds them up."""
 
     def __init__(
-        self,
-        partition: LeafPartition,
-        partials: Sequence[Tensor],
-        group: dist.ProcessGroup | None = None,
-        name: str = "",
+        self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
     ) -> None:
         """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
         self._nodes, self._own = partition.nodes(), partials[0]
@@ -177,20 +167,14 @@ class Exchange:
         self,
         partition: LeafPartition,
         partials: Sequence[Tensor],
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         name: str = "",
         *,
         in_order: bool = True,
     ) -> None:
-        """Start it.
+        """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is padded (see `LeafPartition.padded`).
 
-        Args:
-            partition: the leaves of each rank.
-            partials: the sums of this rank's subtrees, each (n,); n is padded (see `LeafPartition.padded`).
-            group: default: all ranks.
-            name: for the hang guard.
-            in_order: in the order of the tree. If False, each rank has one subtree, the order is that of the backend,
-                and n is any number.
+        If not `in_order` of the tree, each rank has one subtree, the order is that of the backend, and n is any number.
         """
         self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None

@@ -84,11 +84,7 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
-    """The lines of a file of any size, each of bounded length.
-
-    Args:
-        path: the file.
-        from_end_bytes: read only the last part of the file, of this size.
+    """The lines of a file of any size, each of bounded length. `from_end_bytes`: read only the end of the file.
 
     Raises:
         OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.

@@ -157,7 +157,6 @@ def _mean_seconds(step: Step) -> float:
 
 
 def _slow_seconds(steps: Sequence[Step]) -> float:
-    """The duration above which a step is not merged."""
     if not steps:
         return 0.0
     each = sorted(map(_mean_seconds, steps))
