@@ -27,7 +27,7 @@ WHOLE = {
 
 
 def state(rank: int, step: int) -> list[TensorShard]:
-    """What rank `rank` of four holds: what all hold, a run of elements, two columns, and a buffer of its own."""
+    """The state on rank `rank` of four: replicated tensors, a range of elements, two columns, and a separate buffer."""
     whole = {name: tensor + step for name, tensor in WHOLE.items()}
     average, columns = whole["optimizer/weight/exp_avg"], whole["optimizer/weight/columns"]
     mine = columns.reshape(-1).as_strided((4, 2), (8, 1), 2 * rank).reshape(-1).clone()
@@ -44,7 +44,6 @@ def state(rank: int, step: int) -> list[TensorShard]:
 
 
 def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
-    """The newest state in the memory of a host."""
     found = newest(files)
     assert found is not None
     told = {name: found.source.tensor(name) for name in found.source.names("")}
@@ -82,7 +81,6 @@ def all_told(rank: int, size: int, root: Path) -> tuple[list[list[Any]], list[st
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[list[Any]], list[str]]]:
-    """What each of four ranks has found."""
     root = tmp_path_factory.mktemp("memory")
     return run_ranks(all_told, 4, root, root)
 

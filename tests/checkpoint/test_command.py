@@ -19,7 +19,6 @@ from paceline.errors import UsageError
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with the checkpoints of steps 1, 2 and 3."""
     saved(tmp_path / "run" / "checkpoints", 1, 2, 3)
     return tmp_path / "run"
 

@@ -58,7 +58,6 @@ def test_a_torn_manifest_is_never_loaded(tmp_path, cut):
 
 
 def refused(root: Path, words: str, *, newest_step: int = 1) -> None:
-    """The damaged checkpoint is passed over, with these words."""
     step, told = newest(root)
     assert step == newest_step
     assert words in told[0]

@@ -28,7 +28,6 @@ from paceline.checkpoint.manager import Checkpoints, Entry
 
 
 def spoil(root: Path, step: int) -> None:
-    """Change a byte; the size stays right."""
     path = root / f"step-{step:08d}" / shard_name(0, 2)
     data = bytearray(path.read_bytes())
     data[100] ^= 1

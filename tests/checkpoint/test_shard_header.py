@@ -15,7 +15,7 @@ from paceline.checkpoint.format import MOST_ELEMENTS
 
 
 def forge(root: Path, data: bytes | None = None, **changes: Any) -> None:
-    """Give the newest checkpoint's first file this content, or its piece these fields; all hashes are right."""
+    """Replace the content of the newest checkpoint's first file, or fields of its piece. All hashes match."""
     folder = root / "step-00000002"
     inner = msgspec.json.decode((folder / "manifest.json").read_bytes())["manifest"]
     if data is not None:

@@ -37,14 +37,13 @@ def written(path: Path, part: list[TensorShard], meta: dict[str, Any] | None = N
 
 
 def same(a: Tensor | None, b: Tensor) -> bool:
-    """In type, shape and every bit."""
     assert a is not None
     as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t.new_empty(0) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
 def tensors_of_all_types() -> dict[str, Tensor]:
-    """Every type, each as matrix, scalar, nothing, and with gaps and turned around in memory."""
+    """Every type, each as matrix, scalar, empty, strided and transposed."""
     generator = torch.Generator().manual_seed(1)
     found: dict[str, Tensor] = {}
     for dtype, word in DTYPE_NAMES.items():

@@ -17,7 +17,7 @@ from paceline.rank.world import World
 
 
 def tensors() -> dict[str, Tensor]:
-    """One of each type, with negative numbers, NaN and -0 where it has them; and scalars and empty ones."""
+    """One of each type, with negative numbers, NaN and -0 if the type has them; also scalars and empty tensors."""
     generator = torch.Generator().manual_seed(3)
     found: dict[str, Tensor] = {}
     for dtype, word in DTYPE_NAMES.items():

@@ -61,7 +61,6 @@ def test_a_sum_that_has_failed_gives_no_number_later():
 
 
 def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
-    """Of a few numbers and of many, what they add up to here, and which collective it was."""
     found = list[tuple[list[float], str]]()
     for count in (3, MOST_BYTES // 4):
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
@@ -72,7 +71,6 @@ def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
 
 
 def gathered_over_gloo(rank: int, world_size: int) -> list[tuple[list[list[float]], bool]]:
-    """What all ranks have, sent to all at once and not; and whether it was."""
     found = list[tuple[list[list[float]], bool]]()
     for most in (gather.AT_ONCE_BYTES, 8):
         with (
@@ -97,7 +95,6 @@ def test_a_few_numbers_are_sent_to_all_at_once_and_many_go_round(tmp_path):
 
 
 def ended(act: Callable[[], float]) -> float | str:
-    """What it gives, or the class and code of its error."""
     try:
         return act()
     except PacelineError as error:
@@ -110,7 +107,7 @@ def added(number: float, *where: int, name: str = LOOP_NUMBERS) -> float:
 
 
 def other_place(rank: int, _: int) -> list[float | str]:
-    """Ranks 1 and 2 call at a second line while rank 0 calls once more at the first."""
+    """Ranks 1 and 2 call from a second line while rank 0 calls again from the first."""
     found: list[float | str] = [ended(lambda: added(1.0)) for _ in range(1 + (rank == 0))]
     return [*found, *([] if rank == 0 else [ended(lambda: added(2.0))])]
 

@@ -24,7 +24,7 @@ def test_whatever_a_script_does_with_ddp_the_bits_are_ddps(tmp_path: Path, world
 
 
 def left_as_they_are(rank: int, world_size: int) -> tuple[dict[str, str], int, int]:
-    """What is said of each, how many all-reduces DDP has made all the same, and how many it makes in memory."""
+    """For each case: the notice, and the all-reduces of DDP without and with shared memory."""
     every, said = dist.new_group(), list[str]()
     sharing._notify = said.append
     hooked = DistributedDataParallel(nn.Linear(2, 2))

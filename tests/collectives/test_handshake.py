@@ -36,7 +36,6 @@ def no_memory(*_: object) -> int:
 
 
 def somebody_elses(path: str, flags: int) -> int:
-    """A copy of what is there: looks the same, and is not."""
     original = really_open(path, flags)
     copy = os.memfd_create("copy")
     os.write(copy, os.pread(original, os.fstat(original).st_size, 0))
@@ -46,7 +45,6 @@ def somebody_elses(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def stage(name: str):
-    """What goes wrong on the rank that enters this."""
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "switched off":
@@ -78,7 +76,7 @@ STAGES = {
 
 
 def open_memories() -> list[str]:
-    """The descriptors of memory files; not all descriptors, since other threads open and close theirs meanwhile."""
+    """The descriptors of memory files. Other descriptors may be opened and closed by other threads meanwhile."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

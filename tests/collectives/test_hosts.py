@@ -50,7 +50,6 @@ def plus(left: str, right: str) -> str:
 
 
 def whole(node: tuple[int, int]) -> str:
-    """The tree over leaves a..b, in writing."""
     first, stop = node
     return tree_sum({(n, n + 1): str(first + n) for n in range(stop - first)}, plus, stop - first)
 
@@ -85,7 +84,6 @@ def test_hosts_are_runs_of_ranks():
 
 
 def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
-    """The world begins anew, with this rank on `host`."""
     dist.barrier()  # some may still be connecting
     dist.destroy_process_group()
     handshake.host_key = lambda: str(host)
@@ -95,7 +93,7 @@ def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
 
 
 def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
-    """.grad of `model` becomes the sum over ranks by hosts, each a tree over its ranks."""
+    """Set .grad of `model` to the sum over ranks, by hosts, each in the order of a tree over its ranks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def leaf(rank: int) -> list:
@@ -112,7 +110,7 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
 
 
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
-    """For each number of ranks a host, all numbers of virtual ranks: to the bit, and None where it is None."""
+    """Compare bits and None for each number of ranks on a host, and all numbers of virtual ranks."""
     hosts_module.BUNDLE_BYTES = communicators.BUNDLE_BYTES = 32 << 10  # so that several are under way
     compared = 0
     for size, leaves in cases:
@@ -164,7 +162,6 @@ PLACES = {
 
 
 def meets(rank: int, world_size: int) -> list[str]:
-    """What becomes of four ranks at these places; and of the first one where a rank of the second host fails."""
     found: list[str] = []
     for hosts, broken in [*((hosts, False) for hosts in PLACES), ("aabb", True)]:
         handshake.host_key = lambda here=hosts[rank]: here
@@ -193,7 +190,6 @@ def said(act) -> str:
 
 
 def sends(rank: int, world_size: int, folder: Path) -> list[object]:
-    """What is said, whether all else still works, and how much goes over the wire."""
     Guard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
     words = said(lambda: (make_communicator("shared"), make_communicator()))
@@ -228,7 +224,6 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 
 
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
-    """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
     model, partition = nn.Linear(2, 1), LeafPartition.of_ranks(4, rank)
     place = make_communicator().hosts()
@@ -258,7 +253,6 @@ def both(rank: int, world_size: int, folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Four ranks are started once."""
     folder = tmp_path_factory.mktemp("four")
     return run_ranks(both, 4, folder, folder)
 

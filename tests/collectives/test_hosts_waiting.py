@@ -86,7 +86,7 @@ def test_a_killed_rank_of_another_host_is_noticed_by_all(tmp_path: Path) -> None
 
 @pytest.mark.soak
 def test_the_time_limit_between_hosts_is_that_of_the_process_group(tmp_path: Path) -> None:
-    """Rank 1 waits for rank 3, which stays alive and connected; all others are gone by then."""
+    """Rank 1 waits for rank 3, which stays alive and connected. All others have ended."""
     limited = STEPS.replace('("gloo")', '("gloo", timeout=__import__("datetime").timedelta(seconds=2))')
     assert limited != STEPS
     with ranks(limited, 4, tmp_path) as everybody:
@@ -96,7 +96,7 @@ def test_the_time_limit_between_hosts_is_that_of_the_process_group(tmp_path: Pat
 
 
 def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tmp_path: Path) -> None:
-    """In the midst of a backward, where one bucket has left already."""
+    """During a backward, after one bucket has been sent."""
     script = tmp_path / "job.py"
     script.write_text(HEAD + HANGS)
     argv = list(worker_command([str(script)], sys.executable))

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def plain_root(leaves: list[float]) -> float:
-    """By the words of the definition: neighbours are added up, an odd one out goes up alone."""
+    """The definition: neighbours are added, and an odd last one moves up unchanged."""
     while len(leaves) > 1:
         odd = leaves[-1:] if len(leaves) % 2 else []
         leaves = [a + b for a, b in zip(leaves[0::2], leaves[1::2], strict=False)] + odd
@@ -108,7 +108,7 @@ def of_world(rank: int, world_size: int) -> list[Any]:
 
 
 def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> float:
-    """Each rank holds one run of each parameter, uneven, some none at all."""
+    """Each rank holds one run of each parameter; runs have different lengths, and some are empty."""
     of_ranks: list[list[ShardSlice]] = [[] for _ in range(world_size)]
     for index, size in enumerate(SIZES):
         cuts = [min(size, size * r // world_size // BLOCK * BLOCK) for r in range(world_size)] + [size]

@@ -21,7 +21,7 @@ SIZES = (0, 1, 5, 4097, 300_001)
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Whose sum depends on the order, and whose smallest lose bits when they are multiplied."""
+    """Their sum depends on the order, and the smallest lose bits in a multiplication."""
     generator = torch.Generator().manual_seed(1000 * rank + size)
     exponents = torch.randint(-3, 4, (size,), generator=generator)
     exponents[::3] = -41
@@ -29,7 +29,6 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def against_gloo(rank: int, world_size: int) -> list[str]:
-    """What differs, over all sizes and types at once."""
     asked = [(size, dtype) for dtype in FLOATS for size in SIZES]
     own, expected = ([values(rank, *each) for each in asked] for _ in range(2))
     for tensor in expected:
@@ -53,7 +52,6 @@ def test_bits_are_those_of_torchs_own_all_reduce(tmp_path: Path) -> None:
 
 
 def as_gloo_adds(all_ranks: list[Tensor]) -> Tensor:
-    """The whole of the module's docstring in words of its own."""
     ranks, size = len(all_ranks), len(all_ranks[0])
     part = ring_part(size, all_ranks[0].element_size(), ranks)
     whole = torch.empty_like(all_ranks[0])

@@ -100,7 +100,7 @@ Make = Callable[[Iterable[Any]], Optimizer]
 
 
 class Model(nn.Module):
-    """Parameters smaller and larger than a share, of two types; the last is never used, the fourth not always."""
+    """Parameters smaller and larger than a shard, of two types. The last is never used, the fourth sometimes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def give_gradients(model: Model, step: int, *, contiguous: bool) -> None:
 
 
 def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
-    """Three groups with different options, the parameters not in the model's order; one may hold none of a rank's."""
+    """Three groups with different options, not in the model's order. A rank may have no elements of a group."""
     w = list(model.weights)
     return [
         {"params": [w[5], w[0], w[6]], "lr": 0.02, **options},
@@ -132,7 +132,7 @@ def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
 
 
 def cases() -> list[tuple[str, Make, dict[str, Any]]]:
-    """(name, class, options): each class of ELEMENT_WISE, its fused form where it has one, and its larger variants."""
+    """(name, class, options): each class in ELEMENT_WISE, its fused form, and variants with more state."""
     found: list[tuple[str, Make, dict[str, Any]]] = []
     for kind in ELEMENT_WISE:
         options: dict[str, Any] = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
@@ -167,7 +167,6 @@ def trained(make: Make, options: dict[str, Any], place: Callable[[Model], Shards
 
 
 def kept(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """(elements, bytes kept for each of them) for every parameter with a state; counters do not count."""
     found: list[tuple[int, int]] = []
     for parameter, state in optimizer.state.items():
         alike = [v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape and k != "step"]
@@ -217,7 +216,7 @@ LAYERS, WIDTH = 16, 64  # 16 KiB each
 
 
 def memory(rank: int, world_size: int) -> None:
-    """With one micro-batch: a few buckets of whole gradients at a time, and shares; afterwards shares alone."""
+    """With one micro-batch: full gradients of a few buckets at a time, and shards; at the end only shards."""
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
@@ -252,7 +251,6 @@ def memory(rank: int, world_size: int) -> None:
 
 
 def storages() -> dict[int, int]:
-    """Address and bytes of all memory that Python's tensors hold."""
     found: dict[int, int] = {}
     for one in gc.get_objects():
         if type(one) in (Tensor, nn.Parameter):

@@ -62,7 +62,7 @@ def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path
 
 
 def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
-    """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
+    """Ranks may have different strides for a parameter. Sums match elements by index, not by memory."""
     assert make_communicator().memory is not None
     model = nn.Conv2d(3, 5, 3)
     with torch.no_grad():
@@ -84,7 +84,6 @@ def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
 
 
 def goes_on(rank: int, world_size: int) -> Tensor | None:
-    """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
     assert make_communicator().memory is not None
     model = nn.Linear(2, 1, bias=False)
     partition = LeafPartition([(0, 2), (2, 4)], rank)

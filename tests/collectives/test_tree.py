@@ -35,7 +35,7 @@ from paceline.collectives.tree import (
 
 
 def all_nodes(first: int, stop: int) -> set[Node]:
-    """By the words of the definition: cut at the largest power of two that leaves something on the right."""
+    """The definition: split at the largest power of two that leaves a right part."""
     if stop - first == 1:
         return {(first, stop)}
     power = 1
@@ -45,7 +45,6 @@ def all_nodes(first: int, stop: int) -> set[Node]:
 
 
 def plain_sum(leaves: list[Tensor]) -> Tensor:
-    """The tree's sum as one would write it for one process."""
     if len(leaves) == 1:
         return leaves[0]
     power = 1
@@ -55,7 +54,7 @@ def plain_sum(leaves: list[Tensor]) -> Tensor:
 
 
 def bits(tensor: Tensor) -> list[int | str]:
-    """As whole numbers; all NaN are one: which of two NaN a sum keeps is the processor's choice."""
+    """As integers. All NaN are equal, because the processor chooses which of two NaN a sum keeps."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     whole = tensor.detach().contiguous().flatten().view(kinds[tensor.element_size()]).tolist()
     return ["nan" if nan else n for n, nan in zip(whole, tensor.isnan().flatten().tolist(), strict=True)]
@@ -63,7 +62,7 @@ def bits(tensor: Tensor) -> list[int | str]:
 
 @st.composite
 def cuts(draw: st.DrawFn, most: int = 24) -> list[Node]:
-    """Who owns which leaves: runs that tile 0..V."""
+    """The leaves of each rank: consecutive runs from 0 to V."""
     leaves = draw(st.integers(1, most))
     inner = draw(st.sets(st.integers(1, leaves - 1))) if leaves > 1 else set[int]()
     return [*pairwise([0, *sorted(inner), leaves])]
@@ -105,7 +104,7 @@ def leaves_of(draw: st.DrawFn) -> tuple[list[Node], list[list[float] | None]]:
 
 
 def in_parts(owned: list[Node], values: Sequence[list[float] | None]) -> Tensor:
-    """(2,): what ranks that own these runs have together."""
+    """(2,): the sum from the parts of ranks with these runs."""
     parts: dict[Node, Tensor] = {}
     for run in owned:
         sums = PartialSums(run, len(values), add_optional)
@@ -188,7 +187,7 @@ RARE = 3  # one that odd virtual ranks alone use
 
 
 class Mixed(nn.Module):
-    """Parameters of several types and layouts, some unused; with the backward of values that order matters for."""
+    """Parameters of several types and layouts, some unused. The sum of its gradients depends on the order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,14 +197,13 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def backward(self, values: list[Tensor | None], order: int = 1) -> None:
-        """Its gradient with respect to each weight is the value."""
         pairs = [(w, v) for w, v in zip(self.weights, values, strict=True) if v is not None][::order]
         sum(((w * v).sum().double() for w, v in pairs), torch.zeros(())).backward()
 
 
 @cache
 def values_of(virtual_rank: int, salt: int) -> list[Tensor | None]:
-    """Of each weight: numbers of very different sizes, some of them -0; None where it is not used."""
+    """For each weight: numbers of very different sizes, some of them -0; None if it is not used."""
     generator = torch.Generator().manual_seed(1000 * salt + virtual_rank)
     values: list[Tensor | None] = []
     for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
@@ -218,14 +216,12 @@ def values_of(virtual_rank: int, salt: int) -> list[Tensor | None]:
 
 
 def empty(virtual_ranks: int, salt: int) -> set[int]:
-    """The virtual ranks without a sample in this step."""
     only_one = set(range(virtual_ranks)) - {1}
     return [set[int](), {2, 3}, {0, virtual_ranks - 1}, only_one][salt % 4]
 
 
 @cache
 def wanted_gradients(virtual_ranks: int, salt: int, divisor: float) -> list[Tensor | None]:
-    """Computed by one process that knows all virtual ranks."""
     gradients: list[Tensor | None] = []
     for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
         leaves: list[Tensor] = []
@@ -249,7 +245,7 @@ def partition_of(rank: int, world_size: int, virtual_ranks: int) -> LeafPartitio
 
 
 def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: int) -> None:
-    """Two backwards for each virtual rank of ours that has samples; a stand-in, if none has."""
+    """Two backwards for each virtual rank of this rank with samples; a dummy batch if none has samples."""
     order = -1 if partition.rank % 2 else 1
     share = range(*partition.ranges[partition.rank])
     mine = [v for v in share if v not in empty(partition.leaves, salt)]
@@ -268,7 +264,7 @@ Reduced = tuple[Reducer, Callable[[nn.Parameter, Tensor | None], tuple[Tensor | 
 
 
 def same_bits(rank: int, world_size: int, make: Callable[[Mixed, LeafPartition, int], Reduced]) -> None:
-    """Compare sums by the reducers that `make` (model, partition, bucket bytes) gives with those of one process."""
+    """Compare the sums of the reducers from `make` (model, partition, bucket bytes) with those of one process."""
     for virtual_ranks in VIRTUAL:
         partition = partition_of(rank, world_size, virtual_ranks)
         for bucket_bytes in (600, 25 << 20) if virtual_ranks == 7 else (600,):
@@ -295,7 +291,7 @@ def whole_gradients(model: Mixed, partition: LeafPartition, bucket_bytes: int) -
 
 
 def overlap(rank: int, world_size: int) -> None:
-    """In the last backward buckets leave as they fill; in the others none does."""
+    """Buckets are sent as they fill in the last backward, and not in the others."""
     if world_size == 1:
         return  # nothing to send
     torch.manual_seed(0)

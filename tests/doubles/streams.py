@@ -29,46 +29,41 @@ Clock = dict[int, int]
 
 
 class Stream:
-    """Work in order; `seen` is how far the streams, by number, have come that it waits for."""
+    """Operations in order. `seen`: the last operation of each stream, by number, that this one has waited for."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self.recorder, self.number = recorder, number
         self.seen: Clock = {number: 0}
 
     def work(self) -> int:
-        """One more operation; when it was."""
+        """Add an operation; returns its time."""
         self.seen[self.number] += 1
         return self.seen[self.number]
 
     def wait_event(self, event: Event) -> None:
-        """As torch's."""
         for number, time in event.seen.items():
             self.seen[number] = max(time, self.seen.get(number, 0))
 
     def wait_stream(self, other: Stream) -> None:
-        """As torch's."""
         event = Event()
         event.record(other)
         self.wait_event(event)
 
     def comes_after(self, stream: int, time: int) -> bool:
-        """Whether what this one does next follows what that one did then."""
+        """Whether the next operation of this stream is ordered after operation `time` of the other stream."""
         return self.seen.get(stream, 0) >= time
 
 
 class Event:
-    """A place in a stream."""
-
     def __init__(self, **_: object) -> None:
         self.seen: Clock = {}
 
     def record(self, stream: Stream) -> None:
-        """As torch's."""
         self.seen = dict(stream.seen)
 
 
 class _Memory:
-    """Of a tensor on the device, until the last of its views is gone."""
+    """The memory of a tensor on the device, until its last view is deleted."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.made = stream, stream.work()
@@ -77,8 +72,6 @@ class _Memory:
 
 
 class Recorder(TorchFunctionMode):
-    """See the module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.races: list[tuple[str, *tuple[int, ...]]] = []  # what happened, on which stream, and the other stream

@@ -44,7 +44,6 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
 
 
 def both(size: int, folder: Path, strategy: str) -> None:
-    """On the device as on the CPU."""
     (folder / "cpu").mkdir()
     (folder / "gpu").mkdir()
     cpu = run_ranks(trained, size, folder / "cpu", strategy, "cpu")

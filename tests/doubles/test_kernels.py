@@ -24,7 +24,7 @@ THREE = torch.tensor(3.0, dtype=torch.float64)
 
 
 class Kernels(TorchDispatchMode):
-    """Counts what is computed; views are not."""
+    """Counts operations that compute, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What torch imports for the first such mode outlives a test."""
+    """The modules that torch imports for the first such mode stay loaded after a test."""
     with Kernels():
         torch.zeros(1)
 

@@ -21,7 +21,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
 
 
 def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
-    """Each batch is read, and let go, before the next one is asked for."""
+    """Each batch is read and freed before the next one is requested."""
     found: list[float] = []
     on_device: Generator[dict[str, Tensor]] = on_its_way(batches(), CUDA, ahead)
     for batch in on_device:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(180)]
 
 
 def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks, 12 steps, a checkpoint after each."""
+    """Two ranks, 12 steps, a checkpoint after each step."""
     path = [str(ROOT / "src"), str(ROOT), *([str(ROOT / "tests" / "doubles" / "site")] if double else [])]
     command = [
         sys.executable, "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12",
@@ -33,20 +33,17 @@ def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: s
 
 
 def state(folder: Path, step: int) -> dict[str, bytes]:
-    """The tensors of a checkpoint, as bytes."""
     files = sorted((folder / "checkpoints" / f"step-{step:08}").rglob("*.safetensors"))
     assert files
     return {file.name: file.read_bytes() for file in files}
 
 
 def newest(folder: Path) -> int:
-    """The last step that is kept."""
     return max(int(one.name.removeprefix("step-")) for one in (folder / "checkpoints").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run over gloo."""
     folder = tmp_path_factory.mktemp("healthy") / "run"
     done = train(folder, "bucketed", double=False)
     assert done.returncode == 0, done.stderr
@@ -54,7 +51,6 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(folder: Path) -> str | None:
-    """Of the final weights."""
     summary = read_summary(folder)
     return summary and summary.weights_sha256
 

@@ -26,7 +26,6 @@ def finder(users: Users, name: str) -> User:
 
 @pytest.fixture
 def shared(users: Users) -> Path:
-    """A folder like /tmp."""
     return users.folder("shared", 0o1777, users.root)
 
 
@@ -80,7 +79,7 @@ def test_no_command_that_stands_in_a_folder_is_run(users: Users, shared: Path, w
 
 @pytest.mark.parametrize("command", ["status", "cancel"])
 def test_nor_in_a_folder_that_was_unpacked_and_is_ours(users: Users, command: str) -> None:
-    """Whoever unpacks an archive owns what was written by others."""
+    """Files from an unpacked archive belong to the user who unpacks it."""
     file, words = canary(users.victim.home)
     mine = prepared(users, run_folder(users.victim.home / "run", ssh=["/bin/sh", "-c", words]), by=users.victim)
     done = users.victim.paceline(command, mine, "--ssh", "/bin/false")
@@ -149,7 +148,7 @@ def test_a_folder_that_others_may_write_is_no_place_for_a_run(users: Users, mode
 
 
 def test_what_is_ours_inside_a_shared_folder_is_ours(users: Users) -> None:
-    """A group's folder, ours in it, a run in that: as clusters have it."""
+    """As on clusters: a group's folder, our folder in it, and a run in that."""
     group = users.folder("group", 0o2775, users.root)
     os.chown(group, 0, 100)
     mine = group / "mine"
@@ -215,7 +214,7 @@ def test_nothing_is_written_through_a_link(users: Users, mode: int, owner: str, 
 
 
 def test_what_others_have_put_into_a_folder_of_ours_is_no_part_of_a_run(users: Users) -> None:
-    """It was open to everybody once, and is not any more."""
+    """The folder was writable for all users earlier."""
     for name in ("checkpoints", ".lock", "attempt-1", "checkpoints/.tmp-2-1-0"):
         run = users.folder(f"run-{name.replace('/', '-')}", 0o755, users.victim)
         (run / name).parent.mkdir(exist_ok=True)

@@ -19,14 +19,12 @@ OTHER = 65432  # a user without a name
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder that is ours alone."""
     made = tmp_path / "place"
     made.mkdir(0o700)
     return made
 
 
 def run_in(folder: Path, *modes: int) -> Path:
-    """A run folder below folders of these modes."""
     for depth, mode in enumerate(modes):
         folder = folder / f"level-{depth}"
         folder.mkdir()

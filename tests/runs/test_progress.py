@@ -53,7 +53,7 @@ class Terminal(io.StringIO):
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a person sees: \\r goes to a line's start, and what follows covers what was there."""
+    r"""The visible lines: \r returns to the start of a line, and later text overwrites it."""
     lines = []
     for line in written.split("\n"):
         seen = ""

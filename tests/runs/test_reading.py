@@ -68,7 +68,7 @@ def test_what_is_no_record_is_told_in_words(tmp_path: Path, data: bytes) -> None
     ],
 )
 def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, text: str) -> None:
-    """tomllib alone takes 18 s for the second."""
+    """tomllib needs 18 s for the second."""
     (tmp_path / "a.toml").write_bytes(text.encode(errors="surrogatepass"))
     began = time.monotonic()
     with pytest.raises(
