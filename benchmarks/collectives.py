@@ -26,7 +26,7 @@ import torch.distributed as dist
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.memory import BULK_BYTES, SharedMemory
 from paceline.collectives.memory_sum import TreeSum, barrier
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 25 << 20, 100 << 20)
@@ -38,8 +38,8 @@ PATIENCE_SECONDS = 5.0  # for the machine to become idle, before each of these
 def ways(memory: SharedMemory, size_bytes: int) -> dict[str, Callable[[], object]]:
     """What is compared, ready to be called; the sums are not divided, gloo does not either."""
     mine, copy = torch.zeros(size_bytes // 4), torch.empty(size_bytes // 4)
-    forest = Forest.of_ranks(memory.size, memory.rank)
-    total = TreeSum(memory, [len(mine)], [mine.dtype], forest)
+    partition = LeafPartition.of_ranks(memory.size, memory.rank)
+    total = TreeSum(memory, [len(mine)], [mine.dtype], partition)
     return {
         "shared": lambda: total.run([[mine]]),
         "gloo": lambda: dist.all_reduce(mine),

@@ -33,7 +33,7 @@ from torch import nn
 from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.snapshots import SnapshotWriter
-from paceline.collectives.control import gather_words
+from paceline.collectives.control import all_gather_object
 from paceline.data.loader import Loading, load_steps
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.host.procfs import die_with_parent
@@ -174,7 +174,7 @@ def step_costs(run: Run, made: dict[str, Variant], rounds: int, steps: int | Non
     """Every strategy's step against ddp's, in blocks of `steps`; by default so many that a round lasts a second."""
     warm = [block(variant, steps or FEWEST_STEPS) for variant in made.values()]
     fitting = max(FEWEST_STEPS, round(1000 * ROUND_SECONDS / sum(one.step for one in warm)))
-    count: int = steps or gather_words(fitting, run.world)[0]
+    count: int = steps or all_gather_object(fitting, run.world)[0]
     names = list(made)
     orders = [names[first % len(names) :] + names[: first % len(names)] for first in range(rounds)]
     played = [{name: block(made[name], count) for name in order} for order in orders]

@@ -26,7 +26,7 @@ from paceline.protocol.facts import (
     SeenStep,
     kept_batches,
 )
-from paceline.runs.attempt import Noted
+from paceline.runs.attempt import ScriptNotice
 
 ORDERS = ([*range(0, 80, 2)][::-1], [*range(1, 80, 2)][::-1])
 AGAIN = ([*range(6, 80, 2), 0, 2, 4], [*range(7, 80, 2), 1, 3, 5])
@@ -527,7 +527,7 @@ def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
 
 def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None:
     def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
-        noted = [Noted(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
+        noted = [ScriptNotice(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
         findings = judged([of_rank(0), of_rank(1)], noted)
         return {one.rule: one.level for one in findings if one.rule in kinds}
 
@@ -536,7 +536,7 @@ def test_what_was_reported_while_the_script_ran_is_part_of_the_verdict() -> None
         assert told(kind) == {kind: "wrong"}
     assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
     assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}, "its cause is told"
-    twice = [Noted(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
+    twice = [ScriptNotice(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
     assert [one.words for one in judged([right(0), right(1)], twice) if one.level == "wrong"] == ["rank 0", "rank 1"]
 
 

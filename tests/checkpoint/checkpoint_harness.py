@@ -35,7 +35,6 @@ def shard_bytes(step: int, rank: int, size: int = SIZE) -> bytes:
 
 
 def chunks(data: bytes) -> Iterator[bytes]:
-    """The first one is as short as a header."""
     yield data[:10]
     yield data[10 : len(data) // 2]
     yield data[len(data) // 2 :]
@@ -44,7 +43,6 @@ def chunks(data: bytes) -> Iterator[bytes]:
 def manifest_of(
     step: int, files: list[tuple[str, int, str]], attempt: int = 1, generation: int = 0, **more: Any
 ) -> Manifest:
-    """Of one tensor of bytes that the ranks share."""
     whole = sum(size - HEADER for _, size, _ in files)
     shards: list[ShardFile] = []
     start = 0
@@ -75,13 +73,11 @@ def write_shards(tmp: Path, step: int, world: int, size: int = SIZE) -> list[tup
 
 
 def save(checkpoints: Checkpoints, step: int, *, world: int = 2, keep: int = 2, size: int = SIZE) -> Path:
-    """What the ranks of a run do together, one after the other."""
     tmp = checkpoints.begin(step)
     return checkpoints.commit(tmp, manifest_of(step, write_shards(tmp, step, world, size)), keep)
 
 
 def saved(root: Path, *steps: int, world: int = 2) -> Checkpoints:
-    """Claimed by attempt 1, generation 0, with these steps."""
     checkpoints = Checkpoints(root)
     checkpoints.claim(1, 0)
     for step in steps:
@@ -90,7 +86,7 @@ def saved(root: Path, *steps: int, world: int = 2) -> Checkpoints:
 
 
 def newest(root: Path) -> tuple[int | None, list[str]]:
-    """The step that a new process would resume from, after a look at the contents, and what it was told."""
+    """The step that a new process would resume from, with all files checked, and its reports."""
     told: list[str] = []
     found = Checkpoints(root).newest_valid(told.append)
     if found is None:
@@ -111,13 +107,13 @@ def leftovers(root: Path) -> list[str]:
 
 
 def sealed(inner: object, sha256: str | None = None) -> bytes:
-    """A manifest.json with any contents and a matching hash: what a forger writes."""
+    """A manifest.json with any content and a matching hash, as an attacker could write it."""
     raw = msgspec.json.encode(inner)
     return b'{"manifest":%b,"sha256":%b}' % (raw, json.dumps(sha256 or hashlib.sha256(raw).hexdigest()).encode())
 
 
 def start_writer(root: Path, attempt: int, generation: int, steps: int) -> subprocess.Popen[str]:
-    """A process that saves `steps` checkpoints, and says so line by line."""
+    """A process that saves `steps` checkpoints, and prints a line for each."""
     script = Path(__file__).with_name("writer.py")
     command = [sys.executable, str(script), *map(str, (root, attempt, generation, steps))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -32,7 +32,7 @@ MOST_POINTS = 1000
 
 
 def install(point: int, fault: str) -> None:
-    """Let the `point`-th of the calls fail, of those that this process makes from now on."""
+    """Make the `point`-th of the following calls of this process fail."""
     count = 0
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,12 +62,11 @@ def install(point: int, fault: str) -> None:
 
 
 def creates(path: object, flags: int, *_: object) -> bool:
-    """Whether such an `open` may change what is on the disk."""
     return bool(flags & (os.O_CREAT | os.O_TRUNC))
 
 
 def writer(root: Path, world: int, point: int, fault: str) -> int:
-    """Generation (2, 0) takes over and saves step 2, which also retires step 0."""
+    """Generation (2, 0) takes over and saves step 2, which also deletes step 0."""
     install(point, fault)
     try:
         checkpoints = Checkpoints(root)
@@ -82,7 +81,6 @@ def writer(root: Path, world: int, point: int, fault: str) -> int:
 
 
 def forked(root: Path, world: int, point: int, fault: str) -> int:
-    """The exit code of a writer, -9 if it was killed."""
     pid = os.fork()
     if pid == 0:
         code = BROKEN

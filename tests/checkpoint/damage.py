@@ -16,7 +16,7 @@ from paceline.runs.writing import write_new
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:
-    """Damage one file of `checkpoint`; the file's name, and what was done."""
+    """Damage one file of `checkpoint`. Returns the file's name and the kind of damage."""
     path = rng.choice(sorted(checkpoint.iterdir()))
     before = path.read_bytes()
     while True:
@@ -49,7 +49,7 @@ def _damaged(data: bytes, rng: random.Random) -> tuple[str, bytes | None]:
 
 
 def trial(template: Path, folder: Path, seed: str) -> str | None:
-    """Damage the newest checkpoint (step 2) of a copy of `template`; the law that was broken, if one was."""
+    """Damage the newest checkpoint (step 2) of a copy of `template`. Returns the broken law, if any."""
     shutil.copytree(template, folder)
     try:
         name, kind = damage(folder / "step-00000002", random.Random(seed))
@@ -65,7 +65,7 @@ def trial(template: Path, folder: Path, seed: str) -> str | None:
 
 
 def kill_trial(template: Path, folder: Path, seed: str) -> str | None:
-    """Kill the writer of step 3 after a random number of its bytes; the law that was broken, if one was."""
+    """Kill the writer of step 3 after a random number of bytes. Returns the broken law, if any."""
     shutil.copytree(template, folder)
     try:
         left = random.Random(seed).randrange(2 * SIZE)

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("crash_points.py")
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder without a disk behind it: kill -9 asks for no power cut, and thousands of syncs take their time."""
+    """A folder in memory: the test kills processes only, and thousands of disk syncs would be slow."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 
@@ -63,7 +63,7 @@ def test_a_call_that_fails_is_told_and_leaves_the_old_checkpoint_or_the_new_one(
 
 
 def test_everything_is_on_the_disk_before_it_is_published_and_so_is_the_name_before_it_is_said(tmp_path, monkeypatch):
-    """What a power cut would take away: whatever changed since it was last synced."""
+    """A power failure would lose all changes since the last sync."""
     root = tmp_path / "run" / "checkpoints"
     unsynced: set[str] = set()
     at_rename: list[set[str]] = []
@@ -134,7 +134,6 @@ def test_a_folder_whose_names_may_be_lost_is_told_unless_there_is_no_way_to_sync
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], check=True)

@@ -54,11 +54,10 @@ def test_a_torn_manifest_is_never_loaded(tmp_path, cut):
     manifest = tmp_path / "step-00000002" / "manifest.json"
     data = manifest.read_bytes()
     manifest.write_bytes(data[: int(len(data) * cut) if cut == 0.5 else cut])
-    refused(tmp_path, "step-00000002 cannot be used: manifest.json is no JSON")
+    refused(tmp_path, "step-00000002 cannot be used: manifest.json is not JSON")
 
 
 def refused(root: Path, words: str, *, newest_step: int = 1) -> None:
-    """The damaged checkpoint is passed over, with these words."""
     step, told = newest(root)
     assert step == newest_step
     assert words in told[0]
@@ -126,7 +125,7 @@ def with_piece(**values: object) -> Callable[[dict[str, Any]], object]:
         (with_name("shard-2-of-2.safetensors"), "world size is 2"),
         (with_name("shard-0-of-3.safetensors"), "world size is 2"),
         (with_name("shard-1-of-2.safetensors"), "twice"),
-        (with_value("files", []), "names no file"),
+        (with_value("files", []), "lists no file"),
         (with_value("format", 2), "format 2 is newer than this paceline's 1"),
         (with_value("format", 0), "format 0 is not this paceline's, 1"),
         (with_value("format", "1"), "not the manifest of a paceline checkpoint"),
@@ -139,14 +138,14 @@ def with_piece(**values: object) -> Callable[[dict[str, Any]], object]:
         (with_value("x" * 5000, 1), "xxx ..."),
         (with_piece(start=2999), "'model/w' has the elements 2999 to 3000 in two pieces"),
         (with_piece(start=3001), "'model/w' has no piece with the elements 3000 to 3001"),
-        (with_piece(stop=5999), "with 6000 elements, and the pieces hold 5999"),
-        (with_piece(stop=6001), "with 6000 elements, and the pieces hold 6001"),
+        (with_piece(stop=5999), "with 6000 elements, but the pieces have 5999"),
+        (with_piece(stop=6001), "with 6000 elements, but the pieces have 6001"),
         (with_piece(start=6000, stop=3000), "a piece from element 6000 back to 3000"),
         (with_piece(start=0, stop=3000), "in two pieces"),
         (with_piece(start=-1), "Expected `int` >= 0"),
         (with_piece(shape=[2**62, 2**62]), "U8[6000] in one piece"),
-        (with_piece(dtype="F32"), "is U8[6000] in one piece and F32[6000] in another"),
-        (with_piece(name="model/v"), "'model/w' is U8[6000] with 6000 elements, and the pieces hold 3000"),
+        (with_piece(dtype="F32"), "is U8[6000] in one piece and F32[6000] in a different one"),
+        (with_piece(name="model/v"), "'model/w' is U8[6000] with 6000 elements, but the pieces have 3000"),
         (lambda _: [], "not the manifest of a paceline checkpoint"),
         (lambda _: {"weights": "elsewhere"}, "not the manifest of a paceline checkpoint"),
     ],
@@ -167,7 +166,7 @@ def test_a_manifest_changed_by_hand_is_told_as_such(tmp_path):
     manifest.write_bytes(before.replace(b'"samples_seen":128', b'"samples_seen":129'))
     assert manifest.read_bytes() != before
     said = json.loads(before)["sha256"]
-    refused(tmp_path, f"manifest.json was changed: it says that its sha256 is {said}, and it is")
+    refused(tmp_path, f"manifest.json was changed: it states the sha256 {said}, but has")
 
 
 def test_a_newer_format_is_told_before_its_hash_and_its_fields(tmp_path):
@@ -217,7 +216,7 @@ def test_what_everybody_can_write_is_refused(tmp_path, name):
     saved(tmp_path, 1, 2)
     path = tmp_path / "step-00000002" / name
     path.chmod(path.stat().st_mode | 0o002)
-    refused(tmp_path, f"{name or 'its folder'} is not to be trusted: {path} can be written by everybody")
+    refused(tmp_path, f"{name or 'its folder'} is not trusted: {path} can be written by all users")
 
 
 @pytest.mark.root
@@ -241,7 +240,7 @@ def test_what_belongs_to_somebody_else_is_refused(name):
         finally:
             os.seteuid(0)
     assert step == 1
-    assert f"{other} belongs to user root" in told[0]
+    assert f"{other} belongs to user {user_name(0)}" in told[0]
 
 
 def test_a_manifest_too_large_to_be_true_is_not_read(tmp_path):

@@ -9,15 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.checkpoint_harness import (
-    manifest_of,
-    newest,
-    save,
-    saved,
-    start_writer,
-    steps_in,
-    write_shards,
-)
+from tests.checkpoint.checkpoint_harness import manifest_of, newest, save, saved, start_writer, steps_in, write_shards
 from tests.errors import raises
 
 from paceline.checkpoint import manager

@@ -62,10 +62,10 @@ def test_metrics_that_are_no_numbers_are_refused_by_name():
     [
         ([(0, 4, 4, 8), (4, 8, 4, 8)], ""),
         ([(0, 8, 1, 8), (8, 12, 3, 8), (12, 16, 3, 8)], ""),
-        ([(0, 4, 4, 8)], "the pieces hold 16"),
+        ([(0, 4, 4, 8)], "the pieces have 16"),
         ([(0, 4, 4, 8), (3, 8, 4, 8)], "elements in two pieces"),
-        ([(0, 4, 5, 8), (4, 8, 4, 8)], "lies beyond it"),
-        ([(0, 4, 4, 8), (4, 8, 4, 4)], "rows of 8 in one piece and otherwise"),
+        ([(0, 4, 5, 8), (4, 8, 4, 8)], "out of its bounds"),
+        ([(0, 4, 4, 8), (4, 8, 4, 4)], "rows of 8 in one piece, and different"),
         ([(0, 4, 4, 0), (4, 8, 4, 0)], "rows of 0"),
     ],
 )

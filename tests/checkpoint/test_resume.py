@@ -33,7 +33,6 @@ def state(step: int) -> list[TensorShard]:
 
 
 def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
-    """What the ranks of a run do together, one after the other."""
     tmp, files = checkpoints.begin(step), []
     for rank in range(world_size):
         places = layout(rank_part(state(step), rank, world_size))
@@ -49,7 +48,7 @@ def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
 
 
 def folder(root: Path, *steps: int, damaged: tuple[int, ...] = (), truncated: tuple[int, ...] = ()) -> Path:
-    """Checkpoints of `steps`, of which some have a wrong byte in the second file, or half a manifest."""
+    """Checkpoints of `steps`; some have a wrong byte in the second file, or half a manifest."""
     checkpoints = Checkpoints(root)
     checkpoints.claim(1, 0)
     for step in steps:
@@ -69,7 +68,7 @@ def world_of(rank: int, size: int) -> World:
 
 
 def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
-    """Its step, and a value out of the state that it gives: the two belong together."""
+    """The step, and a value of the state, which must belong together."""
     if origin is None:
         return None
     tensor = origin.source.tensor("model/w")
@@ -79,12 +78,10 @@ def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
 
 
 def snapshot_only(world: World) -> ResumePoint | None:
-    """The newest state, if there is no checkpoint on disk."""
     return newest_state(Checkpoints(Path("/nowhere")), world, print, memory=True)
 
 
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
-    """What each rank finds in each folder, and what it is told."""
     world = world_of(rank, size)
     found: dict[str, Any] = {}
     for name, after in (("healthy", None), ("damaged", None), ("hopeless", None), ("empty", None), ("missing", None),
@@ -103,7 +100,7 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
 
 
 def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
-    """Snapshots of steps 5 and 6 (files stand in for the agent's memory), looked for as the next generation does."""
+    """The next generation searches for the snapshots of steps 5 and 6; files replace the memory of the agent."""
     world = world_of(rank, size)
     pairs: list[tuple[int, int]] = []
     for local_rank in range(size):
@@ -130,7 +127,7 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
 
 
 def hosts_memory(rank: int, size: int) -> tuple[Any, ...]:
-    """Of as many hosts of a rank each only the last one has step 6, the first nothing; what each goes on from."""
+    """Each rank is a host. Only the last one has step 6, and the first one nothing. Returns the state of each."""
     world = World(rank, size, 0, 1, torch.device("cpu"), "gloo")
     files = os.memfd_create("first"), os.memfd_create("second")
     WorkerBirth._here = WorkerBirth(os.getpid(), snapshots=(files,))
@@ -156,7 +153,6 @@ def both(rank: int, size: int, root: Path) -> tuple[dict[str, Any], dict[str, An
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
 def found(request, tmp_path_factory) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """The folder with all checkpoints, and what each rank has found in it."""
     root = tmp_path_factory.mktemp("checkpoints")
     folder(root / "healthy", 3, 6, 9)
     folder(root / "damaged", 3, 6, 9, 12, damaged=(9,), truncated=(12,))
@@ -189,7 +185,7 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_whole(found):
     for other in others:
         assert [reports for _, reports in other.values()] == [[]] * 9
         assert other["healthy"][0] == (9, 9.0) and other["damaged"][0] == (6, 6.0)
-        assert other["hopeless"][0].startswith("ToldElsewhere 2")
+        assert other["hopeless"][0].startswith("ReportedByPeer 2")
 
 
 @pytest.mark.ranks

@@ -22,7 +22,7 @@ from tests.errors import raises
 from torch import Tensor
 
 from paceline.checkpoint.format import Damaged, Piece
-from paceline.checkpoint.shards import OURS, WORDS, ShardFiles, fill, layout, rank_part, read_meta
+from paceline.checkpoint.shards import DTYPE_NAMES, OURS, ShardFiles, fill, layout, rank_part, read_meta
 from paceline.checkpoint.state import TensorShard
 
 META = {"step": 7, "words": "Grüße"}
@@ -37,17 +37,16 @@ def written(path: Path, part: list[TensorShard], meta: dict[str, Any] | None = N
 
 
 def same(a: Tensor | None, b: Tensor) -> bool:
-    """In type, shape and every bit."""
     assert a is not None
     as_bytes = [t.contiguous().flatten().view(torch.uint8) if t.numel() else t.new_empty(0) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
 
 
 def tensors_of_all_types() -> dict[str, Tensor]:
-    """Every type, each as matrix, scalar, nothing, and with gaps and turned around in memory."""
+    """Every type, each as matrix, scalar, empty, strided and transposed."""
     generator = torch.Generator().manual_seed(1)
     found: dict[str, Tensor] = {}
-    for dtype, word in WORDS.items():
+    for dtype, word in DTYPE_NAMES.items():
         base = (torch.randn(5, 3, generator=generator) * 50).to(dtype)
         found |= {f"{word}/matrix": base, f"{word}/scalar": base[1, 1].clone(), f"{word}/none": base[:, :0]}
         found |= {f"{word}/turned": base.t(), f"{word}/gaps": base[::2, 1], f"{word}/expanded": base[0].expand(4, 3)}

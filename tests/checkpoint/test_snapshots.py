@@ -26,7 +26,7 @@ MakeFiles = Callable[[int], list[Pair]]
 
 @pytest.fixture
 def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
-    """Makes the memory files of so many local ranks, as the agent does, and says so in the environment."""
+    """Creates the memory files of local ranks, and sets the environment, like the agent."""
     made: list[int] = []
 
     def make(ranks: int) -> list[Pair]:
@@ -42,7 +42,7 @@ def make_files(monkeypatch: pytest.MonkeyPatch) -> Generator[MakeFiles]:
 
 
 def state(step: int, rank: int, *, size: int = 50) -> list[TensorShard]:
-    """What a rank holds after `step`: two replicated tensors, and a buffer of its own."""
+    """The state of a rank after `step`: two replicated tensors, and a separate buffer."""
     return [
         TensorShard("model/weight", torch.full((size,), float(step))),
         TensorShard("model/bias", torch.full((3,), step)),
@@ -51,7 +51,7 @@ def state(step: int, rank: int, *, size: int = 50) -> list[TensorShard]:
 
 
 def writers(pairs: list[Pair], generation: int = 0, origin: set[int] | None = None) -> list[SnapshotWriter]:
-    """Of one start of the workers, which go on from the state in the files `origin`."""
+    """The writers of one start of the workers, which resume from the state in the files `origin`."""
     spared = [next((fd for fd in pair if fd in (origin or set())), None) for pair in pairs]
     return [
         SnapshotWriter(p, r, len(pairs), generation, spared=s)
@@ -60,13 +60,12 @@ def writers(pairs: list[Pair], generation: int = 0, origin: set[int] | None = No
 
 
 def keep(all_writers: list[SnapshotWriter], step: int, *, size: int = 50, ranks: int | None = None) -> None:
-    """Snapshot `step` on the first `ranks` ranks, by default on all."""
     for rank, writer in enumerate(all_writers[:ranks]):
         writer.write(state(step, rank, size=size), step, {"seen": 10 * step})
 
 
 def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
-    """Check that the newest snapshot is the whole one of `step`; return its files."""
+    """Check that the newest snapshot is the complete one of `step`. Returns its files."""
     snapshot = newest(inherited())
     assert snapshot is not None
     assert (snapshot.meta.step, snapshot.meta.content) == (step, {"seen": 10 * step})
@@ -111,7 +110,7 @@ class Stop(Exception):  # noqa: N818 - it stands for a kill, no error
 
 
 class StopsCopying(Tensor):
-    """Raises when it is copied: as if the rank were killed there."""
+    """Raises an error when it is copied, as if the rank were killed."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

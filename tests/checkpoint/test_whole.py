@@ -11,16 +11,16 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint.shards import WORDS, sha256_of, whole
+from paceline.checkpoint.shards import DTYPE_NAMES, full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
 
 def tensors() -> dict[str, Tensor]:
-    """One of each type, with negative numbers, NaN and -0 where it has them; and scalars and empty ones."""
+    """One of each type, with negative numbers, NaN and -0 if the type has them; also scalars and empty tensors."""
     generator = torch.Generator().manual_seed(3)
     found: dict[str, Tensor] = {}
-    for dtype, word in WORDS.items():
+    for dtype, word in DTYPE_NAMES.items():
         base = (torch.randn(5, 3, generator=generator) * 50).to(dtype)
         if dtype.is_floating_point:
             base[0] = torch.tensor([float("nan"), -0.0, float("-inf")])
@@ -45,7 +45,7 @@ def everything(rank: int, world_size: int) -> str:
             if rank == (index + part) % world_size:
                 run = tensor.flatten()[start:stop]
                 held.append(TensorShard(f"cut/{name}", run, tensor.shape, start, replicated=False))
-    found = whole(held if rank else held[::-1], world)
+    found = full_state(held if rank else held[::-1], world)
     wanted = {f"{kind}/{name}": tensor for name, tensor in tensors().items() for kind in ("replicated", "own", "cut")}
     wanted = {n: t.t() if n.startswith("own/") and t.ndim == 2 else t for n, t in wanted.items()}
     wanted = {n: t for n, t in wanted.items() if not n.startswith("cut/") or t.numel()}
@@ -53,7 +53,7 @@ def everything(rank: int, world_size: int) -> str:
     for name, tensor in wanted.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert as_bytes(found[name]) == as_bytes(tensor), name
-    assert list(whole([], world)) == []
+    assert list(full_state([], world)) == []
     return sha256_of(found)
 
 

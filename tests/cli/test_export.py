@@ -155,7 +155,7 @@ def test_a_folder_that_others_can_write_is_believed_by_trust_only(
     if final:
         request.getfixturevalue("whole")
     run.chmod(0o777)
-    with pytest.raises(UsageError, match="can be written by everybody"):
+    with pytest.raises(UsageError, match="can be written by all users"):
         export([str(run), "-o", str(tmp_path / "w.pt")])
     assert export([str(run), "-o", str(tmp_path / "w.pt"), "--trust"]) == 0
 

@@ -211,5 +211,5 @@ def test_who_may_not_look_into_a_run_is_told_so(run: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/", check=False)
     assert done.returncode == 2
-    assert "no permission. Only the user who started a run can look into it" in done.stderr
+    assert "no permission. Only the user who started a run can read it" in done.stderr
     assert "Traceback" not in done.stderr

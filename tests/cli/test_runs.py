@@ -133,7 +133,7 @@ def test_that_others_could_have_written_a_run_is_told(folder: Path, capsys: pyte
     (folder / "whole").chmod(0o777)
     list_runs([str(folder)])
     told = capsys.readouterr().err
-    assert f"{folder / 'whole'} can be written by everybody" in told and "shown read-only" in told
+    assert f"{folder / 'whole'} can be written by all users" in told and "shown read-only" in told
 
 
 def test_it_imports_no_torch(folder: Path) -> None:

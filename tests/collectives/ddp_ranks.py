@@ -54,7 +54,7 @@ def bits(ddp: DistributedDataParallel) -> list[bytes]:
 
 
 def train(ddp: DistributedDataParallel, rank: int, steps: int = STEPS, *, tiny: float = 1.0) -> None:
-    """Every third step accumulates; where the model may, ranks use different parts of it."""
+    """Accumulates in every third step. If the model allows it, ranks use different parts of it."""
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
     for step in range(steps):
@@ -78,14 +78,12 @@ def by_option(make: Make, rank: int, option: str) -> list[bytes]:
 
 
 def tiny_gradients(make: Make, rank: int) -> list[bytes]:
-    """A half of what is as small as can be is rounded: it matters what is halved."""
     ddp = make(Net())
     train(ddp, rank, tiny=1e-43)
     return bits(ddp)
 
 
 def uneven(make: Make, rank: int, initial: bool) -> list[bytes]:
-    """Ranks end after different numbers of steps."""
     ddp = make(Net(), find_unused_parameters=True)
     with ddp.join(divide_by_initial_world_size=initial):
         train(ddp, rank, STEPS + rank)
@@ -93,7 +91,6 @@ def uneven(make: Make, rank: int, initial: bool) -> list[bytes]:
 
 
 def two_models(make: Make, rank: int) -> list[bytes]:
-    """In one backward, and one after the other, of other types."""
     torch.manual_seed(0)
     first, second = make(nn.Linear(6, 6).double()), make(nn.Linear(6, 2))
     for _ in range(STEPS):
@@ -103,7 +100,6 @@ def two_models(make: Make, rank: int) -> list[bytes]:
 
 
 def own_hook(make: Make, rank: int, builtin: bool) -> list[bytes]:
-    """A script registers one, as late as it likes."""
     ddp = make(Net(), find_unused_parameters=True)
     train(ddp, rank, 2)
     if builtin:
@@ -115,7 +111,6 @@ def own_hook(make: Make, rank: int, builtin: bool) -> list[bytes]:
 
 
 def all_ways(rank: int, world_size: int) -> list[str]:
-    """What is not the same in memory."""
     whats: dict[str, tuple[Callable[..., list[bytes]], tuple[Any, ...]]] = {
         **{option: (by_option, (option,)) for option in OPTIONS},
         "tiny gradients": (tiny_gradients, ()),

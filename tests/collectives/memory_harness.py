@@ -13,7 +13,7 @@ from paceline.host.procfs import read_process
 
 
 def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int = 16 << 10) -> list[Any]:
-    """Call `act` for each of `size` ranks at once; the results by rank. The first error is raised."""
+    """Call `act` for each of `size` ranks in threads. Returns the results by rank, or raises the first error."""
     layout = MemoryLayout(size, bulk_bytes)
     mine = read_process(os.getpid())
     assert mine is not None

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable
 from paceline.collectives.communicator import TorchTransport
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 
 LARGE = 40_000  # elements: several chunks of 64 KiB
 
 
 class Odd(nn.Module):
-    """Parameters of all kinds: large and small, empty, strided, of several types, and used by some only."""
+    """Parameters of all kinds: large, small, empty, strided, of several types, and used by some ranks only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +57,11 @@ def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ..
     return found
 
 
-def over_torch(model: nn.Module, forest: Forest, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True) -> Reducer:
-    """What sums gradients over torch.distributed, whatever the ranks share."""
+def over_torch(
+    model: nn.Module, partition: LeafPartition, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True
+) -> Reducer:
     buckets = buckets_of(trainable(model), bucket_bytes)
-    return Reducer(forest, TorchTransport(buckets, forest, in_order=in_order))
+    return Reducer(partition, TorchTransport(buckets, partition, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:
@@ -75,7 +76,7 @@ def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None)
 
 @contextmanager
 def counted_exchanges() -> Generator[list[int]]:
-    """The number of elements of each all-reduce and all-to-all that begins inside."""
+    """The number of elements of each all-reduce and all-to-all that starts in this context."""
     sizes: list[int] = []
     real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
 

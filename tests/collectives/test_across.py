@@ -14,7 +14,7 @@ from tests.collectives.test_hosts import put_on
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.across import BLOCK, Across, Bf16, Int8, LowRank
+from paceline.collectives.across import BLOCK, Bf16, Int8, InterHostSum, LowRank
 from paceline.collectives.communicator import make_communicator
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
@@ -25,7 +25,7 @@ SIZES = (2, 1)  # ranks of each host: 2 hosts, then 4
 
 
 def made(host: int, step: int, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
-    """What a host has in this step; one tensor nobody ever has, one only the first host in the first two steps."""
+    """The tensors of a host in a step. No host ever has one of them; one is on the first host only, in two steps."""
     generator = torch.Generator().manual_seed(100 * host + step)
     tensors: list[Tensor | None] = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
     tensors[OF_NOBODY] = None
@@ -44,7 +44,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 
 
 def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]]:
-    """Of each size and way the sums of all steps, what is held back after them, and which tensors this rank carries."""
+    """For each size and codec: the sums of all steps, the residuals, and which tensors this rank sends."""
     found: dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]] = {}
     for size in SIZES:
         put_on(rank // size, rank, world_size, folder)
@@ -54,7 +54,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
         for way in WAYS:
             again: list[list[Tensor]] = []
             for _ in range(2):
-                across, sums = Across(parameters(), place, way), list[Tensor]()
+                across, sums = InterHostSum(parameters(), place, way), list[Tensor]()
                 for step in range(STEPS):
                     across.keep()
                     across.sum(made(place.number, 99))  # of a step that is left out
@@ -89,7 +89,7 @@ def test_what_is_held_back_arrives_later_and_all_ranks_come_to_the_same_bits(tmp
 
 
 def held_back(state: dict[str, Tensor], carried: list[int]) -> Tensor:
-    """(n,): what one rank has not handed on yet, of its host and of the sums that it has made; in the place of each."""
+    """(n,): the residuals of one rank, of its host's values and of the sums that it sends, at their elements."""
     found = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     sizes = [found[i].numel() for i in carried]
     if "held" in state:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.batchnorm import Moments, SyncBatchNorm, combined, convert
+from paceline.collectives.batchnorm import Moments, SyncBatchNorm, convert, merge_moments
 
 CHANNELS = 3
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -63,7 +63,6 @@ def layers(case: Case, group: dist.ProcessGroup | None, dtype: torch.dtype) -> t
 def both(
     plain: BatchNorm, ours: SyncBatchNorm, union: Tensor, share: Tensor, mine: slice
 ) -> list[tuple[Tensor, Tensor]]:
-    """(ours, wanted) after a step on this rank's share of the union: outputs, and gradients of the inputs."""
     whole, part = union.clone().requires_grad_(), share.clone().requires_grad_()
     plain.zero_grad()
     ours.zero_grad()
@@ -76,7 +75,6 @@ def both(
 
 
 def assert_equal_layers(plain: BatchNorm, ours: SyncBatchNorm, group: dist.ProcessGroup) -> None:
-    """The sums of the parameters' gradients, and the buffers; these to the bit on all ranks."""
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         dist.all_reduce(p.grad, group=group)
@@ -104,7 +102,7 @@ def equal_to_the_union(case: Case, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def stand_in(rank: int, group: dist.ProcessGroup) -> None:
-    """Rank 1 forwards a sample that must not count, the first time a NaN."""
+    """Rank 1 forwards a dummy batch, the first time with NaN."""
     case = Case(nn.BatchNorm2d, (2, 2), ())
     plain, ours = layers(case, group, torch.float64)
     for filler in (torch.nan, 7.0):
@@ -182,7 +180,7 @@ def eval_is_alone(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def beside_buckets(rank: int, group: dist.ProcessGroup) -> None:
-    """A group of its own keeps its messages apart from others', though each rank interleaves them differently."""
+    """A separate group keeps messages of batch norms and buckets apart, in any order of the two on each rank."""
     ours = convert(nn.BatchNorm1d(CHANNELS), group)
     mine = torch.full((1, CHANNELS), float(rank))
     if rank == 0:
@@ -230,7 +228,7 @@ def test_moments_combine_to_those_of_the_union(sets: list[list[float]]) -> None:
 
     total = of([])
     for values in sets:
-        total = combined(total, of(values))
+        total = merge_moments(total, of(values))
     for mine, wanted in zip(total, of([v for values in sets for v in values]), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-9)
 

@@ -54,14 +54,13 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more
-        with pytest.raises(RuntimeError, match="has failed already"):
+        with pytest.raises(RuntimeError, match="has already failed"):
             begun.finish()
 
     in_threads(2, act)
 
 
 def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
-    """Of a few numbers and of many, what they add up to here, and which collective it was."""
     found = list[tuple[list[float], str]]()
     for count in (3, MOST_BYTES // 4):
         with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all:
@@ -72,7 +71,6 @@ def sums_over_gloo(rank: int, world_size: int) -> list[tuple[list[float], str]]:
 
 
 def gathered_over_gloo(rank: int, world_size: int) -> list[tuple[list[list[float]], bool]]:
-    """What all ranks have, sent to all at once and not; and whether it was."""
     found = list[tuple[list[list[float]], bool]]()
     for most in (gather.AT_ONCE_BYTES, 8):
         with (
@@ -97,7 +95,6 @@ def test_a_few_numbers_are_sent_to_all_at_once_and_many_go_round(tmp_path):
 
 
 def ended(act: Callable[[], float]) -> float | str:
-    """What it gives, or the class and code of its error."""
     try:
         return act()
     except PacelineError as error:
@@ -110,7 +107,7 @@ def added(number: float, *where: int, name: str = LOOP_NUMBERS) -> float:
 
 
 def other_place(rank: int, _: int) -> list[float | str]:
-    """Ranks 1 and 2 call at a second line while rank 0 calls once more at the first."""
+    """Ranks 1 and 2 call from a second line while rank 0 calls again from the first."""
     found: list[float | str] = [ended(lambda: added(1.0)) for _ in range(1 + (rank == 0))]
     return [*found, *([] if rank == 0 else [ended(lambda: added(2.0))])]
 
@@ -129,11 +126,11 @@ def other_names(rank: int, _: int) -> list[float | str]:
 
 
 def test_a_sum_from_a_place_that_others_have_passed_is_an_error_that_one_rank_tells(tmp_path: Path) -> None:
-    assert run_ranks(other_place, 3, tmp_path) == [[3.0, "TrainingError"], *[[3.0, "ToldElsewhere"]] * 2]
+    assert run_ranks(other_place, 3, tmp_path) == [[3.0, "TrainingError"], *[[3.0, "ReportedByPeer"]] * 2]
 
 
 def test_another_epoch_is_an_error_at_the_first_call_and_the_minority_tells_it(tmp_path: Path) -> None:
-    assert run_ranks(other_where, 3, tmp_path) == [["TrainingError"], *[["ToldElsewhere"]] * 2]
+    assert run_ranks(other_where, 3, tmp_path) == [["TrainingError"], *[["ReportedByPeer"]] * 2]
 
 
 def test_a_branch_for_each_rank_adds_up(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def test_whatever_a_script_does_with_ddp_the_bits_are_ddps(tmp_path: Path, world
 
 
 def left_as_they_are(rank: int, world_size: int) -> tuple[dict[str, str], int, int]:
-    """What is said of each, how many all-reduces DDP has made all the same, and how many it makes in memory."""
+    """For each case: the notice, and the all-reduces of DDP without and with shared memory."""
     every, said = dist.new_group(), list[str]()
-    sharing._say = said.append
+    sharing._notify = said.append
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, ddp_ranks.fp16_compress_hook)
     asked: dict[str, tuple[DistributedDataParallel, dict[str, Any]]] = {
@@ -58,8 +58,8 @@ def test_where_it_cannot_be_the_reason_is_said_and_ddp_is_left_alone(tmp_path: P
     for kinds, plain, shared in run_ranks(left_as_they_are, 3, tmp_path):
         wanted = {
             "group": "not that of all ranks", "init": "init_sync=False", "sparse": "sparse", "complex": "real numbers",
-            "skip": "skip_all_reduce_unused_params", "hook": "communication hook of its own",
-            "views": "gradient_as_bucket_view or batched_grad_copy is set, and 3 is no power of two",
+            "skip": "skip_all_reduce_unused_params", "hook": "registered a communication hook",
+            "views": "gradient_as_bucket_view or batched_grad_copy is set, and 3 is not a power of two",
         }  # fmt: skip
         assert {name: words for name, words in wanted.items() if words not in kinds[name]} == {}
         assert plain > 0 and shared == 0

@@ -20,8 +20,8 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import gather_words, now, start_totals
-from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory
+from paceline.collectives.control import all_gather_object, resolve, start_totals
+from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -36,7 +36,6 @@ def no_memory(*_: object) -> int:
 
 
 def somebody_elses(path: str, flags: int) -> int:
-    """A copy of what is there: looks the same, and is not."""
     original = really_open(path, flags)
     copy = os.memfd_create("copy")
     os.write(copy, os.pread(original, os.fstat(original).st_size, 0))
@@ -46,7 +45,6 @@ def somebody_elses(path: str, flags: int) -> int:
 
 @contextlib.contextmanager
 def stage(name: str):
-    """What goes wrong on the rank that enters this."""
     with pytest.MonkeyPatch.context() as patch:
         match name:
             case "switched off":
@@ -58,7 +56,7 @@ def stage(name: str):
             case "another host":
                 patch.setattr(handshake, "host_key", lambda: "elsewhere")
             case "proc closed":
-                patch.setattr(handshake, "_opened", no_memory)
+                patch.setattr(handshake, "_open", no_memory)
             case "other memory":
                 patch.setattr(os, "open", lambda p, f: (somebody_elses if "/fd/" in p else really_open)(p, f))
             case "another order of stores":
@@ -72,13 +70,13 @@ STAGES = {
     "no room": "Operation not permitted",
     "another host": "2 hosts",
     "proc closed": "Operation not permitted",
-    "other memory": "has found other memory",
+    "other memory": "has opened different memory",
     "another order of stores": "on aarch64 does not keep stores to memory in order",
 }
 
 
 def open_memories() -> list[str]:
-    """The descriptors of memory files; not all descriptors, since other threads open and close theirs meanwhile."""
+    """The descriptors of memory files. Other descriptors may be opened and closed by other threads meanwhile."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -91,12 +89,12 @@ def refused(rank: int, world_size: int) -> list[str]:
     for name in STAGES:
         with stage(name) if rank == 1 else contextlib.nullcontext():
             try:
-                meet_in_memory(rank, MemoryLayout(world_size))
+                connect_memory(rank, MemoryLayout(world_size))
                 found.append("")
             except Refusal as refusal:
                 found.append(str(refusal))
     assert open_memories() == before
-    assert len(meet_in_memory(rank, MemoryLayout(world_size)).peers) == world_size
+    assert len(connect_memory(rank, MemoryLayout(world_size)).peers) == world_size
     assert open_memories() == before
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-shared" in line]
     return found
@@ -114,8 +112,8 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
         assert make_communicator().memory is None
         assert make_communicator().memory is None
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = now(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
-    return said.getvalue(), [totals.sums, totals.votes], gather_words(rank, world)
+    totals = resolve(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
+    return said.getvalue(), [totals.sums, totals.votes], all_gather_object(rank, world)
 
 
 def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp_path):
@@ -133,7 +131,9 @@ def leaves_nothing(rank: int, world_size: int) -> list[bool]:
     found = [mapped()]
     memory = make_communicator().memory
     assert memory is not None and memory is make_communicator().memory is communicator().memory
-    gather_words_everywhere = gather_words(rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo"))
+    gather_words_everywhere = all_gather_object(
+        rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
+    )
     assert gather_words_everywhere == [*range(world_size)]
     found.append(mapped())
     del memory
@@ -169,7 +169,7 @@ def test_the_command_takes_what_is_asked_for_and_gives_the_same_weights(tmp_path
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
         if (asked, switch) == ("shared", "off"):
             ended_with(ended, "memory-not-shared")
-            assert "rank 0: switched off, PACELINE_SHARED_MEMORY=off" in ended.stderr
+            assert f"{SHARED_MEMORY}=off" in ended.stderr
             continue
         assert ended.returncode == 0, ended.stderr
         assert "gloo" not in ended.stderr

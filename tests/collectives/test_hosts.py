@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
+from tests.rendered import rendered
 from tests.run_ranks import run_ranks
 from torch import nn
 
@@ -26,12 +27,12 @@ from paceline.collectives import memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import HierarchicalTransport, make_communicator
 from paceline.collectives.communicator import communicator as exchange
-from paceline.collectives.control import gather_words, now, start_totals
+from paceline.collectives.control import all_gather_object, resolve, start_totals
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.memory import MemoryLayout, Refusal, meet_in_memory, runs_of_hosts
+from paceline.collectives.memory import MemoryLayout, Refusal, connect_memory, runs_of_hosts
 from paceline.collectives.reducer import Reducer, sum_by_leaf, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.tree import Forest, added_each, tree_sum
+from paceline.collectives.tree import LeafPartition, add_each, tree_sum
 from paceline.data.plan import ranks_share
 from paceline.lab.ranks.memory import Traffic
 from paceline.lab.ranks.verify import verify
@@ -49,7 +50,6 @@ def plus(left: str, right: str) -> str:
 
 
 def whole(node: tuple[int, int]) -> str:
-    """The tree over leaves a..b, in writing."""
     first, stop = node
     return tree_sum({(n, n + 1): str(first + n) for n in range(stop - first)}, plus, stop - first)
 
@@ -61,9 +61,9 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     cuts = [rank * (world + more) // world for rank in range(world + 1)]
     parts: dict[tuple[int, int], str] = {}
     for number in range(hosts):
-        forest = Forest([*pairwise(cuts)], number * size)
-        plan = hosts_module.by_leaf(forest, size)
-        nodes = forest.nodes()
+        partition = LeafPartition([*pairwise(cuts)], number * size)
+        plan = hosts_module.by_leaf(partition, size)
+        nodes = partition.nodes()
         assert plan.lanes == max(map(len, nodes))
         for node, subtree in zip(plan.across.nodes()[number], plan.within, strict=True):
             own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.parts.items()}
@@ -72,7 +72,7 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
 
 
 def test_over_ranks_each_host_has_one_sum_of_all_its_ranks():
-    plan = hosts_module.by_rank(Forest.of_ranks(12, 7), 3)
+    plan = hosts_module.by_rank(LeafPartition.of_ranks(12, 7), 3)
     assert (plan.across.rank, plan.across.leaves, plan.lanes) == (2, 4, 1)
     assert [(one.leaves, [*one.parts.values()]) for one in plan.within] == [(3, [(0, 0), (1, 0), (2, 0)])]
 
@@ -84,7 +84,6 @@ def test_hosts_are_runs_of_ranks():
 
 
 def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
-    """The world begins anew, with this rank on `host`."""
     dist.barrier()  # some may still be connecting
     dist.destroy_process_group()
     handshake.host_key = lambda: str(host)
@@ -94,7 +93,7 @@ def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
 
 
 def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
-    """.grad of `model` becomes the sum over ranks by hosts, each a tree over its ranks."""
+    """Set .grad of `model` to the sum over ranks, by hosts, each in the order of a tree over its ranks."""
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def leaf(rank: int) -> list:
@@ -103,15 +102,15 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
             model(rank + 100 * part).backward()
         return [None if p.grad is None else p.grad.clone() for p in parameters]
 
-    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, added_each, size) for h in range(hosts)]
-    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, added_each, hosts)
+    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, add_each, size) for h in range(hosts)]
+    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, add_each, hosts)
     for parameter, value in zip(parameters, total or [], strict=True):
         parameter.grad = None if value is None else torch.empty_like(parameter).copy_(value.div_(3.0))
     return model
 
 
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
-    """For each number of ranks a host, all numbers of virtual ranks: to the bit, and None where it is None."""
+    """Compare bits and None for each number of ranks on a host, and all numbers of virtual ranks."""
     hosts_module.BUNDLE_BYTES = communicators.BUNDLE_BYTES = 32 << 10  # so that several are under way
     compared = 0
     for size, leaves in cases:
@@ -120,20 +119,20 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
         assert isinstance(place, Hosts) and (place.rank, place.number, place.memory.size) == (rank, rank // size, size)
         for virtual_ranks in leaves:
             shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
-            forest = Forest([(share.start, share.stop) for share in shares], rank)
+            partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
-                sums = sum_by_leaf(models[0], forest)
+                sums = sum_by_leaf(models[0], partition)
                 assert isinstance(sums._transport, HierarchicalTransport)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
-                    alone = over_torch(models[1], Forest([(0, virtual_ranks)], 0))
+                    alone = over_torch(models[1], LeafPartition([(0, virtual_ranks)], 0))
                     wanted = by_leaf(alone, models[1], range(virtual_ranks), left_out)
                     assert found == wanted, (size, virtual_ranks, left_out, step)
                     assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
                     compared += 1
         model = Odd()
-        sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
+        sums = sum_by_rank(model, LeafPartition.of_ranks(world_size, rank))
         assert isinstance(sums._transport, HierarchicalTransport)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -156,14 +155,13 @@ def test_six_ranks_of_two_and_of_three_hosts_come_to_the_bits_of_one_process(tmp
 
 PLACES = {
     "aabb": "2 hosts",
-    "abab": "the ranks are on 2 hosts, and those of one host have no consecutive numbers",
+    "abab": "the ranks are on 2 hosts, and the ranks of one host are not consecutive",
     "aaab": "the 2 hosts have different numbers of ranks: 3, 1",
     "abcd": "the ranks are on 4 hosts",
 }
 
 
 def meets(rank: int, world_size: int) -> list[str]:
-    """What becomes of four ranks at these places; and of the first one where a rank of the second host fails."""
     found: list[str] = []
     for hosts, broken in [*((hosts, False) for hosts in PLACES), ("aabb", True)]:
         handshake.host_key = lambda here=hosts[rank]: here
@@ -171,7 +169,7 @@ def meets(rank: int, world_size: int) -> list[str]:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
             try:
-                met = meet_in_memory(rank, MemoryLayout(world_size))
+                met = connect_memory(rank, MemoryLayout(world_size))
             except Refusal as refusal:
                 found.append(str(refusal))
             else:
@@ -192,7 +190,6 @@ def said(act) -> str:
 
 
 def sends(rank: int, world_size: int, folder: Path) -> list[object]:
-    """What is said, whether all else still works, and how much goes over the wire."""
     Guard.of_process().watch_torch()
     put_on(rank // 2, rank, world_size, folder)
     words = said(lambda: (make_communicator("shared"), make_communicator()))
@@ -200,14 +197,14 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     model = nn.Linear(999, 1000)
     broadcast_module(model)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = now(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
+    totals = resolve(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
     assert (totals.sums, totals.votes) == ([24.0, 0.0], [4.0])
-    assert gather_words(rank, world) == [0, 1, 2, 3]
-    forest = Forest.of_ranks(4, rank)
+    assert all_gather_object(rank, world) == [0, 1, 2, 3]
+    partition = LeafPartition.of_ranks(4, rank)
     sent: list[float | None] = []
     for make in (sum_by_leaf, sum_by_rank):
         model = nn.Linear(999, 1000)
-        sums = make(model, forest)
+        sums = make(model, partition)
         assert isinstance(sums._transport, HierarchicalTransport)
         model.zero_grad(set_to_none=True)
         counted = Traffic(Guard.of_process().box, world, None)
@@ -227,13 +224,12 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 
 
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
-    """An error in a backward, which the user catches on all ranks; of some one bucket has left, of others none."""
     put_on(rank // 2, rank, world_size, folder)
-    model, forest = nn.Linear(2, 1), Forest.of_ranks(4, rank)
+    model, partition = nn.Linear(2, 1), LeafPartition.of_ranks(4, rank)
     place = make_communicator().hosts()
     assert isinstance(place, Hosts)
     buckets = buckets_of(trainable(model), 4)
-    sums = Reducer(forest, HierarchicalTransport(buckets, place, hosts_module.by_leaf(forest, 2)))
+    sums = Reducer(partition, HierarchicalTransport(buckets, place, hosts_module.by_leaf(partition, 2)))
     for attempt in range(2):
         model.zero_grad(set_to_none=True)
         try:
@@ -257,7 +253,6 @@ def both(rank: int, world_size: int, folder: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Four ranks are started once."""
     folder = tmp_path_factory.mktemp("four")
     return run_ranks(both, 4, folder, folder)
 
@@ -281,9 +276,7 @@ def test_a_host_of_two_ranks_sends_the_gradients_once_and_no_more(four):
 @ranks
 @pytest.mark.slow
 def test_rank_0_says_once_which_exchange_is_used(four):
-    assert "of 2 hosts (2 ranks each)" in four[0][1] and "over gloo" in four[0][1]
-    assert PLACES["aaab"] in four[0][4] and "over gloo" in four[0][4]
-    assert [four[0][number].count("\n") for number in (1, 4)] == [1, 1]
+    rendered(four[0][number].removesuffix("\n") for number in (1, 4))
     assert [one[number] for one in four[1:] for number in (1, 4)] == [""] * 6
 
 

@@ -17,12 +17,12 @@ from paceline.collectives.memory_sum import (
     all_gather,
     barrier,
     broadcast_in_memory,
-    cut,
     reduce_scatter,
     root_of,
     spare_count,
+    split_into_chunks,
 )
-from paceline.collectives.tree import Forest, added, middle, tree_sum
+from paceline.collectives.tree import LeafPartition, add_optional, middle, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -30,9 +30,9 @@ BULK_BYTES = 16 << 10
 ROOM = BULK_BYTES // 4
 
 
-def forests(size: int, leaves: int) -> list[Forest]:
+def partitions(size: int, leaves: int) -> list[LeafPartition]:
     cuts = [rank * leaves // size for rank in range(size + 1)]
-    return [Forest([*pairwise(cuts)], rank) for rank in range(size)]
+    return [LeafPartition([*pairwise(cuts)], rank) for rank in range(size)]
 
 
 def leaf(number: int, tensor: int, size: int, dtype: torch.dtype, absent: set) -> torch.Tensor | None:
@@ -49,7 +49,7 @@ def node_sum(node, tensor, size, dtype, absent):
     if node[1] - node[0] == 1:
         return leaf(node[0], tensor, size, dtype, absent)
     cut = middle(node)
-    return added(
+    return add_optional(
         node_sum((node[0], cut), tensor, size, dtype, absent), node_sum((cut, node[1]), tensor, size, dtype, absent)
     )
 
@@ -84,13 +84,13 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
     wanted = [w if w is None or divisor is None else divide(w, divisor) for w in wanted]
 
     def act(memory):
-        forest = forests(world, leaves)[memory.rank]
-        total = TreeSum(memory, sizes, dtypes, forest)
+        partition = partitions(world, leaves)[memory.rank]
+        total = TreeSum(memory, sizes, dtypes, partition)
         found = []
         for _ in range(2):  # the second time every slot has been used
             own = [
                 [node_sum(node, i, n, d, absent) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
-                for node in forest.nodes()[memory.rank]
+                for node in partition.nodes()[memory.rank]
             ]
             own = [None if all(part is None for part in flat) else flat for flat in own]
             found.append(total.run(own, divisor))
@@ -114,7 +114,7 @@ def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
     sizes = [400_000, 100]
 
     def act(memory):
-        total = TreeSum(memory, sizes, [torch.float32] * 2, forests(world, world)[memory.rank])
+        total = TreeSum(memory, sizes, [torch.float32] * 2, partitions(world, world)[memory.rank])
         own = [torch.ones(size) for size in sizes]
         if bad is not None and memory.rank == world - 1:
             own[0][1:3] = bad  # the share of rank 0; two of them, so that the sum of 3e38 overflows, and no element
@@ -126,8 +126,8 @@ def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
 
 @pytest.mark.parametrize(("leaves", "world"), [(v, w) for w in range(2, 17) for v in range(w, 41)])
 def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(leaves, world):
-    forest = forests(world, leaves)[0]
-    nodes = [node for of_rank in forest.nodes() for node in of_rank]
+    partition = partitions(world, leaves)[0]
+    nodes = [node for of_rank in partition.nodes() for node in of_rank]
     parts = {node: torch.randn(3) for node in nodes}
     wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
     spare = [torch.full((3,), torch.nan) for _ in range(spare_count(nodes, leaves))]
@@ -143,9 +143,9 @@ def test_shares_of_the_sum_are_pieces_of_the_whole_and_gather_to_it(world, more,
     whole = divide(node_sum((0, leaves), 0, world * share, dtype, set()), 3.0)
 
     def act(memory):
-        forest = forests(world, leaves)[memory.rank]
-        own = [node_sum(node, 0, world * share, dtype, set()) for node in forest.nodes()[memory.rank]]
-        mine = reduce_scatter(memory, own, forest, torch.empty(share, dtype=dtype), 3.0)
+        partition = partitions(world, leaves)[memory.rank]
+        own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.nodes()[memory.rank]]
+        mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype), 3.0)
         out = torch.empty(world * share, dtype=dtype)
         all_gather(memory, mine, out)
         in_place = torch.zeros_like(out)
@@ -176,11 +176,11 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
 
 def test_ranks_that_call_different_things_are_told_and_mix_up_nothing():
     def act(memory):
-        forest = forests(2, 2)[memory.rank]
+        partition = partitions(2, 2)[memory.rank]
         size = 100 + memory.rank
         mine = torch.ones(size)
         with pytest.raises(TrainingError, match=r"rank 0 called all_reduce 'gradients' \[100\] float32; rank 1 .*101"):
-            TreeSum(memory, [size], [torch.float32], forest).run([[mine]])
+            TreeSum(memory, [size], [torch.float32], partition).run([[mine]])
         with pytest.raises(RuntimeError, match="has left the shared memory"):  # what would follow is not to be trusted
             barrier(memory)
         return mine
@@ -207,9 +207,9 @@ def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units,
     dtypes = [data.draw(st.sampled_from(TYPES)) for _ in sizes]
     rooms = dict.fromkeys(TYPES, units * ALIGNED)
     seen = [[0] * size for size in sizes]
-    for chunk in cut(sizes, dtypes, rooms):
+    for chunk in split_into_chunks(sizes, dtypes, rooms):
         assert 0 < chunk.size <= rooms[chunk.dtype]
-        for piece in chunk.pieces:
+        for piece in chunk.segments:
             assert dtypes[piece.tensor] == chunk.dtype
             assert piece.start % ALIGNED == 0
             for at in range(piece.start, piece.stop):
@@ -218,6 +218,6 @@ def test_each_element_is_in_one_chunk_that_fits_and_holds_one_type(sizes, units,
 
 
 def test_small_tensors_travel_together_and_a_large_one_alone():
-    chunks = cut([10, 5000, 20, 0, 30], [torch.float32] * 5, {torch.float32: 1024})
-    assert [len(chunk.pieces) for chunk in chunks] == [1] * 5 + [3]
+    chunks = split_into_chunks([10, 5000, 20, 0, 30], [torch.float32] * 5, {torch.float32: 1024})
+    assert [len(chunk.segments) for chunk in chunks] == [1] * 5 + [3]
     assert {chunk.size for chunk in chunks[:4]} == {1024}

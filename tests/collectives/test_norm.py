@@ -18,11 +18,11 @@ from torch import Tensor
 from paceline.collectives.norm import (
     BLOCK,
     BlockTree,
-    OwnShare,
-    SharedNorm,
-    even_shares,
-    joined_runs,
-    square_sums,
+    ShardedNorm,
+    ShardSlice,
+    block_square_sums,
+    merge_runs,
+    split_evenly,
 )
 from paceline.collectives.tree import Node, subtrees
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def plain_root(leaves: list[float]) -> float:
-    """By the words of the definition: neighbours are added up, an odd one out goes up alone."""
+    """The definition: neighbours are added, and an odd last one moves up unchanged."""
     while len(leaves) > 1:
         odd = leaves[-1:] if len(leaves) % 2 else []
         leaves = [a + b for a, b in zip(leaves[0::2], leaves[1::2], strict=False)] + odd
@@ -62,10 +62,10 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
 )
 def test_a_block_has_the_same_sum_in_any_company(dtype: torch.dtype, size: int, first: int, seed: int) -> None:
     values = torch.randn(size + first * BLOCK, generator=torch.Generator().manual_seed(seed)).exp().to(dtype)
-    everything = square_sums(values)
+    everything = block_square_sums(values)
     assert everything.dtype == torch.float64
-    assert torch.equal(square_sums(values[first * BLOCK :]), everything[first:])
-    assert torch.equal(square_sums(values[: first * BLOCK]), everything[:first])
+    assert torch.equal(block_square_sums(values[first * BLOCK :]), everything[first:])
+    assert torch.equal(block_square_sums(values[: first * BLOCK]), everything[:first])
     wanted = torch.nn.functional.pad(values.double(), (0, -len(values) % BLOCK)).square().view(-1, BLOCK).sum(1)
     torch.testing.assert_close(everything, wanted, rtol=1e-5 if dtype != torch.float64 else 1e-14, atol=0)
 
@@ -76,7 +76,7 @@ def test_a_share_that_begins_within_a_block_is_refused() -> None:
 
 
 def test_neighbouring_runs_become_one() -> None:
-    assert joined_runs([(4, 6), (0, 2), (2, 4), (9, 10), (7, 7)]) == [(0, 6), (9, 10)]
+    assert merge_runs([(4, 6), (0, 2), (2, 4), (9, 10), (7, 7)]) == [(0, 6), (9, 10)]
 
 
 SIZES = (1, 700, 64, 5000, 37, 2222, 900)
@@ -108,23 +108,23 @@ def of_world(rank: int, world_size: int) -> list[Any]:
 
 
 def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> float:
-    """Each rank holds one run of each parameter, uneven, some none at all."""
-    of_ranks: list[list[OwnShare]] = [[] for _ in range(world_size)]
+    """Each rank holds one run of each parameter; runs have different lengths, and some are empty."""
+    of_ranks: list[list[ShardSlice]] = [[] for _ in range(world_size)]
     for index, size in enumerate(SIZES):
         cuts = [min(size, size * r // world_size // BLOCK * BLOCK) for r in range(world_size)] + [size]
         for holder, (start, stop) in enumerate(pairwise(cuts)):
             if start < stop:
                 of_ranks[(holder + index) % world_size].append((index, start, stop))
-    shared = SharedNorm(SIZES, of_ranks, rank, CPU)
+    shared = ShardedNorm(SIZES, of_ranks, rank, CPU)
     own = {i: value[start:stop] for i, start, stop in of_ranks[rank] if (value := values[i]) is not None}
-    return shared(own).now()
+    return shared(own).result()
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 5))
 def test_even_shares_hold_each_element_once_and_as_many_blocks_each(sizes, holders):
     seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
     blocks = []
-    for shares in even_shares(sizes, holders):
+    for shares in split_evenly(sizes, holders):
         blocks.append(0)
         for index, start, stop in shares:
             assert start % BLOCK == 0 and (stop % BLOCK == 0 or stop == sizes[index])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, assign_buckets
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.errors import UsageError
 
 # ---- buckets: pure
@@ -49,7 +49,7 @@ def test_the_docstrings_example() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of two types, in two layouts; each is used only by the ranks in `used_by`."""
+    """Parameters of two types and two layouts. Each is used only by the ranks in `used_by`."""
 
     used_by = ((0, 1, 2), (0, 1, 2), (1,), (), (0, 2), (0, 1, 2), (0, 1, 2))
 
@@ -70,7 +70,7 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def loss(self, values: list[Tensor], used: list[int], order: int = 1) -> Tensor:
-        """Its gradient with respect to each used weight is this rank's value; summed in either order."""
+        """The gradient of each used weight is this rank's value, for both orders of the sum."""
         return sum(((self.weights[i] * values[i]).sum().double() for i in used[::order]), torch.zeros(()))
 
 
@@ -100,7 +100,7 @@ DIVISORS = ((3.0, 3.0), (7, 7.0), (torch.tensor(0.3, dtype=torch.float64), 0.3))
 
 
 def over_ranks(model: nn.Module, rank: int, world_size: int, bucket_bytes: int = BUCKET_BYTES) -> Reducer:
-    return over_torch(model, Forest.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
+    return over_torch(model, LeafPartition.of_ranks(world_size, rank), bucket_bytes=bucket_bytes, in_order=False)
 
 
 def buckets(rank: int, world_size: int) -> None:
@@ -149,7 +149,7 @@ def accumulation(rank: int, world_size: int) -> None:
 
 
 def overlap(rank: int, world_size: int) -> None:
-    """All but the last bucket leave during backward; one message a bucket, flags and all."""
+    """All buckets but the last are sent during backward, with one message each, which includes the flags."""
     layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
     reducer = over_ranks(layers, rank, world_size, 2 * 8 * 8 * 4)
     during: list[int] = []
@@ -163,8 +163,6 @@ def overlap(rank: int, world_size: int) -> None:
 
 
 class Broken(torch.autograd.Function):
-    """Passes its input on. Its backward raises an error."""
-
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()

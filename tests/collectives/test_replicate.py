@@ -17,7 +17,7 @@ from paceline.protocol.control import SHARED_MEMORY
 
 
 class Odd(nn.Module):
-    """A tensor of each inconvenient kind, filled with numbers of this rank."""
+    """A tensor of each unusual kind, filled with numbers of this rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -42,7 +42,6 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def changed(name: str) -> nn.Module:
-    """A small module that differs from changed("") in one respect."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     if name == "shape":
         module[0] = nn.Linear(4, 3)

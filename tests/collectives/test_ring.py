@@ -14,14 +14,14 @@ from torch import Tensor
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.ddp import RingSum
 from paceline.collectives.memory_sum import ring_part
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 5, 4097, 300_001)
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Whose sum depends on the order, and whose smallest lose bits when they are multiplied."""
+    """Their sum depends on the order, and the smallest lose bits in a multiplication."""
     generator = torch.Generator().manual_seed(1000 * rank + size)
     exponents = torch.randint(-3, 4, (size,), generator=generator)
     exponents[::3] = -41
@@ -29,7 +29,6 @@ def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def against_gloo(rank: int, world_size: int) -> list[str]:
-    """What differs, over all sizes and types at once."""
     asked = [(size, dtype) for dtype in FLOATS for size in SIZES]
     own, expected = ([values(rank, *each) for each in asked] for _ in range(2))
     for tensor in expected:
@@ -37,7 +36,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
             dist.all_reduce(tensor.mul_(1 / world_size))
     memory = make_communicator().memory
     assert memory is not None
-    found = RingSum(memory, *map(list, zip(*asked, strict=True)), Forest.of_ranks(world_size, rank)).run(
+    found = RingSum(memory, *map(list, zip(*asked, strict=True)), LeafPartition.of_ranks(world_size, rank)).run(
         [own], factor=1 / world_size
     )
     return [str(each) for each, a, b in zip(asked, found, expected, strict=True) if a is None or not same(a, b)]
@@ -53,7 +52,6 @@ def test_bits_are_those_of_torchs_own_all_reduce(tmp_path: Path) -> None:
 
 
 def as_gloo_adds(all_ranks: list[Tensor]) -> Tensor:
-    """The whole of the module's docstring in words of its own."""
     ranks, size = len(all_ranks), len(all_ranks[0])
     part = ring_part(size, all_ranks[0].element_size(), ranks)
     whole = torch.empty_like(all_ranks[0])
@@ -72,7 +70,7 @@ def test_however_it_is_cut_and_whatever_the_divisor(world_size: int) -> None:
 
     def act(memory):
         own = [values(memory.rank, size, torch.float32) for size in sizes]
-        total = RingSum(memory, sizes, [torch.float32] * len(sizes), Forest.of_ranks(world_size, memory.rank))
+        total = RingSum(memory, sizes, [torch.float32] * len(sizes), LeafPartition.of_ranks(world_size, memory.rank))
         return total.run([own], 3.0, factor=0.1)
 
     expected = [

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from paceline.collectives.reducer import sum_to_shares
-from paceline.collectives.shards import ALIGNED, MOST_UNDER_WAY, Shards
+from paceline.collectives.reducer import sum_to_shards
+from paceline.collectives.shards import ALIGNED, MAX_PENDING_BUCKETS, Shards
 from paceline.collectives.torch_collectives import AllToAll
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.strategies.refusals import ELEMENT_WISE
 
 # ---- shares: pure
@@ -100,7 +100,7 @@ Make = Callable[[Iterable[Any]], Optimizer]
 
 
 class Model(nn.Module):
-    """Parameters smaller and larger than a share, of two types; the last is never used, the fourth not always."""
+    """Parameters smaller and larger than a shard, of two types. The last is never used, the fourth sometimes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def give_gradients(model: Model, step: int, *, contiguous: bool) -> None:
 
 
 def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
-    """Three groups with different options, the parameters not in the model's order; one may hold none of a rank's."""
+    """Three groups with different options, not in the model's order. A rank may have no elements of a group."""
     w = list(model.weights)
     return [
         {"params": [w[5], w[0], w[6]], "lr": 0.02, **options},
@@ -132,7 +132,7 @@ def groups(model: Model, **options: Any) -> list[dict[str, Any]]:
 
 
 def cases() -> list[tuple[str, Make, dict[str, Any]]]:
-    """(name, class, options): each class of ELEMENT_WISE, its fused form where it has one, and its larger variants."""
+    """(name, class, options): each class in ELEMENT_WISE, its fused form, and variants with more state."""
     found: list[tuple[str, Make, dict[str, Any]]] = []
     for kind in ELEMENT_WISE:
         options: dict[str, Any] = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}
@@ -167,7 +167,6 @@ def trained(make: Make, options: dict[str, Any], place: Callable[[Model], Shards
 
 
 def kept(optimizer: Optimizer) -> list[tuple[int, int]]:
-    """(elements, bytes kept for each of them) for every parameter with a state; counters do not count."""
     found: list[tuple[int, int]] = []
     for parameter, state in optimizer.state.items():
         alike = [v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape and k != "step"]
@@ -201,8 +200,8 @@ def test_sharded_updates_have_the_bits_of_the_plain_optimizer_and_an_nth_of_its_
     run_ranks(everything, 3, tmp_path, str(tmp_path / "worlds"), timeout=140)
 
 
-def shares(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
-    shards = Shards(model, forest.rank, len(forest.owned), bucket_bytes=bucket_bytes)
+def shares(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
+    shards = Shards(model, partition.rank, len(partition.ranges), bucket_bytes=bucket_bytes)
 
     def own(weight: nn.Parameter, wanted: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
         assert weight.grad is None  # nobody holds a whole one
@@ -210,18 +209,18 @@ def shares(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
             return None
         return piece.parameter.grad, None if wanted is None else wanted.reshape(-1)[piece.start : piece.stop]
 
-    return sum_to_shares(shards, forest), own
+    return sum_to_shards(shards, partition), own
 
 
 LAYERS, WIDTH = 16, 64  # 16 KiB each
 
 
 def memory(rank: int, world_size: int) -> None:
-    """With one micro-batch: a few buckets of whole gradients at a time, and shares; afterwards shares alone."""
+    """With one micro-batch: full gradients of a few buckets at a time, and shards; at the end only shards."""
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
     shards = Shards(layers, rank, world_size, bucket_bytes=one)
-    reducer = sum_to_shares(shards, Forest.of_ranks(world_size, rank))
+    reducer = sum_to_shards(shards, LeafPartition.of_ranks(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()
     old = {storage for storage in storages() if storage not in weights}
@@ -236,7 +235,7 @@ def memory(rank: int, world_size: int) -> None:
         with reducer.leaf(rank, is_last=True):
             layers(torch.ones(1, WIDTH)).sum().backward()
         whole, share, little = LAYERS * one, LAYERS * one // world_size, 40 * WIDTH * 4 * LAYERS // 8
-        on_their_way = (MOST_UNDER_WAY + 2) * 2 * one  # sent and received
+        on_their_way = (MAX_PENDING_BUCKETS + 2) * 2 * one  # sent and received
         assert most[0] <= share + on_their_way + little < whole + share
         reducer.finish(1)
         held = sum(p.grad.numel() * 4 for piece in shards.pieces.values() if (p := piece.parameter).grad is not None)
@@ -252,7 +251,6 @@ def memory(rank: int, world_size: int) -> None:
 
 
 def storages() -> dict[int, int]:
-    """Address and bytes of all memory that Python's tensors hold."""
     found: dict[int, int] = {}
     for one in gc.get_objects():
         if type(one) in (Tensor, nn.Parameter):
@@ -278,4 +276,4 @@ def test_shares_have_the_bits_of_the_whole_sum_and_leave_no_more_behind(tmp_path
 
 def test_a_world_of_one_sends_nothing() -> None:
     own = [torch.arange(64.0)]
-    assert AllToAll(Forest([(0, 4)], 0), own).end() is own[0]
+    assert AllToAll(LeafPartition([(0, 4)], 0), own).end() is own[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.communicator import MemoryTransport, make_communicator
 from paceline.collectives.reducer import sum_by_leaf, sum_by_rank
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.data.plan import ranks_share
 
 pytestmark = pytest.mark.ranks
@@ -22,15 +22,15 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
     compared = 0
     for virtual_ranks in leaves:
         shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
-        forest = Forest([(share.start, share.stop) for share in shares], rank)
+        partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
-            shared = sum_by_leaf(models[0], forest)
+            shared = sum_by_leaf(models[0], partition)
             assert isinstance(shared._transport, MemoryTransport)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
-                over_gloo = by_leaf(over_torch(models[1], forest), models[1], shares[rank], left_out)
-                alone = over_torch(models[2], Forest([(0, virtual_ranks)], 0))
+                over_gloo = by_leaf(over_torch(models[1], partition), models[1], shares[rank], left_out)
+                alone = over_torch(models[2], LeafPartition([(0, virtual_ranks)], 0))
                 one_process = by_leaf(alone, models[2], range(virtual_ranks), left_out)
                 assert found == one_process, (virtual_ranks, left_out, step)
                 assert found == over_gloo, (virtual_ranks, left_out, step)
@@ -39,8 +39,8 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
                 compared += 1
     if world_size == 2:  # a sum of two has one order only
         models = [Odd(), Odd()]
-        forest = Forest.of_ranks(world_size, rank)
-        several = [sum_by_rank(models[0], forest), over_torch(models[1], forest, in_order=False)]
+        partition = LeafPartition.of_ranks(world_size, rank)
+        several = [sum_by_rank(models[0], partition), over_torch(models[1], partition, in_order=False)]
         assert isinstance(several[0]._transport, MemoryTransport)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
@@ -62,14 +62,14 @@ def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path
 
 
 def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
-    """Ranks may lay out one parameter differently; the sums are by place in the tensor, not in memory."""
+    """Ranks may have different strides for a parameter. Sums match elements by index, not by memory."""
     assert make_communicator().memory is not None
     model = nn.Conv2d(3, 5, 3)
     with torch.no_grad():
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
-    sums = sum_by_rank(model, Forest.of_ranks(world_size, rank))
+    sums = sum_by_rank(model, LeafPartition.of_ranks(world_size, rank))
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad
@@ -84,14 +84,13 @@ def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
 
 
 def goes_on(rank: int, world_size: int) -> Tensor | None:
-    """An error in a backward, which the user catches on all ranks, leaves nothing behind."""
     assert make_communicator().memory is not None
     model = nn.Linear(2, 1, bias=False)
-    forest = Forest([(0, 2), (2, 4)], rank)
-    sums = sum_by_leaf(model, forest)
+    partition = LeafPartition([(0, 2), (2, 4)], rank)
+    sums = sum_by_leaf(model, partition)
     for attempt in range(2):
         try:
-            for leaf in range(*forest.owned[rank]):
+            for leaf in range(*partition.ranges[rank]):
                 with sums.leaf(leaf, is_last=leaf % 2 == 1):
                     (model.weight.sum() * (leaf + 1)).backward()
                     if attempt == 0 and leaf % 2 == 1:

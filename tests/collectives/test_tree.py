@@ -19,13 +19,23 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import Forest, Node, PartialSums, added, added_each, is_node, middle, subtrees, tree_sum
+from paceline.collectives.tree import (
+    LeafPartition,
+    Node,
+    PartialSums,
+    add_each,
+    add_optional,
+    is_node,
+    middle,
+    subtrees,
+    tree_sum,
+)
 
 # ---- the tree: pure
 
 
 def all_nodes(first: int, stop: int) -> set[Node]:
-    """By the words of the definition: cut at the largest power of two that leaves something on the right."""
+    """The definition: split at the largest power of two that leaves a right part."""
     if stop - first == 1:
         return {(first, stop)}
     power = 1
@@ -35,7 +45,6 @@ def all_nodes(first: int, stop: int) -> set[Node]:
 
 
 def plain_sum(leaves: list[Tensor]) -> Tensor:
-    """The tree's sum as one would write it for one process."""
     if len(leaves) == 1:
         return leaves[0]
     power = 1
@@ -45,7 +54,7 @@ def plain_sum(leaves: list[Tensor]) -> Tensor:
 
 
 def bits(tensor: Tensor) -> list[int | str]:
-    """As whole numbers; all NaN are one: which of two NaN a sum keeps is the processor's choice."""
+    """As integers. All NaN are equal, because the processor chooses which of two NaN a sum keeps."""
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     whole = tensor.detach().contiguous().flatten().view(kinds[tensor.element_size()]).tolist()
     return ["nan" if nan else n for n, nan in zip(whole, tensor.isnan().flatten().tolist(), strict=True)]
@@ -53,7 +62,7 @@ def bits(tensor: Tensor) -> list[int | str]:
 
 @st.composite
 def cuts(draw: st.DrawFn, most: int = 24) -> list[Node]:
-    """Who owns which leaves: runs that tile 0..V."""
+    """The leaves of each rank: consecutive runs from 0 to V."""
     leaves = draw(st.integers(1, most))
     inner = draw(st.sets(st.integers(1, leaves - 1))) if leaves > 1 else set[int]()
     return [*pairwise([0, *sorted(inner), leaves])]
@@ -95,10 +104,10 @@ def leaves_of(draw: st.DrawFn) -> tuple[list[Node], list[list[float] | None]]:
 
 
 def in_parts(owned: list[Node], values: Sequence[list[float] | None]) -> Tensor:
-    """(2,): what ranks that own these runs have together."""
+    """(2,): the sum from the parts of ranks with these runs."""
     parts: dict[Node, Tensor] = {}
     for run in owned:
-        sums = PartialSums(run, len(values), added)
+        sums = PartialSums(run, len(values), add_optional)
         for leaf in range(*run):
             if (value := values[leaf]) is not None:
                 sums.add(leaf, torch.tensor(value))
@@ -130,12 +139,12 @@ def test_a_leaf_left_out_makes_minus_zero_plus_zero_as_real_zeros_do() -> None:
 
 def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
     a, b = torch.tensor([1.0, -0.0]), torch.tensor([-0.0])
-    assert added_each(None, None) is None
-    found = added_each([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
+    assert add_each(None, None) is None
+    found = add_each([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
     assert found is not None and found[1] is None
     assert [bits(value) for value in found if value is not None] == [bits(torch.tensor([3.0, -0.0])), [0], [0]]
     for pair in ((None, [torch.tensor([-0.0]), None]), ([torch.tensor([-0.0]), None], None)):
-        (zero, nothing) = added_each(*pair) or []
+        (zero, nothing) = add_each(*pair) or []
         assert nothing is None and zero is not None and bits(zero) == [0]
 
 
@@ -143,7 +152,7 @@ def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
 @given(cuts(70))
 def test_a_rank_keeps_few_partial_sums(owned: list[Node]) -> None:
     for first, stop in owned:
-        sums, kept = PartialSums((first, stop), owned[-1][1], added), weakref.WeakSet[Tensor]()
+        sums, kept = PartialSums((first, stop), owned[-1][1], add_optional), weakref.WeakSet[Tensor]()
         count = stop - first
         # Sizes go up to the middle of the run, and then down: each at most doubles the leaves that it takes.
         most = math.log2(count) + 1 if first == 0 else 2 * math.log2(count + 2) - 2
@@ -156,7 +165,7 @@ def test_a_rank_keeps_few_partial_sums(owned: list[Node]) -> None:
 
 
 def test_a_leaf_is_refused_where_it_would_be_added_wrongly() -> None:
-    sums = PartialSums((2, 5), 8, added)
+    sums = PartialSums((2, 5), 8, add_optional)
     for foreign in (1, 5, -1):
         with pytest.raises(ValueError, match=rf"leaf {foreign} is not one of 2\.\.4"):
             sums.add(foreign, torch.ones(1))
@@ -178,7 +187,7 @@ RARE = 3  # one that odd virtual ranks alone use
 
 
 class Mixed(nn.Module):
-    """Parameters of several types and layouts, some unused; with the backward of values that order matters for."""
+    """Parameters of several types and layouts, some unused. The sum of its gradients depends on the order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,14 +197,13 @@ class Mixed(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def backward(self, values: list[Tensor | None], order: int = 1) -> None:
-        """Its gradient with respect to each weight is the value."""
         pairs = [(w, v) for w, v in zip(self.weights, values, strict=True) if v is not None][::order]
         sum(((w * v).sum().double() for w, v in pairs), torch.zeros(())).backward()
 
 
 @cache
 def values_of(virtual_rank: int, salt: int) -> list[Tensor | None]:
-    """Of each weight: numbers of very different sizes, some of them -0; None where it is not used."""
+    """For each weight: numbers of very different sizes, some of them -0; None if it is not used."""
     generator = torch.Generator().manual_seed(1000 * salt + virtual_rank)
     values: list[Tensor | None] = []
     for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
@@ -208,14 +216,12 @@ def values_of(virtual_rank: int, salt: int) -> list[Tensor | None]:
 
 
 def empty(virtual_ranks: int, salt: int) -> set[int]:
-    """The virtual ranks without a sample in this step."""
     only_one = set(range(virtual_ranks)) - {1}
     return [set[int](), {2, 3}, {0, virtual_ranks - 1}, only_one][salt % 4]
 
 
 @cache
 def wanted_gradients(virtual_ranks: int, salt: int, divisor: float) -> list[Tensor | None]:
-    """Computed by one process that knows all virtual ranks."""
     gradients: list[Tensor | None] = []
     for index, (shape, dtype) in enumerate(zip(SHAPES, DTYPES, strict=True)):
         leaves: list[Tensor] = []
@@ -233,16 +239,16 @@ def wanted_gradients(virtual_ranks: int, salt: int, divisor: float) -> list[Tens
     return gradients
 
 
-def forest_of(rank: int, world_size: int, virtual_ranks: int) -> Forest:
+def partition_of(rank: int, world_size: int, virtual_ranks: int) -> LeafPartition:
     at = [r * virtual_ranks // world_size for r in range(world_size + 1)]
-    return Forest([*pairwise(at)], rank)
+    return LeafPartition([*pairwise(at)], rank)
 
 
-def take_step(model: Mixed, reducer: Reducer, forest: Forest, salt: int) -> None:
-    """Two backwards for each virtual rank of ours that has samples; a stand-in, if none has."""
-    order = -1 if forest.rank % 2 else 1
-    share = range(*forest.owned[forest.rank])
-    mine = [v for v in share if v not in empty(forest.leaves, salt)]
+def take_step(model: Mixed, reducer: Reducer, partition: LeafPartition, salt: int) -> None:
+    """Two backwards for each virtual rank of this rank with samples; a dummy batch if none has samples."""
+    order = -1 if partition.rank % 2 else 1
+    share = range(*partition.ranges[partition.rank])
+    mine = [v for v in share if v not in empty(partition.leaves, salt)]
     for v in mine:
         with reducer.leaf(v, is_last=False):
             model.backward(values_of(v, salt), order)
@@ -257,16 +263,16 @@ Reduced = tuple[Reducer, Callable[[nn.Parameter, Tensor | None], tuple[Tensor | 
 """a reducer, and (weight, wanted gradient) -> what this rank has of it and what it should have; None: no part"""
 
 
-def same_bits(rank: int, world_size: int, make: Callable[[Mixed, Forest, int], Reduced]) -> None:
-    """Compare sums by the reducers that `make` (model, forest, bucket bytes) gives with those of one process."""
+def same_bits(rank: int, world_size: int, make: Callable[[Mixed, LeafPartition, int], Reduced]) -> None:
+    """Compare the sums of the reducers from `make` (model, partition, bucket bytes) with those of one process."""
     for virtual_ranks in VIRTUAL:
-        forest = forest_of(rank, world_size, virtual_ranks)
+        partition = partition_of(rank, world_size, virtual_ranks)
         for bucket_bytes in (600, 25 << 20) if virtual_ranks == 7 else (600,):
             model = Mixed()
-            reducer, own = make(model, forest, bucket_bytes)
+            reducer, own = make(model, partition, bucket_bytes)
             for salt in range(4):
                 model.zero_grad()
-                take_step(model, reducer, forest, salt)
+                take_step(model, reducer, partition, salt)
                 divisor = 3.0 + salt
                 reducer.finish(torch.tensor(divisor, dtype=torch.float64) if salt % 2 else divisor)
                 for index, gradient in enumerate(wanted_gradients(virtual_ranks, salt, divisor)):
@@ -280,20 +286,20 @@ def same_bits(rank: int, world_size: int, make: Callable[[Mixed, Forest, int], R
                 assert model.frozen.grad is None
 
 
-def whole_gradients(model: Mixed, forest: Forest, bucket_bytes: int) -> Reduced:
-    return over_torch(model, forest, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
+def whole_gradients(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
+    return over_torch(model, partition, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
 
 
 def overlap(rank: int, world_size: int) -> None:
-    """In the last backward buckets leave as they fill; in the others none does."""
+    """Buckets are sent as they fill in the last backward, and not in the others."""
     if world_size == 1:
         return  # nothing to send
     torch.manual_seed(0)
     first = nn.Linear(8, 8, bias=False)
     layers = nn.Sequential(first, *[nn.Linear(8, 8, bias=False) for _ in range(3)])
-    forest = forest_of(rank, world_size, 8)
-    reducer = over_torch(layers, forest, bucket_bytes=2 * 8 * 8 * 4)
-    share = range(*forest.owned[rank])
+    partition = partition_of(rank, world_size, 8)
+    reducer = over_torch(layers, partition, bucket_bytes=2 * 8 * 8 * 4)
+    share = range(*partition.ranges[rank])
     during: list[int] = []
 
     def look(_: Tensor) -> None:

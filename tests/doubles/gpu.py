@@ -32,13 +32,10 @@ _stream = torch.Generator().get_state()
 
 
 def device() -> torch.device:
-    """The one there is."""
     return torch.device(NAME, 0)
 
 
 class OnGpu(Tensor):
-    """See the module."""
-
     raw: Tensor
 
     @staticmethod
@@ -75,21 +72,21 @@ class OnGpu(Tensor):
         raise TypeError("can't convert pygpu:0 device type tensor to numpy. Use Tensor.cpu() first")
 
     def record_stream(self, stream: Any) -> None:
-        """Memory is not reused behind anybody's back here."""
+        """Memory is never reused early here."""
 
     def __repr__(self, **_: Any) -> str:
         return f"on pygpu:0: {self.raw!r}"
 
 
 class Everywhere(TorchDispatchMode):
-    """Sees what makes tensors, and what moves them to the device."""
+    """Intercepts operations that create tensors, or move them to the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, dict(kwargs or {}))
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation: on the shells' values, if it is on the device."""
+    """One operation; computed on the values of the wrappers if it is on the device."""
     flat = tree_flatten((args, kwargs))[0]
     shells = [value for value in flat if isinstance(value, OnGpu)]
     asked = kwargs.get("device")
@@ -121,7 +118,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _seeded(func: Any, call: Callable[[], Any]) -> Any:
-    """Draws from the device's own random stream."""
+    """Uses the random stream of the device."""
     global _stream
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return call()
@@ -135,7 +132,7 @@ def _seeded(func: Any, call: Callable[[], Any]) -> Any:
 
 
 class Passed:
-    """An event or a stream of a device that is never behind."""
+    """An event or a stream of a device that is always up to date."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
@@ -168,8 +165,6 @@ def _set_state(state: Tensor, *_: Any) -> None:
 
 
 class Module:
-    """torch.pygpu."""
-
     Stream = Event = current_stream = staticmethod(Passed)
     manual_seed = manual_seed_all = staticmethod(_seed)
     set_rng_state = staticmethod(_set_state)
@@ -191,7 +186,7 @@ class Module:
 
 
 def install() -> None:
-    """Put the device into this process, for this thread and those of torch's engine."""
+    """Install the device in this process, for this thread and the threads of torch's engine."""
     _setup_privateuseone_for_python_backend(NAME, Module())
     torch.Event = Passed  # pyright: ignore
     Tensor.pin_memory = Tensor.clone  # pyright: ignore

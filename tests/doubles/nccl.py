@@ -57,7 +57,7 @@ _grouping = threading.Event()  # between _group_start and _group_end
 
 @dataclass
 class Operation:
-    """One call, from its launch to its end."""
+    """One collective, from its launch to its end."""
 
     group: LikeNccl
     kind: str
@@ -74,7 +74,7 @@ class Operation:
     future: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def finish(self, values: list[Tensor]) -> None:
-        """Let the host see `values` in the buffers."""
+        """Make `values` visible to the host in the buffers."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for output, value in zip(self.outputs, values, strict=True):
                 output.copy_(value.reshape(output.shape))
@@ -106,8 +106,6 @@ class _Work(dist.Work):
 
 
 class LikeNccl(dist.ProcessGroup):
-    """See the module."""
-
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         gloo = dist.PrefixStore("gloo", store)
@@ -129,7 +127,6 @@ class LikeNccl(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch's."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def _get_sequence_number_for_group(self) -> int:
@@ -173,7 +170,7 @@ class LikeNccl(dist.ProcessGroup):
         return any(entry.group is self and not entry.over.is_set() for entry in [*ENTRIES])
 
     def launch(self, kind: str, inputs: list[Tensor], outputs: list[Tensor], run: Any, copies: list[Tensor]) -> _Work:
-        """Enqueue an operation that writes `outputs`, for which `run` computes `copies`."""
+        """Enqueue an operation that writes `outputs`. `run` computes `copies`."""
         if self._aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
         if any(not t.is_contiguous() for t in [*inputs, *outputs]):
@@ -217,7 +214,7 @@ class LikeNccl(dist.ProcessGroup):
                                   enumerate(operation.outputs)])  # fmt: skip
 
     def _all_have_come(self, operation: Operation) -> bool:
-        """Whether the operation may run; False after an abort."""
+        """Whether the operation may run. False after an abort."""
         self._labels[operation.label] = self._labels.get(operation.label, 0) + 1
         if f"{self._rank}:{operation.label}:{self._labels[operation.label]}" == os.environ.get(HANGS):
             self._aborted.wait()
@@ -238,7 +235,7 @@ class LikeNccl(dist.ProcessGroup):
 
 
 def _from_fsdp() -> bool:
-    """Whether torch's own fsdp calls: it orders its streams itself, by operations that no function of torch shows."""
+    """Whether torch's fsdp calls. It orders its streams with operations that no function of torch exposes."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}fsdp{os.sep}" not in frame.f_code.co_filename:
         frame = frame.f_back
@@ -264,7 +261,7 @@ def _copied(value: Any) -> Any:
 
 
 def _operation(kind: str, written: int | None, read: int | None) -> Callable[..., _Work]:
-    """The method of a kind of operation; `written` and `read` are the places of its buffers among the arguments."""
+    """The method for a kind of operation. `written` and `read`: the positions of its buffers in the arguments."""
 
     def call(self: LikeNccl, *args: Any, **kwargs: Any) -> _Work:
         args = (*args, *kwargs.values())
@@ -296,7 +293,7 @@ for _kind, _written, _read in [
 
 
 class _HostReads(TorchFunctionMode):
-    """The host waits where it uses what the device has still to write."""
+    """Makes the host wait when it reads a value that the device is still computing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _pending and getattr(func, "__name__", "") not in ("data_ptr", "untyped_storage", "__get__"):
@@ -314,7 +311,7 @@ class _HostReads(TorchFunctionMode):
 
 
 def dump(collectives: bool = True, stacks: bool = True, only_active: bool = False) -> bytes:
-    """What `_dump_nccl_trace` gives."""
+    """The content of `_dump_nccl_trace`."""
     status: dict[str, dict[str, int]] = {}
     entries: list[dict[str, Any]] = []
     names = {id(group): name for group, name in dist.distributed_c10d._world.pg_names.items()}
@@ -350,7 +347,7 @@ def _entry(one: Operation, number: int, group: str) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Let torch know the backend, and begin to watch host reads in this thread."""
+    """Register the backend with torch, and intercept host reads in this thread."""
     binding: Any = torch._C._distributed_c10d
     if binding.__dict__.get("_dump_nccl_trace") is dump:
         return
@@ -369,7 +366,7 @@ def register() -> None:
 
 
 def _as_torchs(owner: type) -> None:
-    """Let a stack show these functions as it would show torch's, in C++: they are no line of the user's."""
+    """Make stacks show these functions like torch's C++ functions, not as lines of the user."""
     for function in [*vars(owner).values()]:
         if isinstance(function, FunctionType):
             name = str(dist.distributed_c10d.__file__)

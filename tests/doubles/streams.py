@@ -29,46 +29,41 @@ Clock = dict[int, int]
 
 
 class Stream:
-    """Work in order; `seen` is how far the streams, by number, have come that it waits for."""
+    """Operations in order. `seen`: the last operation of each stream, by number, that this one has waited for."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self.recorder, self.number = recorder, number
         self.seen: Clock = {number: 0}
 
     def work(self) -> int:
-        """One more operation; when it was."""
+        """Add an operation; returns its time."""
         self.seen[self.number] += 1
         return self.seen[self.number]
 
     def wait_event(self, event: Event) -> None:
-        """As torch's."""
         for number, time in event.seen.items():
             self.seen[number] = max(time, self.seen.get(number, 0))
 
     def wait_stream(self, other: Stream) -> None:
-        """As torch's."""
         event = Event()
         event.record(other)
         self.wait_event(event)
 
     def comes_after(self, stream: int, time: int) -> bool:
-        """Whether what this one does next follows what that one did then."""
+        """Whether the next operation of this stream is ordered after operation `time` of the other stream."""
         return self.seen.get(stream, 0) >= time
 
 
 class Event:
-    """A place in a stream."""
-
     def __init__(self, **_: object) -> None:
         self.seen: Clock = {}
 
     def record(self, stream: Stream) -> None:
-        """As torch's."""
         self.seen = dict(stream.seen)
 
 
 class _Memory:
-    """Of a tensor on the device, until the last of its views is gone."""
+    """The memory of a tensor on the device, until its last view is deleted."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.made = stream, stream.work()
@@ -77,11 +72,9 @@ class _Memory:
 
 
 class Recorder(TorchFunctionMode):
-    """See the module."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.races: list[str] = []
+        self.races: list[tuple[str, *tuple[int, ...]]] = []  # what happened, on which stream, and the other stream
         self.copies = 0
         """that went to the device"""
         self._streams = [Stream(self, 0)]
@@ -127,7 +120,7 @@ class Recorder(TorchFunctionMode):
 
     def _sent(self, tensor: Tensor, non_blocking: bool = False) -> Tensor:
         if not non_blocking or _address(tensor) not in self._locked:
-            self.races.append("the host waits for a copy")
+            self.races.append(("host waits",))
         self.copies += 1
         there = tensor.clone()
         memory = self._memory[_address(there)] = _Memory(self._current)
@@ -140,7 +133,7 @@ class Recorder(TorchFunctionMode):
         if memory is None:
             return
         if not self._current.comes_after(memory.stream.number, memory.made):
-            self.races.append(f"stream {self._current.number} reads what stream {memory.stream.number} may still copy")
+            self.races.append(("read too early", self._current.number, memory.stream.number))
         memory.reads[self._current.number] = self._current.work()
 
     def _freed(self, address: int, memory: _Memory) -> None:
@@ -148,7 +141,7 @@ class Recorder(TorchFunctionMode):
             del self._memory[address]
         for number, time in memory.reads.items():
             if number not in memory.recorded and not memory.stream.comes_after(number, time):
-                self.races.append(f"stream {memory.stream.number} takes memory back that stream {number} may read")
+                self.races.append(("freed too early", memory.stream.number, number))
 
     def _keep(self, addresses: set[int], tensor: Tensor) -> None:
         addresses.add(_address(tensor))

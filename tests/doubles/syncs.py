@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.collectives import control as pending
+from paceline.collectives import control
 
 BACKEND, NAME = "does_nothing", "default_pg"
 ROOT = Path(paceline.__file__).parent
@@ -47,8 +47,6 @@ class _Made(TorchFunctionMode):
 
 
 class HostReads(TorchDispatchMode):
-    """See the module."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: Counter[str] = Counter()
@@ -86,20 +84,20 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def on_the_cpu() -> Generator[None]:
-    """Inside, a step reads on the CPU as it does on a GPU, once and at its end: the same way, with real values."""
+    """A step on the CPU defers its reads to its end as on a GPU, with real values."""
 
     def far(device: torch.device) -> bool:
         return True
 
-    near = pending.costs
-    users = [module for module in [*sys.modules.values()] if vars(module).get("costs") is near]
+    near = control.is_async
+    users = [module for module in [*sys.modules.values()] if vars(module).get("is_async") is near]
     for module in users:
-        vars(module)["costs"] = far
+        vars(module)["is_async"] = far
     try:
         yield
     finally:
         for module in users:
-            vars(module)["costs"] = near
+            vars(module)["is_async"] = near
 
 
 def _line() -> str:
@@ -108,11 +106,10 @@ def _line() -> str:
 
 
 class DoesNothing(dist.ProcessGroup):
-    """A group whose collectives are over at once, and leave tensors as they are."""
+    """A group whose collectives end immediately and do not change tensors."""
 
     @property
     def group_name(self) -> str:
-        """For a mesh of devices."""
         return NAME
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -133,7 +130,7 @@ for _name in (
 
 
 def join() -> None:
-    """Become rank 0 of a group of 2, of which the other does nothing either."""
+    """Become rank 0 of a group of 2 without a second process."""
     dist.Backend.register_backend(
         BACKEND, lambda store, rank, size, timeout: DoesNothing(rank, size), devices=["cpu", "meta"]
     )
@@ -142,7 +139,7 @@ def join() -> None:
 
 
 def let_fsdp_in() -> None:
-    """fully_shard takes the meta device for one whose values are still to come: let it be one with values."""
+    """fully_shard treats meta tensors as uninitialized. Make it treat them as tensors with values."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fully_shard
 
     vars(torch)["meta"] = torch.cpu  # streams and events that do nothing

@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
 from paceline.seeding import random_stream
@@ -40,17 +40,16 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}
-    return [sha256_of(whole(replica.state(), world)), losses, sorted(devices)]
+    return [sha256_of(full_state(replica.state(), world)), losses, sorted(devices)]
 
 
 def both(size: int, folder: Path, strategy: str) -> None:
-    """On the device as on the CPU."""
     (folder / "cpu").mkdir()
     (folder / "gpu").mkdir()
     cpu = run_ranks(trained, size, folder / "cpu", strategy, "cpu")
     found = run_ranks(trained, size, folder / "gpu", strategy, "gpu")
     assert [one[:2] for one in found] == [one[:2] for one in cpu]
-    assert cpu[0][2] == ["cpu"] and found[0][2] == [gpu.NAME], "nothing has stayed on the CPU"
+    assert cpu[0][2] == ["cpu"] and found[0][2] == [gpu.NAME]  # all tensors are on the device
 
 
 @pytest.mark.ranks
@@ -75,7 +74,7 @@ def test_dropout_draws_from_the_devices_own_stream_and_is_the_same_on_one_rank_a
         for size, where in ((1, "gpu"), (2, "gpu"), (1, "cpu"))
         if not (folder := tmp_path / f"{where}-{size}").mkdir()
     ]
-    assert found[0] == found[1], "drawn anew, or as the rank says"
+    assert found[0] == found[1]
 
 
 def drawn(rank: int, size: int) -> list[list[float]]:
@@ -116,7 +115,7 @@ def mixed(rank: int, size: int) -> list[str]:
             wrong()
         except (RuntimeError, TypeError) as error:
             said.append(str(error).partition(" (")[0])
-    assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3, "a number may be on the CPU"
+    assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3  # a scalar may be on the CPU
     assert there[torch.tensor([0, 2])].device == gpu.device() and there.cpu().device == gpu.CPU
     view = there[1:]
     view += 1

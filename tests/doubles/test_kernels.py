@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import shards as shares
 from paceline.collectives.buckets import divide, divide_each
-from paceline.collectives.norm import SharedNorm, even_shares
+from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.shards import Shards
-from paceline.collectives.tree import added, added_each
+from paceline.collectives.tree import add_each, add_optional
 from paceline.strategies.base import scale_gradients
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ THREE = torch.tensor(3.0, dtype=torch.float64)
 
 
 class Kernels(TorchDispatchMode):
-    """Counts what is computed; views are not."""
+    """Counts operations that compute, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What torch imports for the first such mode outlives a test."""
+    """The modules that torch imports for the first such mode stay loaded after a test."""
     with Kernels():
         torch.zeros(1)
 
@@ -57,7 +57,7 @@ def with_gradients(found: Sequence[Tensor]) -> list[nn.Parameter]:
 def norm_of(found: Sequence[Tensor], missing: int | None = None) -> float:
     sizes = [len(one) for one in found]
     values = {i: one for i, one in enumerate(found) if i != missing}
-    return SharedNorm(sizes, even_shares(sizes, 1), 0, CPU)(values).now()
+    return ShardedNorm(sizes, split_evenly(sizes, 1), 0, CPU)(values).result()
 
 
 def dividing(count: int) -> Callable[[], object]:
@@ -72,7 +72,7 @@ def scaling(count: int) -> Callable[[], object]:
 
 def adding(count: int) -> Callable[[], object]:
     one, other = gradients(count), gradients(count, seed=1)
-    return lambda: added_each([*one], [*other])
+    return lambda: add_each([*one], [*other])
 
 
 def packing(count: int) -> Callable[[], object]:
@@ -122,11 +122,11 @@ def test_each_is_added_as_alone() -> None:
     def with_gaps(seed: int) -> list[Tensor | None]:
         return [None if i % 4 == seed else one for i, one in enumerate(gradients(12, TYPES, seed))]
 
-    wanted = [added(*pair) for pair in zip(with_gaps(1), with_gaps(2), strict=True)]
+    wanted = [add_optional(*pair) for pair in zip(with_gaps(1), with_gaps(2), strict=True)]
     wanted[0] = None
     left, right = with_gaps(1), with_gaps(2)
     left[0] = right[0] = None
-    for one, other in zip(added_each(left, right) or [], wanted, strict=True):
+    for one, other in zip(add_each(left, right) or [], wanted, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)  # pyright: ignore[reportArgumentType]
 
 

@@ -113,7 +113,7 @@ def test_gradients_of_several_types_are_looked_at_at_once(bad: float) -> None:
         assert are_finite([*gradients, torch.full((100,), 3e38)], CPU).numbers.tolist() == [0.0]  # nothing overflows
         for gradient in gradients:
             gradient[7] = bad
-            assert not are_finite(gradients, CPU).now()
+            assert not are_finite(gradients, CPU).result()
             gradient[7] = 1
 
 

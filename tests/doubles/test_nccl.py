@@ -21,7 +21,6 @@ from tests.run_ranks import run_ranks
 
 @contextmanager
 def group(rank: int, size: int, folder: str, **env: str) -> Generator[nccl.LikeNccl]:
-    """The double in place of run_ranks' gloo."""
     os.environ.update({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} | env)
     dist.destroy_process_group()
     nccl.register()
@@ -31,7 +30,7 @@ def group(rank: int, size: int, folder: str, **env: str) -> Generator[nccl.LikeN
 
 
 def met(rank: int) -> None:
-    """Return when both are here: a rank that ends at once closes connections that the other still makes."""
+    """Return when both ranks are here. A rank that ends early would close connections that the other is opening."""
     here = torch.ones(1)
     dist.all_reduce(here)
     assert here.item() == 2, rank

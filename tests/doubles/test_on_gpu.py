@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.doubles import gpu
 
+from paceline.runs.events import Started, read_events
 from paceline.runs.summary import read_summary
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +69,9 @@ def test_a_training_is_the_same_on_one_rank_and_two_resumed_on_three_and_with_lo
     one = paceline(tmp_path, *train, "8", "--run-dir", "three", *kept)
     assert f"1 process on {gpu.NAME}" in one.stdout and digest(tmp_path / "three") == digest(tmp_path / "two")
     (tmp_path / "three" / "checkpoints" / "step-00000008").rename(tmp_path / "gone")
-    again = paceline(tmp_path, "train", "--resume", "auto", "--run-dir", "three", "--nproc", "3")
-    assert "goes on after step" in again.stdout
+    paceline(tmp_path, "train", "--resume", "auto", "--run-dir", "three", "--nproc", "3")
+    events = read_events(tmp_path / "three" / "events-0.jsonl")
+    assert [event.start_step for event in events if isinstance(event, Started)] == [0, 6]
     assert digest(tmp_path / "three") == digest(tmp_path / "two") is not None
 
 
@@ -90,7 +92,7 @@ def test_scale_measures_it_there_where_ranks_share_a_gpu(tmp_path: Path) -> None
         "3",
     )
     said = paceline(tmp_path, "scale", "mine.py:task", *how, "--rounds", "1").stdout
-    assert f"mine.py:task on {gpu.NAME}, bucketed" in said and "2 ranks, weak: " in said
+    assert gpu.NAME in said and "2 ranks, weak: " in said
 
 
 @pytest.mark.soak
@@ -106,7 +108,7 @@ def test_verify_proves_it_there_in_float64_and_to_the_bit(tmp_path: Path) -> Non
 def test_verify_proves_a_loop_there(tmp_path: Path) -> None:
     loop = str(ROOT / "examples" / "classic" / "vae.py")
     proven = paceline(tmp_path, "verify", f"{loop}:main", "--ranks", "1,2", "--device", "auto")
-    assert "all 2 cases equal one process" in proven.stdout and "bit-identical" in proven.stdout
+    assert "equal one process" in proven.stdout and "bit-identical" in proven.stdout
 
 
 SESSION = """

@@ -26,7 +26,7 @@ SAMPLES = 4
 
 
 class Operations(syncs.HostReads):
-    """Counts what is computed or copied; views are not. `ones`: of the numbers that are read; the others are zeros."""
+    """Counts operations that compute or copy, without views. `ones`: numbers that are read as one; others are zero."""
 
     def __init__(self, ones: int = 2) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def of_a_plain_loop() -> Counter[str]:
 
 
 def beyond_a_plain_loop(rank: int, world_size: int, strategy: str, ranks: int) -> tuple[int, dict[str, int]]:
-    """How many more, and which a plain loop has not (it has others)."""
+    """The number of additional operations, and those that a plain loop does not have."""
     if ranks > 1:
         begin()
     world = World(0, ranks, 0, ranks, META, syncs.BACKEND)

@@ -17,7 +17,7 @@ from paceline.checkpoint.state import TensorShard
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What torch imports for the first dispatch mode outlives a test."""
+    """The modules that torch imports for the first dispatch mode stay loaded after a test."""
     with HostReads():
         torch.zeros(1)
 
@@ -32,7 +32,7 @@ def files() -> Generator[tuple[int, int]]:
 
 @dataclass
 class Cudart:
-    """Of CUDA's library, what page-locks; `refuses` as a container with too little memory for it does."""
+    """The page-locking functions of CUDA. `refuses`: they fail as in a container with too little memory."""
 
     refuses: bool = False
     locked: dict[int, int] = field(default_factory=dict[int, int])
@@ -54,7 +54,7 @@ def state(device: str, size: int = 50) -> list[TensorShard]:
 
 
 class Copies(HostReads):
-    """Notes whether each copy off the device waits."""
+    """Records whether each copy off the device waits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,6 @@ META = torch.device("meta")
 
 
 def begin() -> None:
-    """Be rank 0 of 2 on the meta device."""
     dist.destroy_process_group()
     syncs.join()
 
@@ -50,11 +49,11 @@ def begin() -> None:
         return finish
 
     StepTotals.start = said_alike
-    vars(shards)["_refuse_views"] = lambda parameters: None  # all lie at address 0
+    vars(shards)["_check_no_views"] = lambda parameters: None  # all lie at address 0
 
 
 def of_a_step(rank: int, world_size: int, strategy: str, clip: float | None, micro_batches: int) -> dict[str, int]:
-    """The waits of one step, with votes and the order of collectives in it, by the line that asks."""
+    """The waits of one step with control flags and the order of collectives, by the line that waits."""
     begin()
     if strategy == "fsdp":
         syncs.let_fsdp_in()
@@ -107,7 +106,7 @@ def test_the_textbook_asks_who_uses_what(tmp_path: Path) -> None:
 
 
 def of_an_evaluation(rank: int, world_size: int, batches: int) -> dict[str, int]:
-    """The waits of an evaluation of so many batches, with two metrics beside the loss."""
+    """The waits of an evaluation of several batches, with two metrics in addition to the loss."""
     begin()
     vars(evaluations)["gather_tensors"] = lambda states, world, name: [states]
     with META:

@@ -33,7 +33,7 @@ def made_users() -> Iterator[Users]:
 
 @pytest.fixture
 def users(made_users: Users, request: pytest.FixtureRequest) -> Iterator[Users]:
-    """The same two users, each with an empty home, in a place of this test's own."""
+    """The same two users, each with an empty home in a folder of this test."""
     place = Path(tempfile.mkdtemp(dir=made_users.place))
     place.chmod(0o755)
     homes: dict[str, Path] = {}

@@ -11,7 +11,7 @@ CONFIG = "[run]\nsteps = 4\nepochs = 1\n"
 
 
 def run_folder(folder: Path, *, config: str = CONFIG, **submission: Any) -> Path:
-    """A run as paceline leaves it, of an agent on another host; the submission says how that one is reached."""
+    """The files of a run whose agent is on a different host. The submission has the command to reach that host."""
     (folder / "attempt-1").mkdir(parents=True)
     (folder / "config.toml").write_text(config)
     write_roster(folder, 4711, host="n7")
@@ -24,17 +24,16 @@ def run_folder(folder: Path, *, config: str = CONFIG, **submission: Any) -> Path
 
 
 def write_roster(folder: Path, pid: int, *, host: str = os.uname().nodename, started: int = 1) -> None:
-    """Write down process `pid` as the run's agent."""
     roster = {"host": host, "agent_pid": pid, "workers": [], "agent_started": started}
     (folder / "attempt-1" / "agent-0.json").write_text(json.dumps(roster))
 
 
 def canary(place: Path) -> tuple[Path, str]:
-    """A file that stays away unless somebody runs the shell command, which says who did."""
+    """A file that exists only if the shell command runs; it then has the name of the user."""
     file = place / "canary"
     return file, f"id -un >> {file}"
 
 
 def payload(file: Path) -> str:
-    """Python that leaves word when it is imported."""
+    """Python code that writes a file when it is imported."""
     return f"import getpass; open({str(file)!r}, 'a').write(getpass.getuser() + '\\n')\ntask = None\n"

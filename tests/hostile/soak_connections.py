@@ -72,7 +72,7 @@ print(sum(tried.values()), len(tried), sum(opened.values()), flush=True)
 
 
 def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
-    """Exit code, digest, median seconds of a step after the first ones, and what was said."""
+    """Exit code, digest, median seconds of a step after the first ones, and the output."""
     words = ("train", "mnist-cnn", "--nproc", "2", "--steps", steps, "--batch-size", "32", "--strategy", "exact")
     done = victim.run(PACELINE, *words, "--run-dir", name, timeout=600)
     run = victim.home / name
@@ -86,7 +86,7 @@ def train(victim: User, name: str, steps: int) -> tuple[int, str, float, str]:
 def attacked(
     victim: User, mallory: User, name: str, steps: int, times: int, *, whose: User | None = None
 ) -> tuple[Any, list[int]]:
-    """As `train`, beside a neighbour at the ports of the victim, or of `whose`; and how often he connected."""
+    """As `train`, while a neighbour connects to the ports of the victim or of `whose`; also the connections."""
     over = victim.home.parent / f"over-{name}"
     neighbour = mallory.popen("python3", "-c", NEIGHBOUR, (whose or victim).uid, times, over)
     assert neighbour.stdout is not None and neighbour.stdout.readline() == "ready\n"
@@ -99,7 +99,7 @@ def attacked(
 
 
 def main() -> int:
-    """1 if a digest differs, or an attacked run was slower than left ones are among themselves, by more than 2 %."""
+    """1 if a digest differs, or if the attack slows a run by more than 2 % beyond the noise of other runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=150)

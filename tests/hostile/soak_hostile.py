@@ -66,7 +66,7 @@ ONLY_OF_OTHERS = (("train", "--resume", "auto", "--run-dir", "{run}", "--nproc",
 
 
 def real_run(victim: User) -> Path:
-    """Checkpoints, events, logs, a verdict and a submission, as a real run leaves them."""
+    """Checkpoints, events, logs, a verdict and a submission of a real run."""
     (victim.home / "mine.py").write_text(TASK)
     victim.own(victim.home / "mine.py")
     words = ("train", "mine.py:task", "--steps", "12", "--checkpoint-every", "4", "--record-samples")
@@ -89,7 +89,7 @@ def real_run(victim: User) -> Path:
 
 
 class Case:
-    """One folder, all that is done to it decided by its number."""
+    """One folder. Its number determines all changes to it."""
 
     def __init__(self, number: int, seed: int, users: Users, canary: Path, bystander: int) -> None:
         self.random = random.Random(f"{seed} {number}")
@@ -98,7 +98,7 @@ class Case:
         self.done: list[str] = []
 
     def spoil(self, run: Path) -> None:
-        """Do one to four things to the copy."""
+        """Apply one to four changes to the copy."""
         for name in ("summary.json", "attempt-1/ended.json", "attempt-1/error-1.json"):
             if self.random.random() < 0.5:  # or they would answer for all the others
                 (run / name).unlink()
@@ -118,7 +118,7 @@ class Case:
 
     @staticmethod
     def usable(run: Path) -> set[Path]:
-        """Files and folders that we can read ourselves: no pipes, and nothing grown."""
+        """Files and folders that this process can read: no pipes, and no files that were enlarged."""
         paths = {path for path in run.rglob("*") if not path.is_symlink()}
         return {path for path in paths if path.is_dir() or (path.is_file() and path.stat().st_size < 1 << 26)}
 
@@ -187,7 +187,7 @@ class Case:
         (folder / f"{stem}{'9' * 200}").touch()
 
     def words(self, path: Path, run: Path) -> None:
-        """Other values in the right places: programs, processes, numbers, escapes."""
+        """Replace values by programs, processes, numbers and escape sequences."""
         if path.suffix == ".jsonl":
             lines = path.read_text().splitlines()
             at = self.random.randrange(len(lines))
@@ -214,7 +214,7 @@ class Case:
             path.write_bytes(data)
 
     def forge(self, path: Path, run: Path) -> None:
-        """A checkpoint whose hashes are right."""
+        """A checkpoint with changed content and matching hashes."""
         folder = self.random.choice(sorted((run / "checkpoints").glob("step-*")))
         manifest = folder / "manifest.json"
         if not self.usable(run).issuperset(folder.iterdir()):
@@ -250,7 +250,7 @@ class Case:
         path.write_text("\n".join(lines) + "\n")
 
     def other(self, value: Any) -> Any:
-        """`value` with something in it exchanged."""
+        """`value` with one part replaced."""
         numbers = [-1, 0, 1, 2**31, 2**62, 2**63, 10**30, 1e308, -1e308]
         texts = ["", "[/bold]x", "\x1b[2J\x9b", "x" * 1_000_000, "../../etc", "\u202e", "\n" * 1000]
         strange: list[Any] = [*numbers, *texts, None, True, [], {}, [0] * 100_000, {"a": {}}, [2**63 - 1] * 300]
@@ -269,7 +269,7 @@ def started(pid: int) -> int:
 
 @contextmanager
 def exchanging(run: Path, chooser: random.Random, *, on: bool) -> Iterator[None]:
-    """Meanwhile a file of the folder is another one now and then, or not there."""
+    """Meanwhile, repeatedly replace or remove a file of the folder."""
     files = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()] if on else []
     if not files:
         yield
@@ -297,8 +297,6 @@ def exchanging(run: Path, chooser: random.Random, *, on: bool) -> Iterator[None]
 
 
 class Typist:
-    """The finder at his keyboard."""
-
     def __init__(self, user: User, *modules: str) -> None:
         self.process = user.popen(sys.executable, "-P", Path(__file__).with_name("server.py"), *modules, stdin=True)
 
@@ -313,7 +311,7 @@ class Typist:
 
 
 def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, dict[str, Any]], None]) -> None:
-    """Try these cases; `told` is given the number and result of each."""
+    """Run these cases, and call `told` with the number and result of each."""
     with two_users(place) as users:
         victim, mallory = users.victim, users.mallory
         real = real_run(victim)
@@ -368,7 +366,7 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
 
 
 def marks(victim: User, canary: Path) -> list[tuple[str, int, int]]:
-    """All that must stay as it is: the finder's own files, and what lies beside the folder."""
+    """Everything that must not change: the user's files, and the files next to the folder."""
     paths = [path for top in (victim.home, canary.parent) for path in top.rglob("*") if "found" not in path.parts]
     return sorted((str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths if not path.is_dir())
 
@@ -406,7 +404,7 @@ def faults(one: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Go on where the results in --out end; 1 if any case was wrong."""
+    """Continue after the results in --out. 1 if any case was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)

@@ -88,7 +88,7 @@ print(sum(tried.values()), len(tried), said, flush=True)
 
 
 def train(lab: Lab, ssh: SshHosts, run: Path, steps: int) -> tuple[int, str, float, str]:
-    """Exit code, digest, median seconds of a step after the first ones, and what was said."""
+    """Exit code, digest, median seconds of a step after the first ones, and the output."""
     shape = words("train", "mnist-cnn", "--steps", steps, "--batch-size", 32, "--device", "cpu", "--strategy", "exact")
     where = words("--on", "ssh", "--hosts", ",".join(HOSTS), "--nproc", 1, "--ssh", ssh.command, "--run-dir", run)
     done = lab.run("n1", *PACELINE, *shape, *where, cwd=run.parent, timeout=300)
@@ -101,7 +101,7 @@ def train(lab: Lab, ssh: SshHosts, run: Path, steps: int) -> tuple[int, str, flo
 def attacked(
     lab: Lab, ssh: SshHosts, run: Path, options: argparse.Namespace, seed: int, *, own: bool
 ) -> tuple[tuple[int, str, float, str], list[int]]:
-    """As `train`, beside a stranger at the hosts' ports or at his own; how many connections, ports, words he had."""
+    """As `train`, with a stranger at the ports of the hosts or the run; also its connections, ports, messages."""
     over = run.parent / f"over-{run.name}"
     ports = {host: run.parent / f"ports-{host}" for host in HOSTS}
     spies = [lab.popen(host, sys.executable, "-c", SPY, ports[host], over) for host in HOSTS]
@@ -120,7 +120,7 @@ def attacked(
 
 
 def main() -> int:
-    """1 if it is wrong, see `judged`."""
+    """1 if a result is wrong; see `judged`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=100)
@@ -154,7 +154,7 @@ def main() -> int:
 
 
 def judged(rows: list[dict[str, Any]], times: int) -> dict[str, Any]:
-    """What all rounds together say; `wrong`: a run ended otherwise, came to other weights, or 5 % slower."""
+    """The summary of all rounds. `wrong`: a different exit code, different weights, or 5 % slower."""
     failed = [row["round"] for row in rows if row["own"]["code"] or row["theirs"]["code"]]
     good = [row for row in rows if row["round"] not in failed]
     digests = sorted({row[name]["weights"] for row in good for name in ("own", "theirs")})

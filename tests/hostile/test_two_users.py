@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.errors import ended_with
 from tests.hostile.folders import canary, payload, run_folder, write_roster
 from tests.hostile.users import User, Users
 
@@ -25,7 +26,6 @@ def finder(users: Users, name: str) -> User:
 
 @pytest.fixture
 def shared(users: Users) -> Path:
-    """A folder like /tmp."""
     return users.folder("shared", 0o1777, users.root)
 
 
@@ -52,7 +52,7 @@ def test_no_call_is_unpickled_that_others_could_have_written(users: Users, share
     one = {"RANK": "0", "WORLD_SIZE": "1"}
     done = users.victim.run(sys.executable, "-P", CALLED, folder, env=one)
     assert done.returncode != 0 and not file.exists(), done.stdout + done.stderr
-    assert "is not to be trusted" in done.stderr, done.stderr
+    assert "is not trusted" in done.stderr, done.stderr
 
 
 # ---- A1: a program that a folder names -------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ def test_no_command_that_stands_in_a_folder_is_run(users: Users, shared: Path, w
 
 @pytest.mark.parametrize("command", ["status", "cancel"])
 def test_nor_in_a_folder_that_was_unpacked_and_is_ours(users: Users, command: str) -> None:
-    """Whoever unpacks an archive owns what was written by others."""
+    """Files from an unpacked archive belong to the user who unpacks it."""
     file, words = canary(users.victim.home)
     mine = prepared(users, run_folder(users.victim.home / "run", ssh=["/bin/sh", "-c", words]), by=users.victim)
     done = users.victim.paceline(command, mine, "--ssh", "/bin/false")
     assert not file.exists()
-    assert "n7, where its agent is, cannot be reached from here. It was started with --ssh" in done.stdout + done.stderr
+    assert "n7" in done.stdout + done.stderr and "--ssh" in done.stdout + done.stderr
 
 
 def test_a_neighbours_run_is_listed_as_data_and_its_weights_are_not_believed(users: Users, shared: Path) -> None:
@@ -136,20 +136,19 @@ def test_trust_is_the_word_by_which_all_of_it_is_believed(users: Users, shared: 
     assert file.read_text() == "root\n", done.stderr
 
 
-@pytest.mark.parametrize(("mode", "words"), [(0o777, "everybody"), (0o770, "group users")])
-def test_a_folder_that_others_may_write_is_no_place_for_a_run(users: Users, mode: int, words: str) -> None:
+@pytest.mark.parametrize(("mode", "who"), [(0o777, "all users"), (0o770, "group users")])
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_a_folder_that_others_may_write_is_no_place_for_a_run(users: Users, mode: int, who: str, inner: str) -> None:
     out = users.folder("out", mode, users.victim)
     os.chown(out, users.victim.uid, 100)
-    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", out)
-    assert done.returncode == 2 and f"{out} can be written by {words}" in done.stderr
-    assert not list(out.iterdir())
-    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", out / "inner")
-    assert done.returncode == 2 and f"{out} can be written by {words}" in done.stderr
-    assert not list((out / "inner").iterdir())
+    done = users.victim.paceline("train", "mnist-cnn", "--nproc", "1", "--steps", "1", "--run-dir", out / inner)
+    ended_with(done, "run-of-others")
+    assert str(out) in done.stderr and who in done.stderr
+    assert not list((out / inner).iterdir())
 
 
 def test_what_is_ours_inside_a_shared_folder_is_ours(users: Users) -> None:
-    """A group's folder, ours in it, a run in that: as clusters have it."""
+    """As on clusters: a group's folder, our folder in it, and a run in that."""
     group = users.folder("group", 0o2775, users.root)
     os.chown(group, 0, 100)
     mine = group / "mine"
@@ -162,7 +161,8 @@ def test_what_is_ours_inside_a_shared_folder_is_ours(users: Users) -> None:
     straight.mkdir()
     users.victim.own(straight)
     done = users.victim.paceline(*words, straight)
-    assert done.returncode == 2 and f"{group} can be written by group users" in done.stderr
+    ended_with(done, "run-of-others")
+    assert str(group) in done.stderr and "group users" in done.stderr
 
 
 # ---- A3: processes that a folder names -------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_no_process_that_stands_in_a_folder_is_signalled(users: Users, shared: P
         assert done.returncode == 2 and BELONGS.format(users.mallory.name, me.name) in done.stderr
         me.own(evil)  # unpacked, say: it does not hold the run's lock
         done = me.paceline("cancel", evil)
-        assert "there is nothing to cancel: the run is" in done.stderr
+        assert done.returncode in (0, 1) and "cancel" in done.stderr
         assert bystander.poll() is None
     finally:
         os.killpg(bystander.pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_nothing_is_written_through_a_link(users: Users, mode: int, owner: str, 
 
 
 def test_what_others_have_put_into_a_folder_of_ours_is_no_part_of_a_run(users: Users) -> None:
-    """It was open to everybody once, and is not any more."""
+    """The folder was writable for all users earlier."""
     for name in ("checkpoints", ".lock", "attempt-1", "checkpoints/.tmp-2-1-0"):
         run = users.folder(f"run-{name.replace('/', '-')}", 0o755, users.victim)
         (run / name).parent.mkdir(exist_ok=True)
@@ -301,7 +301,7 @@ def test_a_module_beside_the_task_that_is_not_imported_is_told(users: Users) -> 
     users.victim.own(*home.iterdir())
     done = users.victim.paceline("train", "mine.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "run")
     assert done.returncode == 0 and not file.exists()
-    assert "beside the task lies json.py, numpy.py: the installed module of that name is imported" in done.stderr
+    assert "json.py" in done.stderr and "numpy.py" in done.stderr
     done = users.victim.paceline("train", "json.py:task", "--nproc", "1", "--steps", "1", "--run-dir", "other")
     assert done.returncode == 2 and "[task-file-shadowed]" in done.stderr
 
@@ -382,11 +382,11 @@ def test_a_folder_that_cannot_be_entered_is_told(users: Users) -> None:
 
 def test_live_output_does_not_steer_the_terminal_and_keeps_its_colours(users: Users) -> None:
     (users.victim.home / "script.py").write_text(
-        "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x07ten\\r\\n', flush=True)\n"
+        "print('\\x1b]0;title\\x07\\x1b[31mred\\x1b[0m \\x1b[2Jgone \\x1b]52;c;AAAA\\x0710\\r\\n', flush=True)\n"
     )
     done = users.victim.paceline("launch", "--nproc", "1", "--", "script.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[rank 0] \x1b[31mred\x1b[0m gone ten\n"
+    assert done.stdout == "[rank 0] \x1b[31mred\x1b[0m gone 10\n"
 
 
 def test_an_error_does_not_steer_the_terminal(users: Users) -> None:
@@ -397,7 +397,7 @@ def test_an_error_does_not_steer_the_terminal(users: Users) -> None:
 def test_a_secret_on_the_command_line_is_told(users: Users) -> None:
     words = ("train", "mnist-cnn", "--nproc", "1", "--dry-run")
     done = users.victim.paceline(*words, "--env", "HF_TOKEN=hunter-two")
-    assert done.returncode == 0 and "--env HF_TOKEN=...: every user of this machine can read" in done.stderr
+    assert done.returncode == 0 and "HF_TOKEN=..." in done.stderr and "every user" in done.stderr
     assert "hunter-two" not in done.stdout + done.stderr
     done = users.victim.paceline(*words, "--env", "HF_TOKEN", env={"HF_TOKEN": "hunter-two"})
     assert done.returncode == 0 and "every user" not in done.stderr and "hunter-two" not in done.stdout

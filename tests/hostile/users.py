@@ -35,7 +35,7 @@ exec "$@"
 
 @dataclass(frozen=True)
 class User:
-    """One of them, and a folder of his own."""
+    """One of the users, with a private folder."""
 
     name: str
     uid: int
@@ -50,7 +50,6 @@ class User:
         umask: int = 0o022,
         stdin: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start a command as this user, in a session of its own, its output captured."""
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         drop = ("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--inh-caps=-all")
         return subprocess.Popen(
@@ -67,7 +66,6 @@ class User:
         )
 
     def run(self, *argv: object, timeout: float = 50, **options: object) -> subprocess.CompletedProcess[str]:
-        """Run a command as this user to its end."""
         with self.popen(*argv, **options) as process:  # pyright: ignore[reportArgumentType]
             try:
                 out, err = process.communicate(timeout=timeout)
@@ -77,18 +75,16 @@ class User:
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
     def paceline(self, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        """Type `paceline ARGUMENTS`."""
         return self.run(PACELINE, *arguments, **options)  # pyright: ignore[reportArgumentType]
 
     def own(self, *paths: Path) -> None:
-        """Give him these, and all that lies in them."""
         for path in paths:
             for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
                 os.chown(one, self.uid, self.gid, follow_symlinks=False)
 
 
 def shown() -> list[str]:
-    """The beginning of a command that everybody can run, wherever the interpreter lies."""
+    """The start of a command that all users can run, for any location of the interpreter."""
     needed = [Path(sys.base_prefix).resolve(), Path(sys.prefix), ROOT]
     closed: dict[Path, list[Path]] = {}
     for path in needed:
@@ -105,7 +101,7 @@ def shown() -> list[str]:
 
 @dataclass(frozen=True)
 class Users:
-    """Both, root, and a folder that all can enter and in which only root can write."""
+    """Both users, root, and a folder that all can enter but only root can write."""
 
     victim: User
     mallory: User
@@ -113,7 +109,6 @@ class Users:
     place: Path
 
     def folder(self, name: str, mode: int, owner: User) -> Path:
-        """A new folder in `place`."""
         made = self.place / name
         made.mkdir()
         os.chown(made, owner.uid, owner.gid)
@@ -123,7 +118,6 @@ class Users:
 
 @contextmanager
 def two_users(place: Path) -> Iterator[Users]:
-    """Make them, and remove them."""
     place.chmod(0o755)
     names = [f"pl{role}{os.getpid() % 1000000}" for role in ("victim", "mallory")]
     made: list[User] = []
@@ -145,7 +139,7 @@ def two_users(place: Path) -> Iterator[Users]:
 
 
 def _retried(*argv: str) -> str:
-    """Another test run may be making users at this very moment, and hold the lock."""
+    """A different test run may create users at this moment, and hold the lock."""
     for _ in range(50):
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode == 0:

@@ -26,7 +26,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-from paceline.runs.attempt import notices
+from paceline.runs.attempt import read_notices
 
 SCENES = Path(__file__).with_name("looks_wrong.py")
 MAY_BE_SAID = {("folds", "left")}  # by which scene: once, and the run goes on
@@ -118,7 +118,7 @@ class Scenes(threading.Thread):
         ended = subprocess.run([*PACELINE, *words], cwd=self._folder, capture_output=True, text=True, check=False)
         self.done[name] += 1
         self.steps += sum(map(int, re.findall(r"(\d+) steps", ended.stdout)))
-        told = [one for one in notices(run_dir / "attempt-1") if (name, one.kind) not in MAY_BE_SAID]
+        told = [one for one in read_notices(run_dir / "attempt-1") if (name, one.kind) not in MAY_BE_SAID]
         self.told += [f"{name} {seed}: {noted.words}" for noted in told]
         if ended.returncode or "GUILTY" in ended.stderr:
             self.told.append(f"{name} {seed}: exit code {ended.returncode}: {ended.stderr[-1500:]}")

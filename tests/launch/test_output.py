@@ -15,7 +15,7 @@ import pytest
 
 from paceline.launch import output
 from paceline.launch.output import HostRelay, LinePart, Screen, Thinned, cleaned, relay_rank
-from paceline.runs.console import in_runs
+from paceline.runs.console import join_ranges
 
 SCRIPT = """
 import os, time
@@ -225,7 +225,7 @@ def test_what_could_move_the_cursor_or_hide_words_is_gone() -> None:
     ],
 )
 def test_names_together(names: tuple[str, ...], text: str) -> None:
-    assert in_runs(names, ",") == text
+    assert join_ranges(names, ",") == text
 
 
 def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:

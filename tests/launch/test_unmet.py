@@ -129,9 +129,9 @@ def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: o
 @pytest.mark.parametrize(
     ("loop", "kind", "called"),
     [
-        (LEAVES_EPOCHS + "s.sum(1.0)", VerdictKind.MISMATCH, ["numbers of the loop", "words of drawn"]),
-        (LEAVES_BATCHES, VerdictKind.MISMATCH, ["totals of the step", "words of drawn"]),
-        (LEAVES_EPOCHS + "with s.evaluating(): pass", VerdictKind.DEADLOCK, ["words of drawn", "of group 0"]),
+        (LEAVES_EPOCHS + "s.sum(1.0)", VerdictKind.MISMATCH, ["numbers of the loop", "messages of drawn"]),
+        (LEAVES_BATCHES, VerdictKind.MISMATCH, ["totals of the step", "messages of drawn"]),
+        (LEAVES_EPOCHS + "with s.evaluating(): pass", VerdictKind.DEADLOCK, ["messages of drawn", "of group 0"]),
     ],
     ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for whole models"],
 )
@@ -149,7 +149,7 @@ def test_ranks_in_different_collectives_are_named_within_seconds(
 def test_ranks_in_different_gathers_of_words_say_so_themselves(tmp_path: Path) -> None:
     done = launched(tmp_path, LEAVES_EPOCHS + "s.weights(model)")
     assert done.returncode == ExitCode.MISMATCH, done.stderr
-    assert "words of check_replicas" in done.stderr and "words of drawn" in done.stderr
+    assert "messages of check_replicas" in done.stderr and "messages of drawn" in done.stderr
     assert not [*(tmp_path / "run").glob("attempt-1/verdict-*")]
 
 

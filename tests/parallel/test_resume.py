@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, optim
 
 from paceline import BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
 from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
 from paceline.rank.world import on_mesh
@@ -64,7 +64,7 @@ def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     fill(buffer, places, {})
     Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
-    whole([], world)  # all have written
+    full_state([], world)  # all have written
     torch.distributed.barrier()
     return [
         (path, (read_meta(path) or ((), ()))[1]) for path in (Path(folder, f"{name}-{r}") for r in range(world.size))
@@ -76,7 +76,7 @@ def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     uninterrupted = prepared("bucketed", world, 0)
     train(uninterrupted, 0, STEPS)
-    wanted = whole(uninterrupted.state(), world)
+    wanted = full_state(uninterrupted.state(), world)
     files: dict[str, Any] = {}
     found: dict[str, float] = {}
     for first, second in pairs:
@@ -87,7 +87,7 @@ def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -
         replica = prepared(second, world, 99)
         replica.load(ShardFiles(files[first]))
         train(replica, SAVED_AT, STEPS)
-        got = whole(replica.state(), world)
+        got = full_state(replica.state(), world)
         assert got.keys() == wanted.keys()
         found[f"{first} -> {second}"] = max(_apart(got[name], tensor) for name, tensor in wanted.items())
     return found

@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import World
-from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
@@ -140,7 +140,7 @@ def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
 @pytest.mark.parametrize(("fails", "words"), [(True, "4711 cannot be shared"), (False, "a loss of 2")])
 def test_what_one_rank_alone_finds_is_told_by_it_and_ends_all(tmp_path: Path, fails: bool, words: str) -> None:
     first, second = run_ranks(found_by_one, 2, tmp_path, fails)
-    assert first == ("ToldElsewhere", "rank 1 failed")
+    assert first == ("ReportedByPeer", "rank 1 failed")
     assert second[0] == "UsageError" and words in second[1]
 
 
@@ -228,7 +228,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
         replica.join(ModelParts(model, world, shards), world)
         held = replica.state()
-        together = whole(held, world)
+        together = full_state(held, world)
         weights = replica.weights()
         same = all(torch.equal(weights[name], value) for name, value in wanted.items())
         same &= all(torch.equal(together[f"model/{name}"], wanted[name]) for name, _ in GPT().named_parameters())

@@ -19,7 +19,7 @@ from tests.rank.guard_ranks import calls
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.collectives.tree import Forest
+from paceline.collectives.tree import LeafPartition
 from paceline.rank.guard import Guard
 from paceline.rank.ledger import Group
 
@@ -175,14 +175,14 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
         return [f"{op.kind} {op.name}" for op in guard.ledger.taken()]
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    reducer = over_torch(model, Forest([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)
+    reducer = over_torch(model, LeafPartition([(0, 1), (1, 2)], rank), bucket_bytes=50, in_order=False)
     with reducer.leaf(rank, is_last=True):
         model(torch.ones(1, 4)).sum().backward()
     reducer.finish(2.0)
     found["reducer"] = taken()
     owned = [(0, 3), (3, 4)]
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    tree = over_torch(model, Forest(owned, rank))
+    tree = over_torch(model, LeafPartition(owned, rank))
     for leaf in range(*owned[rank]):
         with tree.leaf(leaf, is_last=leaf in (2, 3)):
             model(torch.ones(1, 4)).sum().backward()

@@ -38,7 +38,7 @@ def test_a_number_is_never_used_twice(tmp_path):
 
 
 def test_a_deleted_start_does_not_give_its_number_away(tmp_path):
-    """Else what it has left of itself could pass for the new one's."""
+    """Otherwise its remaining files could belong to the new start."""
     (tmp_path / "checkpoints").mkdir()
     Checkpoints(tmp_path / "checkpoints").claim(7, 2)
     assert create_attempt_dir(tmp_path)[0] == 8

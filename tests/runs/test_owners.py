@@ -12,21 +12,19 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import NotOurs, Unreadable, check_ours, opened, other_writers
+from paceline.runs.owners import NotOwned, Unreadable, check_ours, open_file, other_writers
 
 OTHER = 65432  # a user without a name
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder that is ours alone."""
     made = tmp_path / "place"
     made.mkdir(0o700)
     return made
 
 
 def run_in(folder: Path, *modes: int) -> Path:
-    """A run folder below folders of these modes."""
     for depth, mode in enumerate(modes):
         folder = folder / f"level-{depth}"
         folder.mkdir()
@@ -39,25 +37,25 @@ def run_in(folder: Path, *modes: int) -> Path:
     [
         ((0o700,), ""),
         ((0o755,), ""),
-        ((0o777,), "everybody"),
-        ((0o1777,), "everybody"),  # sticky keeps others from exchanging, not from writing
-        ((0o777, 0o700), "everybody"),  # whoever writes above exchanges the run
+        ((0o777,), "all users"),
+        ((0o1777,), "all users"),  # sticky keeps others from exchanging, not from writing
+        ((0o777, 0o700), "all users"),  # whoever writes above exchanges the run
         ((0o1777, 0o700), ""),  # but not below a sticky folder
         ((0o777, 0o755, 0o700), ""),  # nor below one of ours
         ((0o777, 0o1777, 0o700), ""),
-        ((0o755, 0o777, 0o700), "everybody"),
+        ((0o755, 0o777, 0o700), "all users"),
     ],
 )
 def test_who_can_change_a_run_follows_from_all_folders_up_to_the_first_that_is_ours(place, modes, who) -> None:
     found = other_writers(run_in(place, *modes))
-    assert found == "" if not who else f"can be written by {who}" in found
+    assert found == "" if not who else who in found
 
 
 @pytest.mark.root
 def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(place: Path) -> None:
     run = run_in(place, 0o755, 0o755)
     os.chown(run, OTHER, OTHER)
-    assert f"{run} belongs to user {OTHER}, and we are root" in other_writers(run)
+    assert f"{run} belongs to user {OTHER}, " in other_writers(run)
     with raises("run-of-others"):
         check_ours(run)
     os.chown(run, 0, 0)
@@ -72,7 +70,7 @@ def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path
     (run / "attempt-1").mkdir()
     check_ours(run)
     (run / "attempt-1").chmod(0o777)
-    with pytest.raises(UsageError, match="attempt-1 can be written by everybody"):
+    with pytest.raises(UsageError, match="attempt-1 can be written by all users"):
         check_ours(run)
 
 
@@ -82,7 +80,7 @@ def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(pla
     os.chown(run, 0, 0)  # root's own group
     assert other_writers(run) == ""
     os.chown(run, 0, OTHER)
-    assert f"can be written by group number {OTHER}" in other_writers(run)
+    assert f"group number {OTHER}" in other_writers(run)
     os.chown(run, 0, 0)
     # version 2; user::rwx, user:OTHER:rwx, group::---, mask::rwx, other::---
     entries = [(1, 7, 2**32 - 1), (2, 7, OTHER), (4, 0, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
@@ -94,18 +92,18 @@ def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(pla
     except OSError:
         pytest.xfail("this file system has no access lists")
     assert stat.S_IMODE(run.stat().st_mode) == 0o770
-    assert "can be written by group root" in other_writers(run)
+    assert "group root" in other_writers(run)
 
 
 def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     file = place / "config.toml"
     file.write_text("")
-    with opened(file, ours=True) as it:
+    with open_file(file, ours=True) as it:
         assert stat.S_ISREG(it.found.st_mode) and it.strangers == ""
     file.chmod(0o666)
-    with pytest.raises(NotOurs, match="can be written by everybody"), opened(file, ours=True):
+    with pytest.raises(NotOwned, match="can be written by all users"), open_file(file, ours=True):
         pass
-    with opened(file) as it:  # to look at it
+    with open_file(file) as it:  # to look at it
         assert "everybody" in it.strangers
 
 
@@ -114,14 +112,14 @@ def test_nothing_is_reached_through_a_link(place: Path) -> None:
     (place / "real" / "file").write_text("")
     (place / "link").symlink_to("real")
     (place / "real" / "other").symlink_to("file")
-    for path, words in ((place / "link" / "file", "lies behind .*link, a symbolic link"),
-                        (place / "real" / "other", "is a symbolic link, which is refused"),
-                        (place / "real" / "file" / "x", "lies behind .*file, which is no folder")):  # fmt: skip
-        with pytest.raises(Unreadable, match=words), opened(path):
+    for path, words in ((place / "link" / "file", "is below .*link, a symbolic link"),
+                        (place / "real" / "other", "is a symbolic link"),
+                        (place / "real" / "file" / "x", "is below .*file, which is not a folder")):  # fmt: skip
+        with pytest.raises(Unreadable, match=words), open_file(path):
             pass
     with pytest.raises(Unreadable, match="is a symbolic link"):
         other_writers(place / "link")
-    with pytest.raises(FileNotFoundError), opened(place / "real" / "none"):
+    with pytest.raises(FileNotFoundError), open_file(place / "real" / "none"):
         pass
 
 
@@ -130,20 +128,20 @@ def test_what_is_no_plain_file_is_not_waited_for(place: Path) -> None:
     os.mkfifo(place / "pipe")
     (place / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(Unreadable, match="is not a plain file"), opened(place / name):
+        with pytest.raises(Unreadable, match="is not a plain file"), open_file(place / name):
             pass
-    with pytest.raises(Unreadable, match="is not a plain file"), opened(Path("/dev/null")):
+    with pytest.raises(Unreadable, match="is not a plain file"), open_file(Path("/dev/null")):
         pass
 
 
 def test_no_descriptor_is_left_open(place: Path) -> None:
     (place / "file").write_text("")
     program = (
-        "import os, sys; from pathlib import Path; from paceline.runs.owners import opened, other_writers\n"
+        "import os, sys; from pathlib import Path; from paceline.runs.owners import open_file, other_writers\n"
         "place = Path(sys.argv[1]); before = len(os.listdir('/proc/self/fd'))\n"
         "for name in ('file', 'none', 'file/x'):\n"
         "    try:\n"
-        "        with opened(place / name): pass\n"
+        "        with open_file(place / name): pass\n"
         "    except OSError: pass\n"
         "other_writers(place); assert len(os.listdir('/proc/self/fd')) == before\n"
     )

@@ -53,7 +53,7 @@ class Terminal(io.StringIO):
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a person sees: \\r goes to a line's start, and what follows covers what was there."""
+    r"""The visible lines: \r returns to the start of a line, and later text overwrites it."""
     lines = []
     for line in written.split("\n"):
         seen = ""
@@ -77,13 +77,13 @@ def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pyte
     shown.look()
     assert screen(stream.getvalue()) == [str(EARLY)]
     shown.show("after step 40: acc")
-    assert screen(stream.getvalue()) == ["after step 40: acc"], "a half line must not be drawn over"
+    assert screen(stream.getvalue()) == ["after step 40: acc"]  # an incomplete line is not overwritten
     shown.show("uracy 0.9\n")
     assert screen(stream.getvalue()) == ["after step 40: accuracy 0.9", str(EARLY)]
     reporter.step(80, 80, lambda: LATE)
     monkeypatch.setenv("COLUMNS", "31")
     shown.look()
-    assert screen(stream.getvalue())[-1] == str(LATE)[:30], "a line that is folded cannot be drawn over"
+    assert screen(stream.getvalue())[-1] == str(LATE)[:30]  # a wrapped line cannot be overwritten
     monkeypatch.setenv("COLUMNS", "100")
     shown.show("done\n")
     shown.end()

@@ -32,7 +32,7 @@ class Record(msgspec.Struct):
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
     assert read(tmp_path / "a", limit_bytes=100) == b"x" * 100
-    with pytest.raises(Unreadable, match="has 100 bytes; more than 99 are not read"):
+    with pytest.raises(Unreadable, match="has 100 bytes, above the limit of 99"):
         read(tmp_path / "a", limit_bytes=99)
     os.truncate(tmp_path / "a", 1 << 40)
     with pytest.raises(Unreadable, match="1,099,511,627,776 bytes"):
@@ -50,7 +50,7 @@ def test_what_says_that_it_is_empty_and_is_not_is_bounded_too() -> None:
 )
 def test_what_is_no_record_is_told_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.json").write_bytes(data)
-    with pytest.raises(Unreadable, match=r"a\.json holds no Record"):
+    with pytest.raises(Unreadable, match=r"a\.json is not a Record"):
         decode(tmp_path / "a.json", Record)
     (tmp_path / "a.json").write_bytes(b'{"number": 3}')
     assert decode(tmp_path / "a.json", Record) == Record(3)
@@ -68,7 +68,7 @@ def test_what_is_no_record_is_told_in_words(tmp_path: Path, data: bytes) -> None
     ],
 )
 def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, text: str) -> None:
-    """tomllib alone takes 18 s for the second."""
+    """tomllib needs 18 s for the second."""
     (tmp_path / "a.toml").write_bytes(text.encode(errors="surrogatepass"))
     began = time.monotonic()
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> 
     assert symlinks(tmp_path) == ["d"] and folders(tmp_path) == ["e"]
     assert symlinks(tmp_path / "none") == folders(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
-    with pytest.raises(Unreadable, match="holds more than 3 files: no run does"):
+    with pytest.raises(Unreadable, match="has more than 3 files"):
         names(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None
         for place in range(0, 30 << 30, 15 << 20):
             file.seek(place)
             file.write(b"\n")
-    with pytest.raises(Unreadable, match="mostly holes: no run wrote that"):
+    with pytest.raises(Unreadable, match="mostly holes"):
         next(read_lines(tmp_path / "a"))
 
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.runs import utilization
 from paceline.runs.events import Event, RolledBack, Started, Step
 from paceline.runs.summary import RunState, Summary
-from paceline.runs.utilization import goodput, speed, speed_words, with_unit
+from paceline.runs.utilization import format_flops, format_speed, goodput, speed
 from paceline.runs.writers import EventWriter
 
 
@@ -40,17 +40,16 @@ def test_mfu_is_flops_per_second_by_the_peak_of_all_devices() -> None:
 
 
 def test_only_what_is_known_is_shown() -> None:
-    assert speed_words(Summary("t", 0, tokens_per_second=12345.0, mfu=0.382)) == ["12,345 tokens/s", "MFU 38.2%"]
-    assert speed_words(RunState(run_dir="run", state="running", goodput=0.5)) == ["goodput 50.0%"]
-    assert speed_words(SimpleNamespace(mfu=0.5)) == ["MFU 50.0%"]
+    assert format_speed(Summary("t", 0, tokens_per_second=12345.0, mfu=0.382)) == ["12,345 tokens/s", "MFU 38.2%"]
+    assert format_speed(RunState(run_dir="run", state="running", goodput=0.5)) == ["goodput 50.0%"]
+    assert format_speed(SimpleNamespace(mfu=0.5)) == ["MFU 50.0%"]
 
 
 @pytest.mark.parametrize(
-    ("flops", "words"),
-    [(0, "0 FLOP"), (-5, "-5 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP")],
+    ("flops", "words"), [(0, "0 FLOP"), (-5, "-5 FLOP"), (999, "999 FLOP"), (1.234e9, "1.23 GFLOP")]
 )
 def test_flops_have_units(flops: float, words: str) -> None:
-    assert with_unit(flops) == words
+    assert format_flops(flops) == words
 
 
 def test_goodput_is_the_time_of_steps_since_the_first_start(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_exchanged_for_a_link_leads_nowhere(tmp_path: Path) -> None:
-    """As a neighbour can who may write above it, while a run goes on."""
+    """A user who can write to the parent folder can do this during a run."""
     for name in ("mine", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(name)
@@ -130,7 +130,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> 
 
 @pytest.fixture
 def a_few_bytes_at_a_time(monkeypatch):
-    """A system that never writes more than 7 bytes in one call."""
+    """A system that writes at most 7 bytes in each call."""
     real_write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real_write(descriptor, memoryview(data).cast("B")[:7]))
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tests.check.planted_cases import kinds
 from tests.launch.launch_harness import LAUNCHER
 
-from paceline.runs.attempt import notices
+from paceline.runs.attempt import read_notices
 
 HERE = Path(__file__).parent
 CLEAN = HERE.parent / "check" / "clean"
@@ -118,7 +118,9 @@ def clean(script: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         name, *kind = script.split()
         code, _ = started([*LAUNCH, str(RANKS), str(CLEAN / f"{name}.py"), *kind], Path(folder))
-        told = [one.words for one in notices(Path(folder) / "run" / "attempt-1") if (name, one.kind) not in MAY_BE_SAID]
+        told = [
+            one.words for one in read_notices(Path(folder) / "run" / "attempt-1") if (name, one.kind) not in MAY_BE_SAID
+        ]
     return Row("clean", script, not told and code == 0, "", code, "; ".join(told))
 
 

@@ -13,7 +13,7 @@ from tests.launch.launch_harness import Launch, survivors
 from paceline.errors import ExitCode
 from paceline.guard.report import read_verdict
 from paceline.protocol.evidence import VerdictKind
-from paceline.runs.attempt import notices
+from paceline.runs.attempt import read_notices
 
 pytestmark = pytest.mark.sample(3)
 
@@ -40,7 +40,7 @@ def test_each_kind_of_silent_fault_is_told_with_rank_and_step_and_only_told_wher
         steps=120, on_drift="warn",
     )  # fmt: skip
     assert one.finish() == ExitCode.DONE, one.stderr
-    said = [*notices(one.folder)]
+    said = [*read_notices(one.folder)]
     found = {noted.kind: noted for noted in said}
     parts = {
         "swallowed": ("rank 1 ", "RuntimeError", "ddp.py:"), "mismatch": ("rank 1 ", "all_reduce [] ", "ddp.py:"),
@@ -78,7 +78,7 @@ def test_replicas_that_drift_end_the_run_with_its_exit_code_and_a_page(run: Run)
 def test_the_same_is_told_of_gradients_averaged_by_hand_in_a_run_of_a_second(run: Run) -> None:
     one = run(script=SCRIPT.with_name("by_hand.py"), on_drift="warn")
     assert one.finish() == ExitCode.DONE, one.stderr
-    said = [*notices(one.folder)]
+    said = [*read_notices(one.folder)]
     drifted = [noted for noted in said if noted.kind == "diverged"]
     (loss,) = (noted.words for noted in said if noted.kind == "swallowed")
     assert drifted[0].step == 50
@@ -107,7 +107,7 @@ def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_wi
 def test_ranks_that_form_a_group_again_after_an_error_of_a_collective_end_with_0(run: Run, tmp_path: Path) -> None:
     one = run(str(tmp_path / "store"), script=SCRIPT.with_name("formed_again.py"), nproc=2)
     assert one.finish() == ExitCode.DONE, one.stderr
-    assert one.stderr == "" and not [*notices(one.folder)]
+    assert one.stderr == "" and not [*read_notices(one.folder)]
 
 
 @pytest.mark.ranks
@@ -117,7 +117,7 @@ def test_ranks_that_form_a_group_again_after_an_error_of_a_collective_end_with_0
 def test_what_a_rank_trains_for_itself_is_no_step_of_the_others_training(what: str, run: Run) -> None:
     one = run(what, script=SCRIPT.with_name("own_business.py"))
     assert one.finish() == ExitCode.DONE, one.stderr
-    assert one.stderr == "" and not [*notices(one.folder)]
+    assert one.stderr == "" and not [*read_notices(one.folder)]
 
 
 @pytest.mark.ranks
@@ -125,7 +125,7 @@ def test_what_a_rank_trains_for_itself_is_no_step_of_the_others_training(what: s
 def test_ranks_that_all_go_on_alone_after_a_training_are_told_once_and_not_stopped(what: str, run: Run) -> None:
     one = run(what, script=SCRIPT.with_name("own_business.py"))
     assert one.finish() == ExitCode.DONE, one.stderr
-    (told,) = notices(one.folder)
+    (told,) = read_notices(one.folder)
     assert told.kind == "left" and "step 60 " in told.words
 
 
@@ -141,4 +141,4 @@ def test_a_rank_that_alone_goes_past_ddp_or_steps_once_more_is_found(what: str, 
 def test_off_leaves_nothing_of_it(run: Run) -> None:
     one = run("nan in one batch", steps=20, stall_after="off")
     assert one.finish() == ExitCode.DONE
-    assert one.stderr == "" and not [*notices(one.folder)]
+    assert one.stderr == "" and not [*read_notices(one.folder)]

@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import whole
+from paceline.checkpoint.shards import full_state
 from paceline.data.plan import ranks_share
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Strategy
@@ -121,7 +121,7 @@ def differences(rank: int, size: int) -> dict[tuple[str, str, str], float]:
                 except UsageError as error:
                     assert (name, change) == ("ddp", set_) and "p.set_" in str(error), (name, change, when)
                     continue
-                saved = whole(replica.state(), world)
+                saved = full_state(replica.state(), world)
                 for key, tensor in wanted.items():
                     for one in (got[key], saved[f"model/{key}"].reshape(tensor.shape)):
                         case = (name, change.__name__, when)

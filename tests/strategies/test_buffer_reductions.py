@@ -16,11 +16,11 @@ from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from paceline.checkpoint.export import exported
+from paceline.checkpoint.export import export_state
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.data.plan import Work, ranks_share
-from paceline.errors import ToldElsewhere, UsageError
+from paceline.errors import ReportedByPeer, UsageError
 from paceline.rank.world import World
 from paceline.strategies.buffers import VirtualBuffers
 
@@ -121,7 +121,7 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
     save(buffers.hold(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    offline = exported(Kept(buffers.hold()), {}, V) if size == 1 else found
+    offline = export_state(Kept(buffers.hold()), {}, V) if size == 1 else found
     assert all(torch.equal(offline[name], found[name]) for name in found)
     return values_of(found)
 
@@ -247,7 +247,7 @@ def test_what_nobody_knows_how_to_combine_is_an_error_before_the_first_update_an
     with raises(code), buffers.merged():
         pass
     with raises("export-undeclared-buffer"):
-        exported(Kept(buffers.hold()), {}, V)
+        export_state(Kept(buffers.hold()), {}, V)
     alone = nn.Sequential(Writes(start.clone(), write))
     buffers = VirtualBuffers(alone, ALONE, 1)
     forwards(buffers, alone, range(1), range(STEPS))
@@ -271,14 +271,14 @@ def told_by_one(rank: int, size: int) -> str:
     model = Writes(torch.tensor(0.0), UNKNOWN["a sum"][1])
     try:
         forwards(VirtualBuffers(model, world_of(rank, size), V), model, ranks_share(V, rank, size), range(1))
-    except (UsageError, ToldElsewhere) as error:
+    except (UsageError, ReportedByPeer) as error:
         return f"{type(error).__name__} {int(error.exit_code)}"
     return ""
 
 
 @pytest.mark.ranks
 def test_every_rank_ends_and_one_tells_why(tmp_path: Path):
-    assert run_ranks(told_by_one, 2, tmp_path) == ["UsageError 2", "ToldElsewhere 2"]
+    assert run_ranks(told_by_one, 2, tmp_path) == ["UsageError 2", "ReportedByPeer 2"]
 
 
 @pytest.mark.parametrize(

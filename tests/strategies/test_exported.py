@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from paceline import BatchPlan, Loading, load_steps, train_step
-from paceline.checkpoint.export import exported, state_names
+from paceline.checkpoint.export import export_state, state_names
 from paceline.checkpoint.format import Damaged
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
@@ -35,7 +35,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
         train_step(replica, step, loss)
     with replica.merged_buffers():
         wanted = {name: tensor.clone() for name, tensor in replica.weights().items()}
-    found = exported(Kept(replica.state()), names, V)
+    found = export_state(Kept(replica.state()), names, V)
     assert found.keys() == wanted.keys() == Odd().state_dict().keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert all(found[name].dtype == wanted[name].dtype for name in wanted)
@@ -55,5 +55,5 @@ def test_names_are_noted_where_the_state_dict_has_others():
 def test_what_a_model_puts_into_its_state_dict_and_nobody_saves_is_told():
     model = nn.Linear(2, 2)
     model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"norm": torch.ones(1)}))
-    with pytest.raises(Damaged, match="norm is in the model's state_dict, but no parameter or buffer"):
-        exported(Kept([]), state_names(model), 1)
+    with pytest.raises(Damaged, match="norm of the model's state_dict is not a parameter or buffer"):
+        export_state(Kept([]), state_names(model), 1)

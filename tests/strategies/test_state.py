@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read_meta, whole
+from paceline.checkpoint.shards import ShardFiles, fill, full_state, layout, rank_part, read_meta
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Strategy
@@ -133,7 +133,7 @@ def go_on(rank: int, size: int, folder: str) -> int:
         replica = prepared(second, optimizer, world, seed=99)
         replica.load(source)
         train(replica, SAVED_AT, STEPS)
-        found = whole(replica.state(), world)
+        found = full_state(replica.state(), world)
         case = f"{first} on {size_then} -> {second} on {size_now}, {optimizer}"
         assert list(found) == wanted.names(""), case
         for name, tensor in found.items():

@@ -29,11 +29,11 @@ from zero import ShardedOptimizer
 from paceline.collectives import buckets
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.norm import SharedNorm
-from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.norm import ShardedNorm
+from paceline.collectives.reducer import sum_to_shards
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
-from paceline.collectives.tree import Forest, subtrees
+from paceline.collectives.tree import LeafPartition, subtrees
 from paceline.data.plan import BatchPlan, ranks_share
 
 SIZES = (2, 3)
@@ -61,7 +61,7 @@ def test_the_tree_is_cut_as_the_products(owned):
 def test_the_norm_is_the_products(size):
     values = torch.randn(size, generator=torch.Generator().manual_seed(size)).exp2() ** 9
     mine = math.sqrt(norm.pairwise_sum(norm.squares(values)))
-    assert mine == SharedNorm([size], [[(0, 0, size)]], 0, torch.device("cpu"))({0: values}).now()
+    assert mine == ShardedNorm([size], [[(0, 0, size)]], 0, torch.device("cpu"))({0: values}).result()
 
 
 def net(salt: int) -> nn.Sequential:
@@ -83,8 +83,8 @@ def same_weights(mine: nn.Module, products: nn.Module) -> None:
         assert bits(a) == bits(b)
 
 
-def of_ranks(rank: int, size: int) -> Forest:
-    return Forest([(each, each + 1) for each in range(size)], rank)
+def of_ranks(rank: int, size: int) -> LeafPartition:
+    return LeafPartition([(each, each + 1) for each in range(size)], rank)
 
 
 def replicate(rank: int, _: int) -> None:
@@ -160,7 +160,7 @@ def by_leaf(rank: int, size: int) -> None:
     """The sum over 5 virtual ranks."""
     shares = [ranks_share(5, each, size) for each in range(size)]
     products, owned = net(0), [(share.start, share.stop) for share in shares]
-    reducer = over_torch(products, Forest(owned, rank))
+    reducer = over_torch(products, LeafPartition(owned, rank))
     leaves: dict[tuple[int, int], torch.Tensor] = {}
     for leaf in shares[rank]:
         with reducer.leaf(leaf, is_last=leaf == shares[rank][-1]):
@@ -184,7 +184,7 @@ def zero(rank: int, size: int) -> None:
     optimizer = torch.optim.AdamW(products.parameters(), lr=0.1)
     shards = Shards(products, rank, size)
     shards.shard(optimizer)
-    reducer = sum_to_shares(shards, of_ranks(rank, size))
+    reducer = sum_to_shards(shards, of_ranks(rank, size))
     for step in range(3):
         loss(mine, rank + 10 * step).backward()
         sharded.step(4.0 * size)

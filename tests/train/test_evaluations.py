@@ -112,13 +112,13 @@ def test_a_tracker_that_fails_or_hangs_costs_the_run_nothing_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "guest", ("pytest", guest))
-    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     hang = threading.Event()
     for settings, got, told in (
         ({}, [1, 2, "closed"], []),
-        ({"fails": "begin"}, [], ["guest did not get everything: OSError: no network"]),
-        ({"fails": "log"}, ["closed"], ["guest did not get everything: OSError: no room"]),
-        ({"hang": hang}, [], ["it is too slow; the newest of 2 reports were left out"]),
+        ({"fails": "begin"}, [], ["guest is incomplete: OSError: no network"]),
+        ({"fails": "log"}, ["closed"], ["guest is incomplete: OSError: no room"]),
+        ({"hang": hang}, [], ["it is too slow; the newest of 2 reports are missing"]),
     ):
         said: list[str] = []
         kept: list[Any] = []
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_due_by_the_clock_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_real_trackers_get_what_the_run_records(tmp_path: Path) -> None:
     done = train(tmp_path, "judged", "--epochs", 2, "--track", "tensorboard,wandb,mlflow", "--log-interval", 5)
-    assert done.returncode == 0 and "did not get everything" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "is incomplete" not in done.stdout, done.stdout + done.stderr
     run = tmp_path / "run"
     wanted = {event.step: event.metrics["loss"] for event in of(run, 0, events.Evaluated)}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline import BatchPlan, Loading, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
-from paceline.collectives.control import are_finite, now, scaled
+from paceline.collectives.control import are_finite, multiply_gradients, resolve
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import ranks_share
 from paceline.errors import PacelineError, TrainingError
@@ -93,12 +93,12 @@ def test_finite_means_that_each_element_is(dtype, bad):
     gradients = [torch.full((10,), 3.0, dtype=dtype) for _ in range(2)]
     for at, value in bad:
         gradients[at // 10][at % 10] = value
-    assert are_finite(gradients, CPU).now() == (not bad)
+    assert are_finite(gradients, CPU).result() == (not bad)
 
 
 def test_a_sum_that_overflows_is_no_false_alarm():
-    assert are_finite([torch.full((100,), 3e38)], CPU).now()
-    assert are_finite([], CPU).now()
+    assert are_finite([torch.full((100,), 3e38)], CPU).result()
+    assert are_finite([], CPU).result()
 
 
 # ---- one process -------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_every_strategy_names_the_ranks_and_leaves_a_step_out_alike_at_every_wor
     for name in MANY:
         assert ranks[teller][name].startswith("TrainingError 5: ") and " all 2 parameters " in ranks[teller][name]
         assert codes(ranks[teller][name]) == ["not-finite"]
-        assert ranks[1 - teller][name].startswith("ToldElsewhere 5")
+        assert ranks[1 - teller][name].startswith("ReportedByPeer 5")
         for sample in BAD:
             assert f"rank {owner[sample]}: samples " in ranks[teller][name] and str(sample) in ranks[teller][name]
     assert codes(ranks[0]["collective"]) == ["not-finite"] and "allreduce" in ranks[0]["collective"]
@@ -246,15 +246,15 @@ def test_a_step_goes_back_once_and_is_then_left_out():
 def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(
     dtype: torch.dtype, far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite, "costs", lambda _: far)
+    monkeypatch.setattr(finite, "is_async", lambda _: far)
     factor = torch.tensor(1 / 97, dtype=torch.float64)
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
     wanted = [gradient * factor for gradient in gradients]
-    assert now(scaled(gradients, factor, CPU))
+    assert resolve(multiply_gradients(gradients, factor, CPU))
     assert all(torch.equal(gradient, other) for gradient, other in zip(gradients, wanted, strict=True))
     for bad in (math.inf, -math.inf, math.nan):
         gradients[1][7] = bad
-        assert not now(scaled(gradients, factor, CPU))
+        assert not resolve(multiply_gradients(gradients, factor, CPU))
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -262,7 +262,7 @@ def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite(
     far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of all weights may be below one."""
-    monkeypatch.setattr(finite, "costs", lambda _: far)
-    assert not now(scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
-    assert now(scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
-    assert now(scaled([], torch.tensor(2.0), CPU))
+    monkeypatch.setattr(finite, "is_async", lambda _: far)
+    assert not resolve(multiply_gradients([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
+    assert resolve(multiply_gradients([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64), CPU))
+    assert resolve(multiply_gradients([], torch.tensor(2.0), CPU))

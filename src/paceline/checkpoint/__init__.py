@@ -1,4 +1,4 @@
-"""The state of a training, saved and loaded by any strategy on any number of ranks.
+"""The state of a training, which any strategy on any number of ranks can save and load.
 
 state: named tensors; shards: a rank's part of them as a file; format: manifest and checks; manager: the folder of
 checkpoints; snapshots: states in memory; resume: the newest state; export: a state_dict; reductions: of buffers.

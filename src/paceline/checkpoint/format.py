@@ -1,14 +1,14 @@
-"""The format of a checkpoint: a folder with manifest.json and one safetensors file per rank, and the checks of both.
+"""The format of a checkpoint, a folder with manifest.json and one safetensors file per rank, and its checks.
 
-Each of two ranks has written one half of a weight of 10 elements:
+Example: each of two ranks has written one half of a weight of 10 elements:
 
     {"manifest": {"format": 1, "step": 100, ...,
                   "files": [{"name": "shard-0-of-2.safetensors", "bytes": 140, "sha256": "9f...",
                              "pieces": [{"key": "0", "name": "model/fc.weight", "dtype": "F32",
                                          "shape": [5, 2], "start": 0, "stop": 5}]}, ...]},
-     "sha256": "of the bytes of the inner object, as they are"}
+     "sha256": "of the bytes of the inner object"}
 
-A hash finds accidents. It is not a signature: anyone who can write the folder can also write a matching hash.
+A hash detects accidents. It is not a signature: anyone who can write the folder can also write a matching hash.
 
 This module does not import torch: commands list and verify checkpoints without it.
 """
@@ -27,17 +27,17 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from paceline.errors import PacelineError, TrainingError
-from paceline.runs.owners import Unreadable, opened
+from paceline.runs.owners import Unreadable, open_file
 from paceline.runs.reading import read
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 1 << 24  # about 100,000 pieces
 MOST_ELEMENTS = 2**62
-MOST_RECTANGLES = 4096  # each is compared with each
-LONGEST_WORDS = 500  # of an error: names in a file come from whoever wrote it
+MOST_RECTANGLES = 4096  # all pairs are compared
+MAX_MESSAGE_LENGTH = 500  # of an error: names in a damaged file may have any length
 READ_BYTES = 1 << 20
-LENGTH_BYTES = 8  # of the number at the start of a safetensors file
+LENGTH_BYTES = 8  # of the header's length at the start of a safetensors file
 MAX_HEADER_BYTES = 64 << 20
 METADATA = "__metadata__"
 INVALID_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -46,77 +46,72 @@ BITS = {
     "I64": 64, "U64": 64, "F64": 64,
 }  # fmt: skip
 REALS = {"C64": "F32", "C128": "F64"}
-"""a complex number is two real numbers in a file: safetensors has no complex128, older versions have no complex64"""
+"""A file stores a complex number as two real ones: safetensors has no complex128, and older versions no complex64."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Word = Annotated[str, msgspec.Meta(pattern=r"\A[A-Z][A-Z0-9_]*\Z")]
+DtypeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Z][A-Z0-9_]*\Z")]
 
 _STEP = re.compile(r"step-([0-9]{8,15})")
 _SHARD = re.compile(r"shard-(0|[1-9][0-9]{0,8})-of-([1-9][0-9]{0,8})\.safetensors")
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint. The names sort like the steps up to 99,999,999."""
+    """The folder name of a step's checkpoint. Up to step 99,999,999, names sort like steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step whose checkpoint has this name; None if no checkpoint has it."""
+    """The step of the checkpoint with this folder name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == folder_name(int(match[1])) else None
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """The name of a rank's file."""
+    """The file name of a rank's shard."""
     return f"shard-{rank}-of-{world_size}.safetensors"
 
 
-class Damaged(PacelineError):  # noqa: N818 - it says what the file is
-    """A checkpoint that must not be loaded. The text states what was expected and what was found."""
+class Damaged(PacelineError):  # noqa: N818 - describes the checkpoint
+    """A checkpoint that must not be loaded. The text has the expected and the actual content."""
 
-    def __init__(self, words: str) -> None:
-        shown = "".join(c if c.isprintable() else "?" for c in words)  # no control characters on a terminal
-        super().__init__(shown if len(shown) <= LONGEST_WORDS else f"{shown[:LONGEST_WORDS]} ...")
+    def __init__(self, text: str) -> None:
+        shown = "".join(c if c.isprintable() else "?" for c in text)  # no control characters on a terminal
+        super().__init__(shown if len(shown) <= MAX_MESSAGE_LENGTH else f"{shown[:MAX_MESSAGE_LENGTH]} ...")
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A flat range of elements of one tensor, or several of them, equally far apart, as one entry of a file."""
+    """A flat range of elements of one tensor, or several ranges at equal distances, as one entry of a file."""
 
-    key: str
-    """name inside the file"""
+    key: str  # the name inside the file
     name: str
-    """of the whole tensor, the same for every strategy: model/conv1.weight, optimizer/conv1.weight/exp_avg"""
-    dtype: Word
-    """safetensors' word: F32"""
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
-    """of the whole tensor; () for a scalar"""
+    """The name of the full tensor, the same for all strategies: model/conv1.weight, optimizer/conv1.weight/exp_avg."""
+    dtype: DtypeName  # as in safetensors: F32
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # the shape of the full tensor; () for a scalar
     start: Count
     stop: Count
-    count: Positive = 1
-    """how many such ranges, of one part of every row, say"""
+    count: Positive = 1  # the number of ranges, for example one in each row
     apart: Count = 0
-    """elements from the begin of one to that of the next; 0: there is but one"""
+    """The number of elements from the start of a range to the start of the next one; 0 for a single range."""
 
     @property
     def elements(self) -> int:
-        """Of all ranges together."""
+        """The number of elements of all ranges."""
         return (self.stop - self.start) * self.count
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank's file: its size and hash, and the pieces in it."""
 
-    name: str
-    """shard-<rank>-of-<world size>.safetensors"""
+    name: str  # has the form shard-<rank>-of-<world size>.safetensors
     bytes: Count
     sha256: Sha256
     pieces: tuple[Piece, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds, who wrote it, and of which run."""
+    """The content of a checkpoint, its writer, and its run."""
 
     format: int
     step: Count
@@ -124,12 +119,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: Count
     world_size: Positive
     virtual_ranks: Positive
-    definition: dict[str, Any]
-    """the run's settings, to be compared with those of the run that resumes"""
+    definition: dict[str, Any]  # the settings of the run, which a resumed run compares with its settings
     metrics: dict[str, float]
     samples_seen: Count
-    scalars: dict[str, Any]
-    """plain values that belong to the state; a tuple comes back as a list"""
+    scalars: dict[str, Any]  # plain values of the state; a tuple is read as a list
     files: tuple[ShardFile, ...]
 
 
@@ -146,7 +139,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of manifest.json.
 
     Raises:
-        TrainingError: if a value would not come back as it is (nan, bytes, a key that is a number): it is named.
+        TrainingError: with the name of a value that JSON would change (nan, bytes, a key that is a number).
     """
     for name in ("definition", "metrics", "scalars"):
         _check_plain(getattr(manifest, name), name)
@@ -158,24 +151,24 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest in the bytes of a manifest.json.
 
     Raises:
-        Damaged: it is anything but a whole manifest of this format, whose pieces make up every tensor exactly.
+        Damaged: unless it is a complete manifest of this format whose pieces contain each element exactly once.
     """
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
-        # Before the hash and the fields: a newer paceline may seal and describe differently.
+        # Before the hash and the fields: a newer paceline may have different ones.
         stated = msgspec.json.decode(envelope.manifest, type=_Stated).format
     except msgspec.ValidationError as error:
         raise Damaged(f"is JSON, but not the manifest of a paceline checkpoint: {error}") from None
     except INVALID_JSON as error:
-        raise Damaged(f"is no JSON: {error}, in {len(data):,} bytes") from None
+        raise Damaged(f"is not JSON: {error}, in {len(data):,} bytes") from None
     if stated != FORMAT:
         age = "newer than this paceline's" if stated > FORMAT else "not this paceline's,"
         raise Damaged(f"format {stated} is {age} {FORMAT}")
     inner = bytes(envelope.manifest)
     digest = hashlib.sha256(inner).hexdigest()
     if envelope.sha256 != digest:
-        raise Damaged(f"was changed: it says that its sha256 is {envelope.sha256}, and it is {digest}")
-    if data != _sealed(inner, digest):  # one manifest has one spelling: whatever else is in the file was added
+        raise Damaged(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
+    if data != _sealed(inner, digest):  # a manifest has only one valid encoding: everything else was added later
         raise Damaged(
             f"has bytes that paceline did not write: {len(data):,} instead of {len(_sealed(inner, digest)):,}"
         )
@@ -188,8 +181,8 @@ def decode_manifest(data: bytes) -> Manifest:
     for piece in itertools.chain.from_iterable(file.pieces for file in manifest.files):
         pieces[piece.name].append(piece)
     for name, parts in pieces.items():
-        if words := cover(parts):
-            raise Damaged(f"{name!r} {words}")
+        if problem := cover(parts):
+            raise Damaged(f"{name!r} {problem}")
     return manifest
 
 
@@ -199,42 +192,46 @@ def _sealed(inner: bytes, digest: str) -> bytes:
 
 def _check_files(manifest: Manifest) -> None:
     if not manifest.files:
-        raise Damaged("names no file")
+        raise Damaged("lists no file")
     seen: set[str] = set()
     for file in manifest.files:
         match = _SHARD.fullmatch(file.name)
         if not match:
             raise Damaged(
-                f"names the file {file.name!r}, which is not a plain shard-<rank>-of-<world size>.safetensors"
+                f"lists the file {file.name!r}, which is not a plain shard-<rank>-of-<world size>.safetensors"
             )
         rank, world_size = int(match[1]), int(match[2])
         if world_size != manifest.world_size or rank >= world_size:
-            raise Damaged(f"names the file {file.name!r}, but its world size is {manifest.world_size}")
+            raise Damaged(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
         if file.name in seen:
-            raise Damaged(f"names the file {file.name!r} twice")
+            raise Damaged(f"lists the file {file.name!r} twice")
         seen.add(file.name)
         if len({piece.key for piece in file.pieces}) < len(file.pieces):
-            raise Damaged(f"names a key of {file.name} twice")
+            raise Damaged(f"lists a key of {file.name} twice")
 
 
 def cover(parts: Sequence[Piece]) -> str:
-    """Why pieces do not hold each element of a tensor exactly once; empty if they do."""
+    """The reason why pieces do not contain each element of a tensor exactly once; empty if they do."""
     first, elements = parts[0], math.prod(parts[0].shape)  # at most 64 factors
     for piece in parts:
         if (piece.dtype, piece.shape) != (first.dtype, first.shape):
-            return f"is {_kind(first)} in one piece and {_kind(piece)} in another"
+            return f"is {_dtype_and_shape(first)} in one piece and {_dtype_and_shape(piece)} in a different one"
         if piece.apart != first.apart or (piece.count > 1 and not piece.apart):
-            return f"is {_kind(first)} with rows of {first.apart} in one piece and otherwise in another"
+            return (
+                f"is {_dtype_and_shape(first)} with rows of {first.apart} in one piece, and different in a second one"
+            )
     if elements > MOST_ELEMENTS:
-        return f"is larger than any memory: {_kind(first)}"
-    if words := _rectangles(parts, first.apart, elements) if first.apart else _ranges(parts):
-        return words
+        return f"is larger than any memory: {_dtype_and_shape(first)}"
+    if problem := _rectangles(parts, first.apart, elements) if first.apart else _ranges(parts):
+        return problem
     held = sum(piece.elements for piece in parts)
-    return "" if held == elements else f"is {_kind(first)} with {elements} elements, and the pieces hold {held}"
+    return (
+        "" if held == elements else f"is {_dtype_and_shape(first)} with {elements} elements, but the pieces have {held}"
+    )
 
 
 def _ranges(parts: Sequence[Piece]) -> str:
-    """What is wrong with the order of pieces of one range each: there is a gap, or two of them overlap."""
+    """A gap or an overlap between pieces of one range each; empty if there is none."""
     covered = 0
     for piece in sorted(parts, key=lambda piece: (piece.start, piece.stop)):
         if piece.stop < piece.start:
@@ -248,27 +245,27 @@ def _ranges(parts: Sequence[Piece]) -> str:
 
 
 def _rectangles(parts: Sequence[Piece], width: int, elements: int) -> str:
-    """What is wrong with pieces of several ranges: each is a rectangle in rows of `width` elements."""
+    """An overlap of pieces that are rectangles in rows of `width` elements; empty if there is none."""
     if len(parts) > MOST_RECTANGLES:
-        return f"has {len(parts)} pieces, which is more than can be"
+        return f"has {len(parts)} pieces, more than the {MOST_RECTANGLES} that are supported"
     rectangles: list[tuple[int, ...]] = []  # rows from, to, columns from, to
     for piece in parts:
         row, column = divmod(piece.start, width)
         rectangles.append((row, row + piece.count, column, column + piece.stop - piece.start))
     if any(not (a < b and c < d <= width and b * width <= elements) for a, b, c, d in rectangles):
-        return f"is {_kind(parts[0])}, and a piece lies beyond it"
+        return f"is {_dtype_and_shape(parts[0])}, and a piece is out of its bounds"
     for (a, b, c, d), (e, f, g, h) in itertools.combinations(rectangles, 2):
         if a < f and e < b and c < h and g < d:
             return "has elements in two pieces"
     return ""
 
 
-def _kind(piece: Piece) -> str:
+def _dtype_and_shape(piece: Piece) -> str:
     return f"{piece.dtype}[{', '.join(map(str, piece.shape))}]"
 
 
 def _check_plain(value: object, where: str) -> None:
-    """Refuse what JSON would turn into something else without a word: nan becomes null, bytes become text."""
+    """Raise an error for values that JSON would silently change: nan becomes null, bytes become text."""
     if isinstance(value, dict):
         for key, inner in cast("dict[object, object]", value).items():
             if not isinstance(key, str):
@@ -291,10 +288,9 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
     """The manifest in a checkpoint's folder, which must have the name of its step.
 
     Raises:
-        Damaged: as `decode_manifest`. Links count as damage, as do files that another user could have written, but with
-            `trust`.
+        Damaged: see `decode_manifest`. Also for links, and unless `trust`, for files that a different user can write.
     """
-    with _damage_of("its folder"), opened(folder, folder=True, ours=not trust):
+    with _damage_of("its folder"), open_file(folder, folder=True, ours=not trust):
         pass
     with _damage_of(MANIFEST):
         manifest = decode_manifest(read(folder / MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
@@ -304,15 +300,15 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None, *, trust: bool = False) -> None:
-    """Compare the sizes of all files with the manifest, and the hashes of the files named in `hashed`; None: of all.
+    """Compare the sizes of all files with the manifest, and the hashes of the files named in `hashed` (None: of all).
 
     Raises:
-        Damaged: names the file, with what was expected and what was found.
-        ValueError: if `hashed` has a name that the manifest does not have.
+        Damaged: with the file, and its expected and actual content.
+        ValueError: if `hashed` has a name that is not in the manifest.
     """
     if unknown := set(hashed or ()) - {file.name for file in manifest.files}:
         raise ValueError(f"the manifest has no file {sorted(unknown)}")
-    for file in manifest.files:  # sizes first: they cost nothing
+    for file in manifest.files:  # sizes first, because this is fast
         _check_file(folder, file, hashed=False, trust=trust)
     for file in manifest.files:
         if hashed is None or file.name in hashed:
@@ -320,7 +316,7 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
 
 
 def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
-    with _damage_of(file.name), opened(folder / file.name, ours=not trust) as it:
+    with _damage_of(file.name), open_file(folder / file.name, ours=not trust) as it:
         if it.found.st_size != file.bytes:
             raise Damaged(f"has {it.found.st_size:,} bytes instead of {file.bytes:,}")
         if not hashed:
@@ -337,7 +333,7 @@ def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> 
 
 @contextlib.contextmanager
 def _damage_of(name: str) -> Generator[None]:
-    """Raise each error of opening or reading a file, and each damage of it, as Damaged with the name of the file."""
+    """Raise an error in opening, reading or checking a file as Damaged, with the name of the file."""
     try:
         yield
     except Damaged as error:
@@ -359,32 +355,32 @@ class _Entry(msgspec.Struct):
 def _check_header(length: int, header: bytes, file: ShardFile) -> None:
     """Compare the header of a safetensors file with the pieces in the manifest, before safetensors reads it.
 
-    The file begins with 8 bytes, the length of the header. The header is JSON of `name: {dtype, shape, data_offsets}`.
-    The check includes each bound that a resumed run checks, so that `verify` and a resume agree.
+    The file begins with 8 bytes, the length of the header. The header is JSON: `name: {dtype, shape, data_offsets}`.
+    This checks every bound that a resumed run checks, so that `verify` and a resume agree.
     """
     data_bytes = file.bytes - LENGTH_BYTES - length
     if length > MAX_HEADER_BYTES or data_bytes < 0 or len(header) != length:
-        raise Damaged(f"speaks of a header of {length:,} bytes, in a file of {file.bytes:,}")
+        raise Damaged(f"states a header of {length:,} bytes, in a file of {file.bytes:,}")
     try:
         table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries = {key: msgspec.json.decode(raw, type=_Entry) for key, raw in table.items() if key != METADATA}
         msgspec.json.decode(table.get(METADATA, b"{}"), type=dict[str, str])
     except INVALID_JSON as error:
-        raise Damaged(f"has a header that is none of safetensors': {error}") from None
+        raise Damaged(f"has no valid safetensors header: {error}") from None
     if entries.keys() != {piece.key for piece in file.pieces}:
-        raise Damaged("holds other tensors than the manifest says")
+        raise Damaged("has different tensors than the manifest")
     for piece in file.pieces:
         entry = entries[piece.key]
         elements, dtype = math.prod(entry.shape), REALS.get(piece.dtype, piece.dtype)
         if entry.dtype != dtype or elements != piece.elements * (1 if dtype == piece.dtype else 2):
-            raise Damaged(f"holds {elements} x {entry.dtype} as {piece.key!r}, the manifest says otherwise")
+            raise Damaged(f"has {elements} x {entry.dtype} as {piece.key!r}, unlike the manifest")
         start, stop = entry.data_offsets
         if entry.dtype not in BITS or (stop - start) * 8 != elements * BITS[entry.dtype]:
-            raise Damaged(f"gives {piece.key!r} the bytes {start} to {stop}, which is not its size")
+            raise Damaged(f"has {piece.key!r} in the bytes {start} to {stop}, which is not its size")
     at = 0
     for start, stop in sorted(entry.data_offsets for entry in entries.values()):
         if start != at:
-            raise Damaged(f"has nothing, or two tensors, at byte {at} of its data")
+            raise Damaged(f"has no tensor, or two tensors, at byte {at} of its data")
         at = stop
     if at != data_bytes:
-        raise Damaged(f"describes {at:,} bytes of data, and has {data_bytes:,}")
+        raise Damaged(f"describes {at:,} bytes of data, but has {data_bytes:,}")

@@ -1,14 +1,14 @@
-"""The state of a training as a list of named tensors, which a strategy returns to be saved, and loads.
+"""The state of a training: a list of named tensors, which a strategy returns for saving, and loads.
 
-Names belong to the model, never to a strategy or a rank, so any strategy on any number of ranks can load it:
+Names never depend on a strategy or a rank. Any strategy on any number of ranks can therefore load the state:
 
     model/conv1.weight                 a parameter
     buffers/3/bn1.running_mean         a buffer of virtual rank 3
-    buffers/bn1.running_mean           a buffer that is the same for all virtual ranks (synchronised batch norm)
+    buffers/bn1.running_mean           a buffer that is the same for all virtual ranks (synchronized batch norm)
     optimizer/conv1.weight/exp_avg     the optimizer's state of a parameter
     optimizer/conv1.weight/step.item   a plain number in this state
 
-Random streams and the order of samples need no tensor: both are derived from the seed and the number of steps done.
+Random streams and the order of samples need no tensors: both are computed from the seed and the number of steps.
 """
 
 from collections.abc import Iterable
@@ -23,34 +23,30 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor of the state, or a run of its elements, as one rank holds it."""
+    """A tensor of the state, or ranges of its elements, on one rank."""
 
     name: str
     tensor: Tensor
     whole: torch.Size | None = None
-    """the shape of the whole tensor, if `tensor` (flat then) is a run of its elements that begins at `start`"""
+    """None for a full tensor. Otherwise the full shape; `tensor` then has its elements from `start`, flat."""
     start: int = 0
-    replicated: bool = True
-    """whether every rank has the same values, so that one can save them for all"""
-    count: int = 1
-    """the number of such runs, of the same length, in `tensor`"""
-    apart: int = 0
-    """the number of elements from the start of one run to the start of the next"""
-    spare: bool = False
-    """whether another rank, but not every rank, has the same values, and saves them"""
+    replicated: bool = True  # whether all ranks have the same values: one rank saves them for all
+    count: int = 1  # the number of ranges of the same length in `tensor`
+    apart: int = 0  # the number of elements from the start of a range to the start of the next one
+    spare: bool = False  # whether some other rank (not all) has the same values and saves them
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
+        """The shape of the full tensor."""
         return self.tensor.shape if self.whole is None else self.whole
 
-    def place(self, flat: Tensor) -> Tensor:
-        """The elements of `tensor` in the whole one, given flat: a view, (runs, elements of each)."""
-        return place(flat, self.start, self.tensor.numel() // self.count, self.count, self.apart)
+    def view_in(self, flat: Tensor) -> Tensor:
+        """A view, (count, elements of each), of these elements in the full tensor `flat`."""
+        return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.apart)
 
 
-def place(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
-    """(count, length): a view of `count` runs of elements of the contiguous tensor `flat`."""
+def view_ranges(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
+    """A view, (count, length), of `count` ranges of elements of the contiguous tensor `flat`."""
     return flat.as_strided((count, length), (apart or length or 1, 1), flat.storage_offset() + start)
 
 
@@ -60,25 +56,25 @@ def whole_parameters(named: Iterable[tuple[str, Tensor]]) -> list[TensorShard]:
 
 
 class Source(Protocol):
-    """A state to be loaded, in memory or on disk."""
+    """A saved state, in memory or on disk."""
 
     def names(self, prefix: str) -> Iterable[str]:
         """All names that begin with `prefix`."""
         ...
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of the whole tensor `name`, which must exist."""
+        """The full shape of the tensor `name`, which must exist."""
         ...
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """The whole tensor in its shape, or its elements [start, stop) as (stop - start,); None if there is none.
+        """The tensor in its full shape, or its elements [start, stop) as (stop - start,); None if it does not exist.
 
-        On the CPU, and a copy: the caller may keep it.
+        A copy on the CPU, which the caller may keep.
         """
 
 
 class PrefixedSource:
-    """The tensors of a source whose names begin with `prefix`, without it."""
+    """The tensors of a source whose names begin with `prefix`, which is removed from the names."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         self._source, self._prefix = source, prefix
@@ -97,10 +93,10 @@ class PrefixedSource:
 
 
 def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
-    """The whole tensor `name`; with `any_type`, of any type of number.
+    """The tensor `name`, with the shape of `like`, and its type unless `any_type`.
 
     Raises:
-        UsageError: if it does not exist or does not fit: the state is of a different model.
+        UsageError: if it does not exist or does not fit: the state belongs to a different model.
     """
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
@@ -111,20 +107,20 @@ def needed(source: Source, name: str, like: Tensor, *, any_type: bool = False) -
 
 @torch.no_grad()
 def load_into(source: Source, held: TensorShard) -> None:
-    """Copy into `held` the tensor that was saved under its name: the whole, or its run of elements.
+    """Copy the saved tensor, or its range of elements, into `held`.
 
     Raises:
-        UsageError: as `needed`.
+        UsageError: see `needed`.
     """
     if held.whole is None:
         held.tensor.copy_(needed(source, held.name, held.tensor))
         return
-    there = held.name in source.names(held.name) and source.shape(held.name) == held.whole
+    exists = held.name in source.names(held.name) and source.shape(held.name) == held.whole
     values = None
-    if there and held.count == 1:
+    if exists and held.count == 1:
         values = source.tensor(held.name, held.start, held.start + held.tensor.numel())
-    elif there and (whole := source.tensor(held.name)) is not None:
-        values = held.place(whole.reshape(-1))
+    elif exists and (full := source.tensor(held.name)) is not None:
+        values = held.view_in(full.reshape(-1))
     if values is None or values.dtype != held.tensor.dtype:
         needed(source, held.name, held.tensor.new_empty(1).expand(held.whole))  # raises the error
     else:

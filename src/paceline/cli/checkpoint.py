@@ -20,7 +20,7 @@ from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plur
 from paceline.runs import writing
 from paceline.runs.console import clock, table_console
 from paceline.runs.folder import BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
-from paceline.runs.owners import check_ours, note_strangers
+from paceline.runs.owners import check_ours, warn_if_shared
 from paceline.runs.reading import is_file, is_folder, names, real_path
 from paceline.runs.summary import read_summary
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_folder(run):
         raise UsageError(code="no-such-folder", folder=run)
     root = run / CHECKPOINTS if is_folder(run / CHECKPOINTS) else run
-    is_foreign = note_strangers(root)
+    is_foreign = warn_if_shared(root)
     checkpoints = Checkpoints(root, trust=is_foreign)
     try:
         entries = checkpoints.entries()[::-1]
@@ -221,9 +221,9 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             newest = steps[str(config.step)], checkpoints.check(steps[str(config.step)])
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
-        from paceline.checkpoint.export import of_checkpoint
+        from paceline.checkpoint.export import export_checkpoint
 
-        return of_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
+        return export_checkpoint(*newest, config.model), f"step {newest[1].step} of {run_dir.name}"
     except Damaged as error:
         which = "" if config.step is None else f"the checkpoint of step {config.step} is damaged: "
         raise UsageError(code="step-not-exported", which=which, reason=str(error), run_dir=run_dir) from None

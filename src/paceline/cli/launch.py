@@ -31,7 +31,7 @@ from paceline.protocol.job import JobSpec, Windows
 from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import launched
 from paceline.runs import reading, writing
-from paceline.runs.attempt import notices
+from paceline.runs.attempt import read_notices
 from paceline.runs.console import clean, say
 from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
 
@@ -267,7 +267,7 @@ def report_findings(job: JobSpec, code: int) -> int:
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
         say("--check has seen no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
-    findings = judged(ranks, [*notices(attempt_dir)])
+    findings = judged(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # a full disk: the page is what counts
         writing.replace(attempt_dir / FINDINGS, msgspec.json.encode(findings))
     print(clean(script_page(job.name, ranks, findings, code)), flush=True)

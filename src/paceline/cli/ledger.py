@@ -18,7 +18,7 @@ from paceline.cli.options import check_out_file, write_json
 from paceline.config.settings import batch_shape, check_values, load
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.runs.console import clean, table_console
-from paceline.runs.owners import note_strangers
+from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_folder, real_path
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     check_out_file("--json", config.json)
     run_dir = real_path(config.run)
     if is_folder(run_dir):
-        note_strangers(run_dir)
+        warn_if_shared(run_dir)
     settings = run_dir / "config.toml"
     if not os.path.lexists(settings):
         what = "holds no config.toml" if is_folder(run_dir) else "is no folder"

@@ -22,9 +22,9 @@ from paceline.guard.sentences import named
 from paceline.launch.output import Tail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_ALL_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clean, clock, in_runs
+from paceline.runs.console import clean, clock, join_ranges
 from paceline.runs.folder import numbered_attempts
-from paceline.runs.owners import note_strangers
+from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
 from paceline.runs.summary import LIVE
 
@@ -163,7 +163,7 @@ class _ShownLogs:
         if not folders:
             return UsageError(code="not-started", run_dir=self._run_dir)
         folder = folders[attempt or max(folders)]
-        allowed = in_runs(map(str, rank_logs(folder))) or "(none)"
+        allowed = join_ranges(map(str, rank_logs(folder))) or "(none)"
         whose = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
         return UsageError(code="no-output", value=whose, folder=folder, allowed=allowed)
 
@@ -187,7 +187,7 @@ class _ShownLogs:
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
         for line in lines:
             when = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
-            who = f"[{in_runs(map(str, line.ranks), ',')}] " if prefixed else ""
+            who = f"[{join_ranges(map(str, line.ranks), ',')}] " if prefixed else ""
             sys.stdout.write(f"{when}{who}{line.text}\n")
         sys.stdout.flush()
 
@@ -249,7 +249,7 @@ def analyzed(asked: str) -> Analysis:
             analyzer.add_log(real_path(Path(asked)))
         else:
             run_dir = find_run(asked)
-            note_strangers(run_dir)
+            warn_if_shared(run_dir)
             analyzer.add_run(run_dir)
     except OSError as error:
         raise UsageError(code="log-unreadable", asked=asked, strerror=error.strerror) from None

@@ -30,7 +30,7 @@ import msgspec
 from paceline.errors import UsageError, plural, unknown
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import SHARE_GPUS, count_gpus
-from paceline.runs.console import escaped
+from paceline.runs.console import escape_controls
 from paceline.runs.reading import real_path
 
 WIDTH = 100  # most columns of the help
@@ -473,4 +473,4 @@ def write_json(path: Path, found: object) -> None:
 
 def print_json(found: object) -> None:
     """Print results as JSON, without anything that could steer a terminal."""
-    sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")
+    sys.stdout.write(escape_controls(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()) + "\n")

@@ -21,7 +21,7 @@ from paceline.report.run import PHASES, RankLog, WholeRun, thinned, whole_run
 from paceline.runs import writing
 from paceline.runs.console import clean
 from paceline.runs.events import Checkpointed, Evaluated
-from paceline.runs.owners import note_strangers
+from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file
 
 MOST_RUNS, MARK_BYTES = 16, 4096
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = [find_run(name) for name in config.runs] or [newest_run()]
     if len({*folders}) < len(folders):
         raise UsageError("a run is named twice: each is compared with others")
-    are_foreign = [note_strangers(folder) for folder in folders]  # without `any`: it warns of each
+    are_foreign = [warn_if_shared(folder) for folder in folders]  # without `any`: it warns of each
     name = "report.html"
     out = config.out or (Path(name) if len(folders) > 1 or any(are_foreign) else folders[0] / name)
     out = out_path("--out", out)
@@ -109,7 +109,7 @@ def trace(arguments: Sequence[str]) -> int:
     """Run `paceline trace ARGUMENTS`."""
     config: TraceConfig = command_line("trace").parse(arguments)
     folder, out = find_run(config.run), out_path("--out", config.out)
-    note_strangers(folder)
+    warn_if_shared(folder)
     if os.path.lexists(out) and not config.overwrite:
         raise UsageError(code="trace-exists", out=config.out)
     run = whole_run(folder)

@@ -26,11 +26,11 @@ from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import Submission, last_submission, submit_number
 from paceline.protocol.evidence import GOOD_ENDS
 from paceline.report.live import rates
-from paceline.runs.attempt import notices, read_ended, read_nodes
+from paceline.runs.attempt import read_ended, read_nodes, read_notices
 from paceline.runs.console import say
 from paceline.runs.events import Counted, Evaluated, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_number, failure_records, numbered_attempts
-from paceline.runs.owners import check_ours, note_strangers, opened
+from paceline.runs.owners import check_ours, open_file, warn_if_shared
 from paceline.runs.reading import decode, folders, is_folder, names, real_path
 from paceline.runs.summary import LIVE, RunState, State, Summary, read_summary
 from paceline.runs.utilization import goodput, speed
@@ -133,7 +133,7 @@ def existing_run(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
     for folder in () if config.trust else dict.fromkeys((run_dir, home(run_dir))):
         if act:
             check_ours(folder)
-        elif note_strangers(folder):
+        elif warn_if_shared(folder):
             return run_dir, NOTHING
     return run_dir, Access(command_words("--ssh", config.ssh), slurm=True)
 
@@ -151,7 +151,7 @@ def home(run_dir: Path) -> Path:
 def is_locked(run_dir: Path) -> bool:
     """Whether a process, here or on any machine that shares the folder, holds the run."""
     try:
-        with opened(run_dir / LOCK) as lock:
+        with open_file(run_dir / LOCK) as lock:
             fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two lookers do not see each other
     except BlockingIOError:
         return True
@@ -220,7 +220,7 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 def _holds(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock of the run open, which only its own processes have."""
     try:
-        with opened(home(run_dir) / LOCK) as lock:
+        with open_file(home(run_dir) / LOCK) as lock:
             wanted = (lock.found.st_dev, lock.found.st_ino)
         held = [*(PROC / str(pid) / "fd").iterdir()]
     except OSError:  # there is none; or the process is another user's
@@ -293,7 +293,7 @@ def run_state(run_dir: Path, access: Access = NOTHING) -> RunState:
         attempts=len(starts),
         **_speed(run_dir, progress, running=found.state == "running", summary=summary or Summary("", 0)),
         checkpoint_step=saved[0].step if saved else None,
-        found=tuple(one.words for one in islice(notices(starts[-1]), MOST_SCORES)) if starts else (),
+        found=tuple(one.words for one in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
         unix_time=last_sign.lstat().st_mtime,
         **_reached(summary or Summary("", 0), _settings(run_dir), progress),
     )

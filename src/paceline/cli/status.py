@@ -17,10 +17,10 @@ from paceline.report.run import whole_run
 from paceline.runs.console import clean, clock
 from paceline.runs.events import event_files
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
-from paceline.runs.owners import note_strangers
+from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import folders, is_folder, real_path
 from paceline.runs.summary import LIVE, RunState, scores_line
-from paceline.runs.utilization import speed_words
+from paceline.runs.utilization import format_speed
 
 GLANCE_BYTES = 64 << 20  # of events: read within a second or two
 TITLES = ("run", "task", "strategy", "ranks", "step", "epochs", "reached", "last written", "state")
@@ -64,7 +64,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         total = f" of {state.total_steps}" if state.total_steps else ""
         rate = f", {state.samples_per_second:,.0f} samples/s" if state.samples_per_second else ""
         yield "step", f"{state.step}{total}{rate}"
-    if use := speed_words(state):
+    if use := format_speed(state):
         yield "use", ", ".join(use)
     job = f", job {state.slurm_job}" if state.slurm_job else ""
     yield "where", f"{state.on}{job}" + (f", on {', '.join(state.hosts)}" if state.hosts else "")
@@ -145,7 +145,7 @@ def _state(run_dir: Path) -> RunState | None:
     try:
         if not holds_run(run_dir):
             return None
-        note_strangers(run_dir)
+        warn_if_shared(run_dir)
         return run_state(run_dir)
     except (PacelineError, OSError) as error:
         return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[:MOST_CHARS])

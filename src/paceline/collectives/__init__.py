@@ -1,1 +1,1 @@
-"""What ranks do together besides the forward and backward pass: sums, words, and the memory that they may share."""
+"""Communication of ranks: gradient sums, messages, and the memory that the ranks of a host share."""

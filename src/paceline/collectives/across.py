@@ -1,18 +1,18 @@
-"""Sums over hosts for a slow network: each host has added up its ranks before, and the rest is sent compressed.
+"""Compressed sums over hosts for a slow network, after each host has added up the tensors of its ranks.
 
-The ranks of a host hold the same tensors. Each rank sends some of them to the ranks with its number on the other hosts,
-and the ranks of a host exchange the results in memory.
+The ranks of a host hold the same tensors. Each rank exchanges some of them with the ranks of the same number on the
+other hosts. The ranks of a host then exchange the results in memory.
 
     2 hosts of 2 ranks, 3 tensors      0 and 2 exchange the largest, 1 and 3 the other two
 
-A compression returns the sum over hosts of a list of tensors, and the state for its next sum (*error feedback*):
+A codec returns the sum over hosts of a list of tensors, and its state for the next sum (*error feedback*):
 
     values of this step + residual  =  sent values  +  next residual
 
-Nothing is lost, only late: over steps, the sums equal those without compression, except for the last residual. All
-hosts get the same bits, which depend on the values only.
+No value is lost, only delayed: over many steps, the sums equal those without compression, except for the last residual.
+All hosts get the same bits, which depend only on the values.
 
-    whole      the values
+    none       the values
     bf16       2 bytes for each; int8: 1 byte, and a scale for each block of 512 (Dettmers 2016)
     powersgd   products of each matrix with a few vectors (Vogels, Karimireddy, Jaggi 2019)
 """
@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import balanced, numels_and_dtypes
+from paceline.collectives.buckets import assign_balanced, numels_and_dtypes
 from paceline.collectives.communicator import MemoryTransport
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.torch_collectives import labelled, start_gather, start_sum, when_done
-from paceline.collectives.tree import Forest, Grads, round_up
+from paceline.collectives.torch_collectives import name_collective, start_gather, start_sum, when_done
+from paceline.collectives.tree import Grads, LeafPartition, round_up
 
 State = Mapping[str, Tensor]
 BLOCK = 512  # elements with one scale: 0.8 % more bytes
@@ -49,25 +49,25 @@ class Uncompressed:
         return {}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
-        """The sums, new and contiguous, and the next state (a collective). The arguments do not change."""
-        flat = labelled(flattened(tensors), NAME)
+        """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
+        flat = name_collective(flattened(tensors), NAME)
         return split(when_done(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
 
 
 class Bf16:
-    """Encodes numbers as bytes: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
+    """Encodes numbers in bfloat16: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """Encode."""
+        """Numbers to bytes."""
         return values.bfloat16().view(torch.uint8)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode. Numbers that were not finite are not finite."""
+        """Bytes to numbers. Numbers that were not finite are still not finite."""
         return packed.view(torch.bfloat16).to(dtype)
 
 
 class Int8:
-    """As Bf16. A row is its scales, float32, and then its numbers."""
+    """As Bf16, but in 8-bit integers with a scale for each block. A row has its scales (float32), then its numbers."""
 
     def pack(self, values: Tensor) -> Tensor:
         """See Bf16."""
@@ -86,20 +86,20 @@ class Int8:
 
 
 class Quantized:
-    """Each host adds up a share: it receives the rounded shares of all hosts, and sends its rounded sum to all.
+    """Each host adds up one shard: it receives the rounded shards of all hosts, and sends its rounded sum to all.
 
-    A host therefore sends 2 (H - 1) / H numbers for each value with H hosts, as an all-reduce does.
+    With H hosts, a host therefore sends 2 (H - 1) / H numbers for each value, like an all-reduce.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Bf16 | Int8) -> None:
         self._shapes, self._dtype, self._hosts, self._code = shapes, dtype, hosts, code
         self._size = sum(shape.numel() for shape in shapes)
-        self._share = round_up(self._size, BLOCK * hosts) // hosts
+        self._shard_size = round_up(self._size, BLOCK * hosts) // hosts
 
     def begin(self) -> State:
         """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
-        share = self._share
-        return {"held": torch.zeros(self._hosts * share, dtype=self._dtype), "owed": torch.zeros(share).to(self._dtype)}
+        size = self._shard_size
+        return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
     def sum(self, tensors: Sequence[Tensor], state: State, group: dist.ProcessGroup) -> tuple[list[Tensor], State]:
         """See Uncompressed."""
@@ -107,24 +107,25 @@ class Quantized:
         values[: self._size] += flattened(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, labelled(packed, NAME), group=group, async_op=True)
+        work = dist.all_to_all_single(received, name_collective(packed, NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
         when_done(work, received)
         total = state["owed"].clone()
         for part in code.unpack(received, self._dtype):  # in the order of hosts
             total += part
-        mine = code.pack(total[None])
-        gathered = start_gather(mine.flatten(), NAME, group)
-        owed = total.sub_(code.unpack(mine, self._dtype)[0])
+        packed_total = code.pack(total[None])
+        gathered = start_gather(packed_total.flatten(), NAME, group)
+        owed = total.sub_(code.unpack(packed_total, self._dtype)[0])
         sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
         return split(sums, self._shapes), {"held": held, "owed": owed}
 
 
 class LowRank:
-    """For a matrix M (m, n), sends M Q (m, r); P is an orthonormal basis of the sum of these. Then sends P' M (r, n).
+    """PowerSGD: sends M Q (m, r) of a matrix M (m, n), and then P' M (r, n).
 
-    P P' M is the projection of M to the space of P; the residual is the rest. The next Q is the sum of P' M: the steps
-    are those of a power iteration. Vectors, and matrices that are hardly larger than their products, are sent whole.
+    P is an orthonormal basis of the sum of M Q. P P' M is the projection of M to the space of P, and the residual is
+    M - P P' M. The next Q is the sum of P' M: the steps form a power iteration. Vectors, and matrices that are hardly
+    larger than their products, are sent uncompressed.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
@@ -135,7 +136,7 @@ class LowRank:
         self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
             shapes[i].numel() for i in self._whole
         )
-        """the number of values that a sum sends"""
+        """The number of values that one sum sends."""
 
     def begin(self) -> State:
         """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
@@ -152,25 +153,25 @@ class LowRank:
         values = {i: state[f"held/{i}"] + tensors[i].reshape(size) for i, size in self._matrices.items()}
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
-        shapes = [*(one.shape for one in left), *(one.shape for one in others)]
+        shapes = [each.shape for each in (*left, *others)]
         sums = split(start_sum(flattened([*left, *others]), NAME, group)(), shapes)
-        bases: list[Tensor] = [torch.linalg.qr(one)[0] for one in sums[: len(left)]]
+        bases: list[Tensor] = [torch.linalg.qr(total)[0] for total in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
-        for (i, value), base, own in zip(values.items(), bases, right, strict=True):
-            after[f"held/{i}"] = value - base @ own.T
-        found = dict(zip(self._whole, sums[len(left) :], strict=True))
+        for (i, value), base, factor in zip(values.items(), bases, right, strict=True):
+            after[f"held/{i}"] = value - base @ factor.T
+        results = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(start_sum(flattened(right), NAME, group)(), [one.shape for one in right])
+            totals = split(start_sum(flattened(right), NAME, group)(), [factor.shape for factor in right])
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
-                found[i] = (base @ total.T).view(self._shapes[i])
-        return [found[i] for i in range(len(self._shapes))], after
+                results[i] = (base @ total.T).view(self._shapes[i])
+        return [results[i] for i in range(len(self._shapes))], after
 
 
-def compression(
+def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
 ) -> Uncompressed | LowRank | Quantized:
-    """The compression with this name. `rank`: of powersgd; `dtype`: in which it computes, float32 or float64."""
+    """The codec for a compression. `rank`: of powersgd. `dtype`: of the computation, float32 or float64."""
     if compress is None:
         return Uncompressed(shapes)
     if compress == "powersgd":
@@ -179,7 +180,7 @@ def compression(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """(n,): their elements, copied."""
+    """(n,): a copy of all elements."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -189,36 +190,34 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class Across:
-    """Sums over hosts of tensors with the shapes of these parameters. The residual is part of a state."""
+class InterHostSum:
+    """Sums tensors with the shapes of these parameters over hosts. Its state contains the residual."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], hosts: Hosts, compress: str | None = None, rank: int | None = None
     ) -> None:
-        """`compress` and `rank` as in `compression`."""
+        """`compress` and `rank`: see `make_codec`."""
         self._parameters, self._hosts = parameters, hosts
         memory = hosts.memory
-        self._carried = sorted(balanced([p.numel() for p in parameters], memory.size)[memory.rank])
+        self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._codec = compression(
-            compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count
-        )
-        kinds, forest = numels_and_dtypes(parameters), Forest.of_ranks(memory.size, memory.rank)
-        self._hand_out = TreeSum(memory, *kinds, forest, NAME) if memory.size > 1 else None
+        self._codec = make_codec(compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.count)
+        specs, partition = numels_and_dtypes(parameters), LeafPartition.of_ranks(memory.size, memory.rank)
+        self._exchange = TreeSum(memory, *specs, partition, NAME) if memory.size > 1 else None
         self.forget()
 
     def sum(self, tensors: Grads) -> Grads:
         """The sums over all hosts, new tensors (a collective).
 
         Args:
-            tensors: one for each parameter, the same on all ranks of a host; None: all zeros.
+            tensors: one for each parameter, the same on all ranks of a host. None: all zeros.
 
         Returns:
-            None for parameters that no host has ever had a tensor of: a residual must still be sent.
+            One for each parameter. None if no host has ever had a tensor for it: otherwise a residual must be sent.
         """
         group = self._hosts.across()
-        there = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
+        present = start_gather(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), NAME, group)
         results: Grads = [None] * len(tensors)
         if self._carried:
             mine = [self._values(i, tensors[i]) for i in self._carried]
@@ -227,33 +226,30 @@ class Across:
                 results[i] = total.to(self._parameters[i].dtype)
         else:
             state = self._state[0]
-        used = self._state[1] | there().amax(0)
+        used = self._state[1] | present().amax(0)
         self._state = state, used
-        if self._hand_out is not None:
-            results = self._hand_out.run([[None if own is None else own.contiguous().view(-1) for own in results]])
+        if self._exchange is not None:
+            results = self._exchange.run([[None if t is None else t.contiguous().view(-1) for t in results]])
         return [
             total.view(p.shape) if flag and total is not None else None
             for total, p, flag in zip(results, self._parameters, used.tolist(), strict=True)
         ]
 
     def keep(self) -> None:
-        """Remember the state, for `put_back`."""
+        """Save the state for `put_back`."""
         self._kept = self._state
 
     def put_back(self) -> None:
-        """Restore the state of `keep`: the sums since then were not used."""
+        """Restore the state of `keep`, because the sums since then were not used."""
         self._state = self._kept
 
     def forget(self) -> None:
-        """Drop the residual."""
-        self._state: tuple[State, Tensor] = (
-            self._codec.begin(),
-            torch.zeros(len(self._parameters), dtype=torch.uint8),
-        )
+        """Discard the residual."""
+        self._state: tuple[State, Tensor] = (self._codec.begin(), torch.zeros(len(self._parameters), dtype=torch.uint8))
         self._kept = self._state
 
     def state(self) -> dict[str, Tensor]:
-        """The state of the next sum, to be saved; see `load`."""
+        """The state for a checkpoint; see `load`."""
         return {**self._state[0], "used": self._state[1]}
 
     def load(self, state: State) -> None:
@@ -267,28 +263,28 @@ class Across:
 
 
 class PerHostTransport:
-    """A transport of one bucket: sums in memory on each host and then, divided, with `across` over hosts."""
+    """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
     early = False
 
-    def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: Across | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], hosts: Hosts, across: InterHostSum | None) -> None:
         """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory
-        forest, shared = Forest.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
-        self._inside = MemoryTransport(parameters, shared, forest, ranks=hosts.size)
+        partition, shared = LeafPartition.of_ranks(memory.size, memory.rank), memory if memory.size > 1 else None
+        self._inside = MemoryTransport(parameters, shared, partition, ranks=hosts.size)
 
-    def begin(self, number: int, own: list[Grads | None]) -> None:
+    def begin(self, number: int, partials: list[Grads | None]) -> None:
         """See communicator.Transport."""
-        self._inside.begin(number, own)
+        self._inside.begin(number, partials)
 
     def end(self, divisor: float | Tensor | None) -> bool:
-        """See communicator.Transport. Without `across`, about the sums of this host."""
+        """See communicator.Transport. Without `across`, the sums are those of this host."""
         finite = self._inside.end(divisor)
         if self._across is None:
             return finite
-        # divided before: a residual is part of a mean, whatever the weight of the step in which it is sent
+        # Divide first: a residual is part of a mean, and must not depend on the weight of the step that sends it.
         sums = self._across.sum([None if divisor is None else p.grad for p in self._parameters])
         if divisor is None:
             self._across.put_back()

@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of the whole global batch.
 
-torch's own SyncBatchNorm does not support CPU tensors; this one supports every device of its process group.
-examples/textbook/batchnorm.py explains it, with an example, and is a runnable short version.
+torch's SyncBatchNorm does not support CPU tensors. This one supports every device of its process group.
+examples/textbook/batchnorm.py is a runnable short version with an explanation.
 """
 
 from typing import Any, NamedTuple, cast
@@ -16,45 +16,45 @@ from paceline.collectives.torch_collectives import start_gather, start_sum
 
 
 class Moments(NamedTuple):
-    """Count (`count` is taken: a tuple has one), mean and sum of squared deviations (M2), per channel."""
+    """Count, mean and sum of squared deviations (M2), per channel."""
 
-    size: Tensor  # ()
+    size: Tensor  # (), the count; `count` is a method of tuples
     mean: Tensor  # (C,)
     m2: Tensor  # (C,)
 
 
-def combined(a: Moments, b: Moments) -> Moments:
+def merge_moments(a: Moments, b: Moments) -> Moments:
     """The moments of the union of two sets, either of which may be empty.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
     size = a.size + b.size
-    share = b.size / size.clamp(min=1)  # of b in the union; 0 where both are empty
+    weight = b.size / size.clamp(min=1)  # of b in the union; 0 if both are empty
     delta = b.mean - a.mean
-    return Moments(size, a.mean + delta * share, a.m2 + b.m2 + delta.square() * a.size * share)
+    return Moments(size, a.mean + delta * weight, a.m2 + b.m2 + delta.square() * a.size * weight)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization over the inputs of all ranks; in eval mode, torch's batch norm.
+    """Batch normalization over the inputs of all ranks. In eval mode it is torch's batch norm.
 
-    Input and output (N, C, ...) in any floating dtype; N may differ between ranks and be 0. Every rank must run the
-    same forwards and backwards in training mode: both are collectives. The gradients of weight and bias are this
-    rank's part, to be summed over ranks.
+    Input and output are (N, C, ...) in any floating dtype. N may differ between ranks and be 0. Forward and backward
+    are collectives in training mode: every rank must run the same ones. The gradients of weight and bias are those of
+    this rank, to be summed over ranks.
 
-    If the inputs of all ranks are empty, the running statistics are used, and do not change. In eval mode with
-    `track_running_stats=False`, each rank uses the statistics of its batch, like torch: ranks may evaluate different
-    numbers of batches.
+    If the inputs of all ranks are empty, they are normalized by the running statistics, which do not change. In eval
+    mode with `track_running_stats=False`, each rank uses the statistics of its batch, like torch: ranks may evaluate
+    different numbers of batches.
 
     Attributes:
-        counted: False for a dummy batch: the input is normalized by the statistics of the other ranks, is not part of
-            them, and no gradient flows through it.
-        group: the ranks whose inputs belong together; None: all, or only this rank without a process group. If
-            gradient buckets are sent during backward, use a separate group (`dist.new_group()`): a group matches
-            messages by their order, but the order of buckets and batch norms can differ between ranks.
+        counted: False for a dummy batch. Its input is normalized by the statistics of the other ranks, is not part of
+            them, and gets no gradient.
+        group: the ranks that normalize together. None: all, or only this rank if there is no process group. If gradient
+            buckets are sent during backward, use a separate group (`dist.new_group()`): a group matches messages by
+            their order, and the order of buckets and batch norms can differ between ranks.
 
     Raises:
-        ValueError: if an input is not (N, num_features, ...), or, on every rank, if all ranks together have one value
-            per channel, like torch.
+        ValueError: if an input is not (N, num_features, ...). On every rank, if all ranks together have one value per
+            channel, like torch.
     """
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
@@ -69,17 +69,17 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
         alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
         if not self.training or (alone and self.counted and input.numel() > 0):
-            return super().forward(input)  # nothing to exchange: torch's kernel
+            return super().forward(input)  # nothing to exchange
         own_count = input.numel() // self.num_features if self.counted else 0
         with torch.no_grad():
             union = self._union(_moments(input, own_count))
             mean, variance = self._statistics(union, own_count)
             invstd = (variance + self.eps).rsqrt()
         numbers = mean, invstd, union.size, self.counted, self.group
-        return cast(Tensor, _Normalise.apply(input, self.weight, self.bias, *numbers))
+        return cast(Tensor, _Normalize.apply(input, self.weight, self.bias, *numbers))
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any (N, C, ...): one class for BatchNorm1d, 2d and 3d."""
+        """Accepts any (N, C, ...): one class for BatchNorm1d, 2d and 3d."""
 
     def _union(self, own: Moments) -> Moments:
         """The moments of all ranks, added in rank order: every rank computes the same bits."""
@@ -90,14 +90,14 @@ class SyncBatchNorm(_BatchNorm):
         union = Moments(torch.zeros_like(own.size), zeros, zeros)
         for each in start_gather(packed, "statistics of batchnorm", self.group)():
             mean, m2 = each[1:].split(self.num_features)
-            union = combined(union, Moments(each[0], mean, m2))
+            union = merge_moments(union, Moments(each[0], mean, m2))
         return union
 
     def _statistics(self, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
-        """(mean, biased variance), each (C,), to normalize with; updates the running statistics."""
+        """(mean, biased variance) for the normalization, each (C,). Updates the running statistics."""
         count, mean, m2 = union
-        # On a GPU, reading `count` waits in every layer. A union of 0 or 1 is possible only if this rank's count, a
-        # Python number, is 0 or 1; then waiting costs little.
+        # On a GPU, a read of `count` would wait in every layer. The union can be 0 or 1 only if this rank's count, a
+        # Python number, is 0 or 1. Then the wait costs little.
         few = own_count <= 1
         if few and count == 0:
             if self.running_mean is None or self.running_var is None:
@@ -112,7 +112,6 @@ class SyncBatchNorm(_BatchNorm):
         return mean, m2 / count
 
     def _count_batch(self) -> float:
-        """Count this batch, and return its weight in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -124,18 +123,18 @@ class SyncBatchNorm(_BatchNorm):
 def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
-    The layers only change their class (as torch's lazy layers do): parameters, buffers, names, hooks and layers in two
-    places stay. An existing optimizer remains valid.
+    Only the class of the layers changes (as with torch's lazy layers). Parameters, buffers, names, hooks and layers
+    with several names stay. An existing optimizer remains valid.
 
     Raises:
-        TypeError: names another kind of batch norm (lazy, torch's SyncBatchNorm, a subclass); nothing has changed.
+        TypeError: for a different kind of batch norm (lazy, torch's SyncBatchNorm, a subclass). Nothing has changed.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
         if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, SyncBatchNorm):
             raise TypeError(
-                f"cannot synchronise layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, BatchNorm2d and "
-                "BatchNorm3d (forward a lazy layer once first; replace others by one of these)"
+                f"cannot synchronize layer {name!r}, a {type(layer).__name__}: only BatchNorm1d, BatchNorm2d and "
+                "BatchNorm3d are supported. Run a forward of a lazy layer first; replace others by one of these."
             )
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
@@ -145,28 +144,28 @@ def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mod
 
 
 def _moments(input: Tensor, count: int) -> Moments:
-    """The moments of (N, C, ...) over all dimensions but C; zeros for a count of 0, whatever the input.
+    """The moments of (N, C, ...) over all dimensions except C; zeros for a count of 0.
 
-    Computed in float32 for half precision. They are exchanged in float64: a count above 2^24 has no exact float32, and
-    the union is as precise as its parts.
+    Half precision is computed in float32. The moments are float64 for the exchange: a count above 2^24 has no exact
+    float32, and the union is as precise as its parts.
     """
     if count == 0:
         zeros = torch.zeros(input.shape[1], dtype=torch.float64, device=input.device)
         return Moments(zeros.new_zeros(()), zeros, zeros)
     values = _computable(input)
-    mean = values.mean(_others(values))
-    m2 = (values - _per_channel(mean, values)).square().sum(_others(values))
+    mean = values.mean(_reduced_dims(values))
+    m2 = (values - _per_channel(mean, values)).square().sum(_reduced_dims(values))
     return Moments(mean.new_full((), count, dtype=torch.float64), mean.double(), m2.double())
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """(input - mean) * invstd * weight + bias; mean and invstd depend on the inputs of all ranks.
 
-    The gradient of the input, with x = input - mean, g = the output's gradient and sums over all ranks' N values:
+    The gradient of the input, with x = input - mean, g = the output's gradient and sums over the N values of all ranks:
 
         weight * invstd * (g - sum(g) / N - x * invstd^2 * sum(g x) / N)
 
-    Source: Ioffe, Szegedy, "Batch Normalization", 2015, section 3; the sums are what the ranks exchange.
+    The ranks exchange these sums. Source: Ioffe, Szegedy, "Batch Normalization", 2015, section 3.
     """
 
     @staticmethod
@@ -196,11 +195,13 @@ class _Normalise(torch.autograd.Function):
         input, weight, bias, mean, invstd, total_count = ctx.saved_tensors
         gradient = _computable(grad_output)
         centred = _computable(input) - _per_channel(mean, gradient)
-        sums = torch.stack([gradient.sum(_others(gradient)), (gradient * centred).sum(_others(gradient))])  # (2, C)
+        sums = torch.stack(
+            [gradient.sum(_reduced_dims(gradient)), (gradient * centred).sum(_reduced_dims(gradient))]
+        )  # (2, C)
         if not ctx.counted:
             sums.zero_()
         own_sum, own_product = sums.clone()
-        # Always, even if this rank needs no input gradient: the other ranks may need theirs.
+        # Always, even if this rank needs no input gradient: other ranks may need one.
         if dist.is_initialized():
             sums = start_sum(sums.flatten(), "gradients of batchnorm", ctx.group)().view(2, -1)
         grad_input = torch.zeros_like(input)
@@ -217,12 +218,11 @@ class _Normalise(torch.autograd.Function):
 
 
 def _computable(values: Tensor) -> Tensor:
-    """In the precision of sums: float64 unchanged, everything smaller in float32."""
+    """In the precision of the computation: float64 unchanged, all others in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _others(values: Tensor) -> list[int]:
-    """All dimensions of (N, C, ...) but C."""
+def _reduced_dims(values: Tensor) -> list[int]:
     return [0, *range(2, values.dim())]
 
 

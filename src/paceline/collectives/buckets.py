@@ -1,4 +1,4 @@
-"""Gradients in buckets and in memory: how they are grouped, packed, divided and laid out."""
+"""Groups gradients into buckets; packs, divides and lays them out in memory."""
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ from paceline.collectives.torch_collectives import gather_over_torch
 from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
-BUCKET_BYTES = 25 << 20  # large enough to use the network well
-FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it leaves early
+BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
+FIRST_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
 
 
@@ -22,9 +22,9 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
-    """Group item indices, last item first, into runs of at most `capacity` bytes (a larger item gets its own run).
+    """Group item indices, last item first, into runs of at most `capacity` bytes. A larger item gets a separate run.
 
-    Last first, because backward reaches the last layers first: their bucket is sent while the rest computes.
+    Backward reaches the last layers first: their bucket is sent while the other layers compute.
 
         assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
 
@@ -44,7 +44,7 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
     return buckets
 
 
-def balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
+def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
     """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
     loads, held = [0] * holders, [list[int]() for _ in range(holders)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -56,11 +56,11 @@ def balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
 
 def buckets_of(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """The parameters in buckets of one type each, in the order in which backward fills them."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    by_dtype: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for position, parameter in enumerate(parameters):
-        by_kind[parameter.dtype, parameter.device].append(position)
+        by_dtype[parameter.dtype, parameter.device].append(position)
     buckets: list[list[int]] = []
-    for positions in by_kind.values():
+    for positions in by_dtype.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
         first = FIRST_BYTES if bucket_bytes > FIRST_BYTES else 0
         buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]
@@ -72,9 +72,9 @@ def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | No
     """All gradients in one tensor, then one flag for each: 1 for a gradient, 0 for None.
 
     (2, 3) and (4,) float32, the second without gradient -> (34,): 6 numbers, 10 zeros; 4 zeros, 12 more; 1, 0. Each
-    begins at a multiple of 64 bytes, as autograd's own gradients do: a fused optimizer may choose its kernel by that.
-    After the sum over ranks the flags are the number of ranks that used each parameter; a separate message would cost a
-    round trip. Zeros fill the tensor up to the length `padded`. `grads` of None: None for each parameter.
+    gradient begins at a multiple of 64 bytes, like those of autograd: a fused optimizer may choose its kernel by that.
+    After the sum over ranks, a flag is the number of ranks that used the parameter. A separate message would cost a
+    round trip. Zeros fill the tensor up to the length `padded`. `grads` may be None if no parameter has a gradient.
     """
     grads = [None] * len(parameters) if grads is None else grads
     constant = partial(_constant, parameters[0].device, parameters[0].dtype)
@@ -92,24 +92,24 @@ def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | No
 
 @lru_cache(maxsize=256)
 def _constant(device: torch.device, dtype: torch.dtype, value: int, size: int) -> Tensor:
-    """(size,), which nobody changes: a step on a device makes it once only."""
+    """(size,), read-only and cached: a step on a device does not create it again."""
     return torch.full((size,), value, device=device, dtype=dtype)
 
 
 def packed_size(parameters: Sequence[nn.Parameter]) -> int:
-    """The elements of an unpadded `pack`."""
+    """The number of elements of an unpadded `pack`."""
     return sum(p.numel() + _gap(p) for p in parameters) + len(parameters)
 
 
 def _gap(parameter: Tensor) -> int:
-    """The number of elements after it, up to a multiple of 64 bytes."""
+    """The number of padding elements after the parameter, up to a multiple of 64 bytes."""
     return -parameter.numel() % (ALIGNED_BYTES // parameter.element_size())
 
 
 def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
-    """Assign each .grad its piece of `flat`, a sum of unpadded `pack`s; None if no rank has used the parameter."""
+    """Set each .grad to its piece of `flat`, a sum of unpadded `pack`s, or to None if no rank used the parameter."""
     *pieces, used = flat.split([*(n for p in parameters for n in (p.numel(), _gap(p))), len(parameters)])
-    # Read only if this rank did not use all of them: on a GPU, reading means waiting.
+    # Read the flags only if this rank did not use all parameters: on a GPU the host would wait.
     used_anywhere: Sequence[float] = used_here if all(used_here) else used.tolist()
     for parameter, piece, is_used in zip(parameters, pieces[::2], used_anywhere, strict=True):
         if is_used:
@@ -119,10 +119,10 @@ def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence
 
 
 def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
-    """`total` /= `divisor`, keeping its type.
+    """`total` /= `divisor`, without a change of type.
 
-    In float32 at least: a GPU would first convert a scalar tensor to the type of `total`, and 70,000 tokens are
-    infinite in float16.
+    Computed at least in float32. A GPU would first convert a scalar tensor to the type of `total`, and 70,000 tokens
+    are infinite in float16.
     """
     if isinstance(divisor, float) and divisor == 1.0:
         return total
@@ -132,8 +132,8 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """`divide` each of them, in few kernels."""
-    for group, number in by_type(totals, divisor):
+    """As `divide`, for many tensors in few kernels."""
+    for group, number in group_by_type(totals, divisor):
         if group[0].element_size() < 4:
             for total in group:
                 divide(total, divisor)
@@ -141,10 +141,10 @@ def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
             torch._foreach_div_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
-    """Groups of tensors of one type, and `number` as a foreach kernel takes it: on a GPU in their type.
+def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
+    """Groups of tensors of one type, each with `number` in the form for a foreach kernel: on a GPU, of that type.
 
-    No groups if the host knows that `number`, a factor or divisor, is 1.
+    No groups if `number`, a factor or divisor, is a 1 on the host.
     """
     if isinstance(number, float) and number == 1.0:
         return
@@ -159,12 +159,12 @@ Strides = tuple[int, ...]
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
-    """The number of elements of each parameter, and its type."""
+    """The number of elements of each parameter, and their types."""
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
 def agreed_strides(parameters: Sequence[nn.Parameter], ranks: int) -> list[Strides]:
-    """The strides of each gradient while it is summed: its parameter's, if dense and equal on all ranks."""
+    """The strides of each gradient in a sum: those of its parameter, if dense and equal on all ranks (a collective)."""
     mine = [p.stride() if _is_dense(p) else () for p in parameters]
     of_rank = gather_over_torch(mine, ranks)
     agreed = [own != () and all(other[i] == of_rank[0][i] for other in of_rank) for i, own in enumerate(mine)]
@@ -182,8 +182,8 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def laid_out(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
-    """The gradients with these strides and the parameters' types; a gradient that has them is not copied."""
+def with_strides(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: Sequence[Strides]) -> Grads | None:
+    """The gradients with these strides and the parameters' types, copied only if they differ."""
     if grads is None:
         return None
     return [
@@ -194,15 +194,15 @@ def laid_out(grads: Grads | None, parameters: Sequence[nn.Parameter], strides: S
     ]
 
 
-def flat(tensors: Grads | None) -> Grads | None:
-    """The memory of each tensor in its order, (n,)."""
+def flatten(tensors: Grads | None) -> Grads | None:
+    """(n,) for each tensor: a view of its elements in memory order."""
     return None if tensors is None else [None if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors]
 
 
 def assign_grads(
     parameters: Sequence[nn.Parameter], strides: Sequence[Strides], grads: Grads, sums: Sequence[Tensor | None]
 ) -> None:
-    """Let each .grad be the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
+    """Set each .grad to the sum: in the memory of `grads`, or in that of `sums` (n,) if this rank had no gradient."""
     for parameter, own, grad, total in zip(parameters, strides, grads, sums, strict=True):
         if grad is None and total is not None:
             grad = total.as_strided(parameter.shape, own)
@@ -221,6 +221,6 @@ def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapp
 
 
 def sparse_gradient(what: str, strategy: str = "") -> UsageError:
-    """An error for a gradient that is not dense; `what` names it."""
+    """The error for a gradient that is not dense; `what` is its subject."""
     by = f"strategy {strategy}" if strategy else "this strategy"
     return UsageError(code="sparse-gradient", what=what, strategy=by)

@@ -1,9 +1,9 @@
-"""DDP's gradients through shared memory, by a communication hook: for scripts, `paceline launch --collectives shared`.
+"""A communication hook that sums DDP's gradients in shared memory, for `paceline launch --collectives shared`.
 
-torch fills its buckets during backward. The last full one sends all of them through memory, because no core of a CPU is
-idle before that. They are multiplied and added in the order of DDP over gloo (see `ring_sum`): the same bits.
+torch fills its buckets during backward. The hook sums all of them when the last one is full: before that, no core of a
+CPU is idle. It multiplies and adds in the order of DDP over gloo (see `ring_sum`): the same bits.
 
-If this is not possible, DDP does not change, and rank 0 prints the reason. A hook that the script registers, before or
+If this is not possible, DDP does not change, and rank 0 prints the reason. A hook that the script registers, earlier or
 later, replaces this one.
 """
 
@@ -25,104 +25,104 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, say
+from paceline.collectives.communicator import fit_in_memory, make_communicator, memory_communicator, print_notice
 from paceline.collectives.memory import SharedMemory
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.torch_collectives import gather_over_torch
-from paceline.collectives.tree import Forest, Node
+from paceline.collectives.tree import LeafPartition, Node
 from paceline.protocol.control import SHARED_MEMORY
 
 ScriptHook = Callable[[Any, Any], Future[Tensor]]
-_numbers = count(1)  # of DDPs, which all ranks make in one order
+_numbers = count(1)  # of DDP instances, which all ranks create in the same order
 _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
-"""By the reducer of a DDP; until the script registers a hook."""
+"""By the reducer of a DDP. An entry ends when the script registers a hook."""
 
 
 def share_memory(ddp: Any, *, in_step: bool = True) -> None:
-    """Send the gradients of `ddp`, which has just been made, through memory if possible (a collective).
+    """Sum the gradients of `ddp`, which has just been created, in shared memory if possible (a collective).
 
-    `in_step`: whether all ranks make it at the same place, as torch's own collectives require.
+    `in_step`: whether all ranks create it in the same order with their other collectives.
     """
     group, size = ddp.process_group, dist.get_world_size()
     if dist.get_world_size(group) == 1:
         return
-    why, memory = _found({  # without a collective; the same on all ranks
+    reason, memory = _first_true({  # without a collective; the same on all ranks
         "it was made with init_sync=False": not in_step,
         "its process group is not that of all ranks": group is not dist.group.WORLD,
         f"its backend is {dist.get_backend(group)}, not gloo": "cpu:gloo" not in str(dist.get_backend_config(group)),
     }), None  # fmt: skip
-    if not why:
-        why = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
-        memory = None if why else make_communicator().memory
+    if not reason:
+        reason = next(filter(None, gather_over_torch(_obstacle(ddp, size), size)), "")
+        memory = None if reason else make_communicator().memory
     if memory is None:
-        _say(f"DDP's gradients do not go through shared memory: {why or 'the ranks have none'}")
+        _notify(f"DDP's gradients do not go through shared memory: {reason or 'the ranks have none'}")
         return
-    _stay_in_touch()
+    _patch_ddp()
     hook = _Hook(ddp, memory, next(_numbers))
     cast(Any, dist)._register_comm_hook(ddp.reducer, None, hook)
     _hooks[ddp.reducer] = hook
-    _say(f"DDP's gradients go through shared memory ({size} ranks)")
+    _notify(f"DDP's gradients go through shared memory ({size} ranks)")
 
 
 def _obstacle(ddp: Any, size: int) -> str:
-    """Why this rank's gradients cannot go through memory with the same bits; empty: they can."""
-    return _found({
+    """The reason why shared memory cannot give the same bits on this rank; empty if it can."""
+    return _first_true({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
         "not all parameters are real numbers on the CPU": not fit_in_memory(ddp._module_parameters),
         "torch.compile's python_reducer is in use": ddp._use_python_reducer,
         "the sums of some parameters are delayed": ddp._delay_all_reduce_params,
-        "the script has a communication hook of its own": getattr(ddp, "_comm_hooks", ()),
+        "the script has registered a communication hook": getattr(ddp, "_comm_hooks", ()),
         "skip_all_reduce_unused_params is set": getattr(ddp, "skip_all_reduce_unused_params", False),
         "there are sparse gradients": any(getattr(module, "sparse", False) is True for module in ddp.modules()),
-        # then DDP divides or multiplies, which is the same for powers of two only
-        f"gradient_as_bucket_view or batched_grad_copy is set, and {size} is no power of two": size & size - 1
+        # then DDP divides instead of multiplying, with the same result for powers of two only
+        f"gradient_as_bucket_view or batched_grad_copy is set, and {size} is not a power of two": size & size - 1
         and (ddp.gradient_as_bucket_view or getattr(ddp, "batched_grad_copy", False)),
     })  # fmt: skip
 
 
-def _found(obstacles: Mapping[str, object]) -> str:
-    return next((why for why, there in obstacles.items() if there), "")
+def _first_true(obstacles: Mapping[str, object]) -> str:
+    return next((reason for reason, is_present in obstacles.items() if is_present), "")
 
 
 @cache
-def _say(text: str) -> None:
-    say(text)  # once for each text
+def _notify(text: str) -> None:
+    print_notice(text)  # once for each text
 
 
 class _Hook:
-    """The hook of one DDP; calls the script's own hook if there is one."""
-
     def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
-        self.instead: Callable[[Any], Future[Tensor]] | None = None
+        self.script_hook: Callable[[Any], Future[Tensor]] | None = None
         self.joined = False
-        # the garbage collector would not see a cycle through torch's reference to the hook
+        # weak, because torch's reference to the hook would hide a cycle from the garbage collector
         self._ddp, self._memory = weakref.ref(ddp), memory
         self._name = "gradients" if number == 1 else f"gradients {number}"
         self._sums: dict[Any, RingSum] = {}
         self._waiting: list[tuple[Tensor, Future[Tensor]]] = []
 
     def __call__(self, _state: object, bucket: Any) -> Future[Tensor]:
-        if self.instead is not None:
-            return self.instead(bucket)
+        if self.script_hook is not None:
+            return self.script_hook(bucket)
         future: Future[Tensor] = Future()
         self._waiting.append((bucket.buffer(), future))
         if bucket.is_last():
             waiting, self._waiting = self._waiting, []
-            self._add_up([buffer for buffer, _ in waiting])
-            for buffer, made in waiting:
-                made.set_result(buffer)
+            self._all_reduce([buffer for buffer, _ in waiting])
+            for buffer, result in waiting:
+                result.set_result(buffer)
         return future
 
     @torch.no_grad()
-    def _add_up(self, buffers: list[Tensor]) -> None:
-        memory, sizes, dtypes = self._memory, [len(one) for one in buffers], [one.dtype for one in buffers]
+    def _all_reduce(self, buffers: list[Tensor]) -> None:
+        memory, sizes, dtypes = self._memory, [len(each) for each in buffers], [each.dtype for each in buffers]
         key = (*sizes, *dtypes)
-        if key not in self._sums:  # torch makes new buckets after the first step
-            self._sums = {key: RingSum(memory, sizes, dtypes, Forest.of_ranks(memory.size, memory.rank), self._name)}
-        parts = memory.size
-        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: by the ranks that have not ended
-            parts = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
-        self._sums[key].run([buffers], factor=1.0 / parts)
+        if key not in self._sums:  # torch creates new buckets after the first step
+            self._sums = {
+                key: RingSum(memory, sizes, dtypes, LeafPartition.of_ranks(memory.size, memory.rank), self._name)
+            }
+        divisor = memory.size
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
+            divisor = sum(memory_communicator(memory).gather(int(not self.joined), "who has joined"))
+        self._sums[key].run([buffers], factor=1.0 / divisor)
 
 
 class RingSum(TreeSum):
@@ -131,31 +131,31 @@ class RingSum(TreeSum):
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
-        if len(parts) == 2:  # in either order the same
+        if len(parts) == 2:  # both orders give the same bits
             super()._make_root(chunk, start, parts, out, divisor)
             return
         of_rank = [parts[rank, rank + 1] for rank in range(len(parts))]
         at, stop = 0, start + len(out)
-        for piece, length in zip(chunk.pieces, chunk.lengths, strict=True):
+        for segment, length in zip(chunk.segments, chunk.lengths, strict=True):
             low, high = max(start, at), min(stop, at + length)
             if low < high:
-                here, first = slice(low - start, high - start), piece.start + low - at
-                ring_sum([part[here] for part in of_rank], first, self._sizes[piece.tensor], out[here])
+                inside, first = slice(low - start, high - start), segment.start + low - at
+                ring_sum([part[inside] for part in of_rank], first, self._sizes[segment.tensor], out[inside])
             at += length
         if divisor is not None:
             divide(out, divisor)
 
 
 @cache
-def _stay_in_touch() -> None:
-    """Watch for a script that registers a hook, or lets ranks end at different steps (Join)."""
-    torch_dist, kind = cast(Any, dist), cast(Any, DistributedDataParallel)
-    torch_dist._register_comm_hook = _giving_way(torch_dist._register_comm_hook, lambda state, hook: (hook, state))
+def _patch_ddp() -> None:
+    """Detect that a script registers a hook, or lets ranks end at different steps (Join)."""
+    torch_dist, ddp_class = cast(Any, dist), cast(Any, DistributedDataParallel)
+    torch_dist._register_comm_hook = _replacing(torch_dist._register_comm_hook, lambda state, hook: (hook, state))
     builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    torch_dist._register_builtin_comm_hook = _giving_way(
-        torch_dist._register_builtin_comm_hook, lambda asked: (builtin[asked.name], None)
+    torch_dist._register_builtin_comm_hook = _replacing(
+        torch_dist._register_builtin_comm_hook, lambda hook_type: (builtin[hook_type.name], None)
     )
-    match = kind._match_all_reduce_for_bwd_pass
+    match = ddp_class._match_all_reduce_for_bwd_pass
 
     @wraps(match)
     def matched(ddp: Any) -> None:  # called on a rank that has ended, instead of a backward
@@ -166,19 +166,19 @@ def _stay_in_touch() -> None:
         if hook is not None:
             hook.joined = False
 
-    kind._match_all_reduce_for_bwd_pass = matched
+    ddp_class._match_all_reduce_for_bwd_pass = matched
 
 
-def _giving_way(register: Callable[..., None], read: Callable[..., tuple[ScriptHook, object]]) -> Callable[..., None]:
-    """torch's `register`, which accepts one hook only: the script's first hook replaces ours."""
+def _replacing(register: Callable[..., None], parse: Callable[..., tuple[ScriptHook, object]]) -> Callable[..., None]:
+    """Wraps torch's `register`, which accepts a single hook: the script's first hook replaces ours."""
 
     @wraps(register)
-    def registered(reducer: Any, *asked: Any) -> None:
+    def registered(reducer: Any, *arguments: Any) -> None:
         ours = _hooks.pop(reducer, None)
         if ours is None:
-            register(reducer, *asked)
+            register(reducer, *arguments)
         else:
-            hook, state = read(*asked)
-            ours.instead = partial(hook, state)
+            hook, state = parse(*arguments)
+            ours.script_hook = partial(hook, state)
 
     return registered

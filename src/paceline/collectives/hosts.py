@@ -1,12 +1,12 @@
-"""Ranks on several hosts: which ranks share memory, over which connections hosts exchange, and sums over all ranks.
+"""Sums over the ranks of several hosts: in shared memory on each host, over gloo between hosts.
 
     2 hosts of 3 ranks      share memory: 0 1 2 | 3 4 5      exchange over gloo: 0 3 | 1 4 | 2 5
 
-For sums of lists of tensors, each host adds up its largest subtrees in shared memory, chunk by chunk; rank i of a host
-keeps the i-th share of each chunk. As soon as it has a bundle of them, it exchanges it over gloo with rank i of all
-other hosts (`Exchange` over a tree whose leaves are those of hosts: the additions and their order are those of one
-process). A host therefore sends as much as one rank alone would, whatever the number of its ranks. In the end the sums
-are handed out in shared memory. While one bundle is on its way, the next ones are added up.
+Each host adds up its largest subtrees in shared memory, chunk by chunk. Rank i of a host keeps the i-th shard of each
+chunk. Several chunks form a bundle, which rank i exchanges over gloo with rank i of all other hosts (`Exchange` over a
+tree whose leaves are the hosts: the additions and their order are those of one process). A host therefore sends the
+same amount of data as a single rank would, for any number of ranks. Finally, shared memory distributes the sums within
+the host. While one bundle is sent, the next ones are added up.
 
     V = 6, 2 hosts of 3 ranks      host 0: a+b in memory, and c        host 1: d, and e+f in memory
                                    over gloo, a third by each rank:    ((a+b) + (c+d)) + (e+f)
@@ -34,68 +34,66 @@ from paceline.collectives.memory_sum import (
     Results,
     Scratch,
     SlotLayout,
-    by_node,
-    in_words,
+    assign_lanes,
+    describe_tensors,
     root_of,
     spare_count,
 )
 from paceline.collectives.torch_collectives import Exchange
-from paceline.collectives.tree import ALIGNED, Forest, Node
+from paceline.collectives.tree import ALIGNED, LeafPartition, Node
 
-BUNDLE_BYTES = 1 << 20  # of each rank: hides gloo's latency, and the first bundle still leaves early
+BUNDLE_BYTES = 1 << 20  # for each rank: large enough to hide gloo's latency, and the first bundle is sent early
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This rank's place on one of several hosts, all with the same number of consecutive ranks."""
+    """This rank's position among several hosts, all with the same number of consecutive ranks."""
 
     memory: SharedMemory  # of the ranks of this host
     number: int  # of this host, from 0
     count: int  # of hosts
-    # Torch owns the group: a reference here would keep its connections open after its end.
+    # A strong reference would keep the connections of the group open after torch has destroyed it.
     _across: weakref.ref[dist.ProcessGroup]
 
     @property
     def size(self) -> int:
-        """The number of ranks of the world."""
+        """The world size."""
         return self.count * self.memory.size
 
     @property
     def rank(self) -> int:
-        """This rank's number in the world."""
+        """This rank in the world."""
         return self.number * self.memory.size + self.memory.rank
 
     def across(self) -> dist.ProcessGroup:
-        """The ranks with this rank's number on their hosts, in the hosts' order.
+        """The process group of the ranks with the same number on each host, in the order of hosts.
 
         Raises:
-            RuntimeError: torch's process groups have been taken down.
+            RuntimeError: torch's process groups are destroyed.
         """
         group = self._across()
         if group is None:
-            raise RuntimeError(
-                "the process groups have been taken down: there is no connection to other hosts any more"
-            )
+            raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other hosts")
         return group
 
 
 def group_name(host: int) -> str:
-    """The name in the hang guard of the ranks that share the memory of one of several hosts."""
+    """The name, in the hang guard, of the group of ranks that share memory on one of several hosts."""
     return f"{GROUP} on host {host}"
 
 
 def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> Hosts:
-    """Make the process groups between hosts (a collective of all ranks)."""
+    """Create the process groups between hosts (a collective of all ranks)."""
     size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
-    # every rank must make all groups, in the same order
+    # every rank must create all groups, in the same order
     groups = [dist.new_group([*range(i, hosts * size, size)], timeout=timeout, backend="gloo") for i in range(size)]
-    own = groups[memory.rank]
-    assert isinstance(own, dist.ProcessGroup)
-    return Hosts(memory, host, hosts, weakref.ref(own))
+    group = groups[memory.rank]
+    assert isinstance(group, dist.ProcessGroup)
+    return Hosts(memory, host, hosts, weakref.ref(group))
 
 
-def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
-    """The hosts of `group`, of gloo, if each rank is alone on its host: memory without another rank."""
+def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
+    """The hosts of a gloo `group` with a single rank on each host, which shares its memory with no other rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
@@ -104,7 +102,7 @@ def hosts_of_one(group: dist.ProcessGroup, timeout_seconds: float) -> Hosts:
 
 @dataclass(frozen=True)
 class Subtree:
-    """One sum of a host: its number of leaves, and the lanes of its parts; nodes count from its first leaf."""
+    """One sum of a host. The nodes of `parts` count from its first leaf."""
 
     leaves: int
     parts: Mapping[Node, Lane]
@@ -112,23 +110,25 @@ class Subtree:
 
 @dataclass(frozen=True)
 class HierarchyPlan:
-    """How a sum over all ranks is made of sums of hosts."""
+    """Divides a sum over all ranks into sums of hosts."""
 
     within: Sequence[Subtree]  # the sums of this host
-    lanes: int  # the largest number of any rank of the world
-    across: Forest  # its ranks are the hosts
+    lanes: int  # the largest number of lanes of any rank of the world
+    across: LeafPartition  # its ranks are the hosts
 
 
 Bundle = Sequence[Chunk]
-"""Chunks of one type, of which each rank sends its share in one message."""
+"""Chunks of one type; each rank sends its shard of all of them in one message."""
 
 
-def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
-    """In the order of the tree over all leaves of `forest`; its ranks are those of the world, `size` on each host."""
-    nodes, number = forest.nodes(), forest.rank // size
-    firsts = range(0, len(forest.owned), size)
-    across = Forest([(forest.owned[first][0], forest.owned[first + size - 1][1]) for first in firsts], number)
-    lanes = by_node(nodes[number * size : (number + 1) * size])
+def by_leaf(partition: LeafPartition, size: int) -> HierarchyPlan:
+    """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
+    nodes, number = partition.nodes(), partition.rank // size
+    firsts = range(0, len(partition.ranges), size)
+    across = LeafPartition(
+        [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
+    )
+    lanes = assign_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
         for first, stop in across.nodes()[number]
@@ -136,14 +136,17 @@ def by_leaf(forest: Forest, size: int) -> HierarchyPlan:
     return HierarchyPlan(within, max(map(len, nodes)), across)
 
 
-def by_rank(forest: Forest, size: int) -> HierarchyPlan:
-    """Over the ranks of `forest` in a cheaper order: each host has one sum, whatever the number of its ranks."""
+def by_rank(partition: LeafPartition, size: int) -> HierarchyPlan:
+    """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchyPlan([host], 1, Forest.of_ranks(len(forest.owned) // size, forest.rank // size))
+    return HierarchyPlan([host], 1, LeafPartition.of_ranks(len(partition.ranges) // size, partition.rank // size))
 
 
 class HostsSum:
-    """As `TreeSum`, over the ranks of several hosts, and in two parts. Creating it is not a collective."""
+    """As `TreeSum`, but over the ranks of several hosts, and in two phases, `begin` and `end`.
+
+    Its constructor is not a collective.
+    """
 
     def __init__(
         self,
@@ -154,68 +157,68 @@ class HostsSum:
         name: str,
         scratch: Scratch,
     ) -> None:
-        """For 1 to MAX_TENSORS tensors of `sizes` elements and these types, the same on all ranks."""
+        """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         unit = ALIGNED * self._memory.size
-        rooms = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
+        lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
-        self._lanes = SlotLayout(self._memory, sizes, dtypes, rooms, scratch)
-        # tensors without elements send the flags alone
-        self._bundles, self._dtype = _bundled(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
+        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch)
+        # if no tensor has elements, an empty bundle sends the flags
+        self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.forget()
-        self._call = self._memory.called("reduce_scatter", name, *in_words(sizes, dtypes))
+        self._call = self._memory.describe_call("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
-    def begin(self, own: Sequence[Flat | None], after: HostsSum | None = None) -> None:
+    def begin(self, partials: Sequence[Flat | None], after: HostsSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
 
         Several sums may begin before the first one ends, in the same order on all ranks.
 
         Args:
-            own: as in `TreeSum.run`; overwritten when the sum ends.
-            after: the sum that has begun before this one; starts to send its second half.
+            partials: as in `TreeSum.run`; overwritten when the sum ends.
+            after: the previous sum; starts to send its second half.
         """
-        self._own = own
+        self._own = partials
         with MemoryOperation(self._memory, self._memory.bulk, self._call):
             for bundle in self._bundles:
-                exchange = self._left(bundle, first=not self._under_way)
-                before = self if self._under_way else after
+                exchange = self._send(bundle, first=not self._pending)
+                before = self if self._pending else after
                 if before is not None:
                     before.gather()
-                self._under_way.append(exchange)
+                self._pending.append(exchange)
                 self._gathered = False
 
     def gather(self) -> None:
-        """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's share."""
+        """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
         if not self._gathered:
-            self._under_way[-1].gather()
+            self._pending[-1].gather()
             self._gathered = True
 
     def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
-        """Wait for the sum over all ranks, and hand it out within this host; returns as `TreeSum.run`.
+        """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
 
-        The caller begins the collective of the memory that this is a part of.
+        Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
         results: list[Tensor | None] = []
         self.gather()
         for number, bundle in enumerate(self._bundles):
-            flat, size = self._under_way.popleft().end(), self._width(bundle)
+            flat, size = self._pending.popleft().end(), self._width(bundle)
             if number == 0:
                 used: list[float] = flat[size : size + self._tensors].tolist()
                 results = self._lanes.results(self._own, [count != 0 for count in used])
             if divisor is not None:
                 divide(flat[:size], divisor)
-            self._hand_out(bundle, flat, results)
+            self._distribute(bundle, flat, results)
         self.forget()
         return results
 
     def forget(self) -> None:
-        """Drop the exchanges under way, after an error: they would keep connections open."""
-        self._under_way = deque[Exchange]()
+        """Discard the running exchanges after an error: they would keep connections open."""
+        self._pending = deque[Exchange]()
         self._own: Sequence[Flat | None] = ()
         self._gathered = True
 
-    def _left(self, bundle: Bundle, *, first: bool) -> Exchange:
-        """Add up a bundle on this host, and send this rank's share; with the first bundle the flags."""
+    def _send(self, bundle: Bundle, *, first: bool) -> Exchange:
+        """Add up a bundle on this host, and send this rank's shard; the first bundle carries the flags."""
         plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
         # at least one element: gloo must not send an empty message
         shape = len(plan.within), plan.across.padded(max(1, size + flags))
@@ -231,8 +234,8 @@ class HostsSum:
         return Exchange(plan.across, [*sums.unbind()], self._hosts.across(), self._name)
 
     def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
-        """Write the sums of this rank's share of a chunk to the begin of `sums` (subtrees, n); return their length."""
-        start, stop = self._lanes.share(chunk, self._memory.rank)
+        """Write the sums of this rank's shard of a chunk to the start of `sums` (subtrees, n); return their length."""
+        start, stop = self._lanes.shard(chunk, self._memory.rank)
         width = stop - start
         for subtree, row in zip(self._plan.within, sums, strict=True):
             parts, out = self._lanes.parts(subtree.parts, chunk, slot, start, stop), row[:width]
@@ -243,11 +246,10 @@ class HostsSum:
                 root_of(parts, subtree.leaves, out, spare, None)
         return width
 
-    def _hand_out(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
-        """Exchange the shares of the sums with all ranks of this host."""
+    def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
-            start, stop = self._lanes.share(chunk, self._memory.rank)
+            start, stop = self._lanes.shard(chunk, self._memory.rank)
             slot = bulk.write()
             mine = bulk.typed(chunk.dtype)[slot][self._memory.rank]
             mine[: stop - start] = flat[at : at + stop - start]
@@ -256,13 +258,11 @@ class HostsSum:
             self._lanes.take(chunk, slot, 0, results)
 
     def _width(self, bundle: Bundle) -> int:
-        """The number of elements of this rank's share of a bundle."""
-        shares = [self._lanes.share(chunk, self._memory.rank) for chunk in bundle]
-        return sum(stop - start for start, stop in shares)
+        shards = [self._lanes.shard(chunk, self._memory.rank) for chunk in bundle]
+        return sum(stop - start for start, stop in shards)
 
 
-def _bundled(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
-    """Group consecutive chunks of one type until each rank's share of them is large enough."""
+def _bundle_chunks(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
     bundles: list[list[Chunk]] = []
     for chunk in chunks:
         last = bundles[-1] if bundles else []

@@ -1,39 +1,39 @@
-"""Memory that the ranks of one host share: how they find it, its content, and exchanging data without locks.
+"""Memory that the ranks of one host share: how they connect to it, its layout, and the exchange of data without locks.
 
-Each rank makes one memory file without a name. All ranks of the host map it. It needs no /dev/shm (64 MB in many
-containers) and disappears with the last process that maps it. Its size is fixed; larger data passes through in pieces.
+Each rank creates one anonymous memory file, which all ranks of the host map. It needs no /dev/shm (64 MB in many
+containers), and disappears with the last process that maps it. Its size is fixed: larger data is sent in pieces.
 
     offset       content
-         0       the token of this rank, then one place for the token of each other rank (see `meet_in_memory`)
+         0       the token of this rank, then one entry for the token of each other rank (see `connect_memory`)
     next page    counters: one cache line for each channel and one for `left`; only this rank writes them
-    next page    for each channel two slots: header (the call, absent gradients) and data
+    next page    two slots for each channel: header (the call, absent gradients) and data
 
-A rank writes only into its own memory. All ranks do the same ticks in the same order. Tick t is
+A rank writes only into the memory that it has created. All ranks do the same ticks in the same order. Tick t is
 
     write    my slot t % 2
     publish  my counter becomes t
     wait     until every other counter is t or more
     read     the others' slots t % 2
 
-No rank reads a slot that is half written, and no rank overwrites a slot that is still read:
+No rank reads a half-written slot, and no rank overwrites a slot that others still read:
 
-- A rank stores its counter after its slot; a reader loads the counter before the slot. x86 keeps the stores of a
-  processor in order, and its loads (TSO; string instructions may store in any order, but a later store is seen after
-  them, and the C library ends streaming stores with a fence). A rank that sees t therefore sees the slot.
-- Slot t % 2 is written again in tick t + 2. By then this rank has seen all others at t + 1, which they stored after
-  they had read the slot of tick t: x86 never moves a load behind a later store.
-- A counter is 8 aligned bytes, which CPython's memoryview of format Q stores and loads at once.
-- No rank stores and then loads to decide which rank goes first (x86 may swap these two).
-- If a rank computes with several threads, they are done before the call that started them returns, and x86's stores
-  become visible to all processors in one order.
+- A rank stores its counter after its slot. A reader loads the counter before the slot. x86 keeps the order of the
+  stores of a processor, and of its loads (TSO). String instructions may store in any order, but a later store becomes
+  visible after them, and the C library ends streaming stores with a fence. A rank that sees t therefore sees the slot.
+- Slot t % 2 is written again in tick t + 2. By then this rank has seen all others at t + 1. They stored that after they
+  had read the slot of tick t: x86 never moves a load behind a later store.
+- A counter is 8 aligned bytes. CPython's memoryview of format Q stores and loads them in one instruction.
+- No rank stores and then loads to decide which rank is first (x86 may swap these two).
+- If a rank computes with several threads, they end before the call that started them returns, and x86's stores become
+  visible to all processors in one order.
 
-ARM and others may show a counter before its slot. Python cannot issue the instructions that prevent this, so there is
-no shared memory on them: see `MACHINES`.
+ARM and others may show a counter before its slot. Python cannot issue the instructions that prevent this. Their ranks
+therefore share no memory: see `MACHINES`.
 
-A waiting rank first spins for some tens of microseconds, the usual distance between ranks. Then it sleeps, longer the
-longer it has waited, so that a wait costs little of a core and ends at most a few percent late. If there are more ranks
-than cores, it yields between two looks and does not spin. On a core of its own it must not yield: the core may go to
-another program for milliseconds.
+A waiting rank first spins for some tens of microseconds, the usual delay between ranks. Then it sleeps, for a fraction
+of the time that it has waited: a wait costs little CPU time and ends at most a few percent late. If there are more
+ranks than cores, it yields after each poll and does not spin. A rank with a separate core must not yield: the kernel
+may give the core to a different program for milliseconds.
 """
 
 import fcntl
@@ -60,24 +60,24 @@ from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
 from paceline.rank.guard import Guard
 
-SPINS = 1000  # looks, of about 50 ns each
+SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
 SHORTEST_SLEEP_SECONDS = 2e-5
 LONGEST_SLEEP_SECONDS = 1e-3
-SLEEP_SHARE = 1 / 16  # of what has been waited so far
+SLEEP_FRACTION = 1 / 16  # of the time waited so far
 
-Look = Callable[[Callable[[], list[int]], float], None]
-"""(returns the missing ranks, seconds waited so far): raises an error if the rank must not wait any longer"""
+CheckWait = Callable[[Callable[[], list[int]], float], None]
+"""(a function that returns the missing ranks, seconds waited so far): raises an error if the rank must stop waiting"""
 
 _TEXT_BYTES = 256
 HEADER_BYTES = 4096
 MAX_FLAGS = (HEADER_BYTES - _TEXT_BYTES) * 8
 Slots = list[list[Tensor]]
-"""[slot 0 or 1][rank]: (n,), the same memory"""
+"""[slot 0 or 1][rank]: (n,), views of the memory"""
 
 
 class Channel:
-    """One stream of ticks among all ranks that share memory. Every rank makes the same ones in the same order."""
+    """A sequence of ticks of all ranks that share memory. Every rank creates the same channels in the same order."""
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class Channel:
         rank: int,
         counters: Sequence[memoryview],
         slots: Sequence[Sequence[memoryview]],
-        look: Look,
+        check_wait: CheckWait,
         names: Sequence[int],
         spins: int,
     ) -> None:
-        """A channel of rank number `rank` of those that share memory.
+        """A channel of one rank.
 
         Args:
-            at: the index of this channel's word in each of `counters`.
-            rank: of this process.
+            at: the index of this channel's counter in each of `counters`.
+            rank: the index of this rank among those that share memory.
             counters: of each rank.
             slots: (2, ranks): header and data of each.
-            look: see `Look`; it gets indices among the other ranks.
-            names: the number of each rank in the world.
+            check_wait: see `CheckWait`; it gets indices among the other ranks.
+            names: the rank of each in the world.
             spins: see `wait_for`.
         """
         self._at, self._rank, self._mine, self._names = at, rank, counters[rank], names
@@ -105,8 +105,8 @@ class Channel:
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
         self._typed: dict[torch.dtype, Slots] = {}
-        self._look: Look = look
-        self._announced = b""
+        self._check_wait: CheckWait = check_wait
+        self._call = b""
         self.tick, self.spins = 0, spins
         self.data_bytes = len(self._data[0][0])
 
@@ -116,16 +116,18 @@ class Channel:
             self._typed[dtype] = [[torch.frombuffer(data, dtype=dtype) for data in of_tick] for of_tick in self._data]
         return self._typed[dtype]
 
-    def announce(self, text: bytes) -> None:
-        """Name the call that begins with the next tick. If ranks name different ones, `wait` raises an error."""
-        self._announced = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    def set_call(self, text: bytes) -> None:
+        """Set the call that begins with the next tick. If ranks set different ones, `wait` raises an error."""
+        self._call = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
     def write(self) -> int:
         """Begin a tick; return the slot, 0 or 1, that may be written now."""
-        wait_for(self._others, self._at, self.tick, self._look, spins=self.spins)  # no rank reads it any more
+        wait_for(
+            self._others, self._at, self.tick, self._check_wait, spins=self.spins
+        )  # then no rank reads it any more
         slot = (self.tick + 1) & 1
-        if self._announced:
-            self._headers[slot][self._rank][:_TEXT_BYTES] = self._announced
+        if self._call:
+            self._headers[slot][self._rank][:_TEXT_BYTES] = self._call
         return slot
 
     def set_flags(self, slot: int, flags: int, count: int) -> None:
@@ -134,7 +136,7 @@ class Channel:
         self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + size] = flags.to_bytes(size, "little")
 
     def publish(self) -> int:
-        """Hand the slot over; return the number of this tick."""
+        """Make the slot visible to the other ranks; return the number of this tick."""
         self.tick += 1
         self._mine[self._at] = self.tick
         return self.tick
@@ -143,12 +145,12 @@ class Channel:
         """Return when all ranks have published their slots.
 
         Raises:
-            TrainingError: with MISMATCH, on every rank, if ranks have announced different calls.
-            RuntimeError: a rank will not come; see `SharedMemory`.
+            TrainingError: with MISMATCH, on every rank, if ranks have set different calls.
+            RuntimeError: a rank has ended, has left or is late; see `SharedMemory`.
         """
-        wait_for(self._others, self._at, self.tick, self._look, spins=self.spins)
-        if self._announced:
-            mine, self._announced = self._announced, b""
+        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)
+        if self._call:
+            mine, self._call = self._call, b""
             texts = [bytes(header[:_TEXT_BYTES]) for header in self._headers[self.tick & 1]]
             if texts.count(mine) < len(texts):
                 calls = "; ".join(
@@ -159,7 +161,7 @@ class Channel:
                 raise TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
 
     def exchange(self) -> None:
-        """Hand the slot over and wait for those of all ranks; see `publish` and `wait`."""
+        """`publish` and `wait`."""
         self.publish()
         self.wait()
 
@@ -174,15 +176,16 @@ class Channel:
         return all(counter[self._at] >= tick for counter in self._others)
 
 
-def wait_for(lines: Sequence[memoryview], at: int, value: int, look: Look, *, spins: int = SPINS) -> None:
-    """Return when word `at` of each of `lines` is `value` or more.
+def wait_for(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, *, spins: int = SPINS) -> None:
+    """Return when counter `at` of each of `lines` is `value` or more.
 
     Args:
-        lines: of unsigned 64-bit words, one for each other process; only that process writes it, never a lower value.
-        at: the index of the word.
+        lines: unsigned 64-bit counters, one line for each other process. Only that process writes it, and never a lower
+            value.
+        at: the index of the counter.
         value: to be reached.
-        look: called between two sleeps.
-        spins: the number of looks without a pause; 0 if ranks share cores.
+        check_wait: called before each sleep.
+        spins: the number of polls without a pause; 0 if ranks share cores.
     """
     for line in lines:
         if line[at] < value:
@@ -190,11 +193,11 @@ def wait_for(lines: Sequence[memoryview], at: int, value: int, look: Look, *, sp
                 if line[at] >= value:
                     break
             else:
-                _wait_slowly(lines, at, value, look, 0.0 if spins else YIELD_SECONDS)
+                _sleep_until(lines, at, value, check_wait, 0.0 if spins else YIELD_SECONDS)
                 return
 
 
-def _wait_slowly(lines: Sequence[memoryview], at: int, value: int, look: Look, yield_seconds: float) -> None:
+def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, yield_seconds: float) -> None:
     def missing() -> list[int]:
         return [index for index, line in enumerate(lines) if line[at] < value]
 
@@ -206,37 +209,37 @@ def _wait_slowly(lines: Sequence[memoryview], at: int, value: int, look: Look, y
             if waited_seconds < yield_seconds:
                 os.sched_yield()
             else:
-                look(missing, waited_seconds)
-                time.sleep(min(LONGEST_SLEEP_SECONDS, max(SHORTEST_SLEEP_SECONDS, waited_seconds * SLEEP_SHARE)))
+                check_wait(missing, waited_seconds)
+                time.sleep(min(LONGEST_SLEEP_SECONDS, max(SHORTEST_SLEEP_SECONDS, waited_seconds * SLEEP_FRACTION)))
 
 
-GROUP = SHARED_GROUP  # of all ranks of the world; see `hosts.group_name`
+GROUP = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.group_name`
 PAGE, LINE = 4096, 64
 TOKEN_BYTES = 16
 _SMALL_BYTES = 64 << 10
 BULK_BYTES = 2 << 20  # the fastest of 1, 2, 4 and 8 MiB: two slots of two ranks stay in a core's cache
-LIFE_SECONDS = 0.1  # between two checks whether an awaited process is alive
+ALIVE_CHECK_SECONDS = 0.1  # between checks whether an awaited process is alive
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """The offsets in the memory of each of `ranks` ranks, in bytes."""
+    """The offsets in the memory of a rank, in bytes; `ranks` share memory."""
 
     ranks: int
     bulk_bytes: int = BULK_BYTES
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The data bytes of each channel's slot: totals, bulk."""
+        """The data bytes in a slot of each channel: totals, bulk."""
         return _SMALL_BYTES, self.bulk_bytes
 
     @property
     def counters_at(self) -> int:
-        """The next page after the tokens."""
+        """The offset of the counters: the first page after the tokens."""
         return -(-(TOKEN_BYTES * (1 + self.ranks)) // PAGE) * PAGE
 
     def slot(self, channel: int, number: int) -> tuple[int, int]:
-        """The begin and end of slot 0 or 1 of a channel."""
+        """The start and end of slot 0 or 1 of a channel."""
         before = sum(2 * (HEADER_BYTES + size) for size in self.channels[:channel])
         size = HEADER_BYTES + self.channels[channel]
         start = self.counters_at + PAGE + before + number * size
@@ -250,7 +253,7 @@ class MemoryLayout:
 
 @dataclass(frozen=True)
 class MemoryPeer:
-    """A rank that shares memory: its process, and the memory that it has made."""
+    """A rank that shares memory: its process, and the memory that it has created."""
 
     rank: int  # of the world
     pid: int
@@ -260,18 +263,18 @@ class MemoryPeer:
 
 @dataclass(frozen=True)
 class MemoryCall:
-    """One collective: for the hang guard, and as text for the other ranks."""
+    """One collective: `op` for the hang guard, `text` for the comparison with the other ranks."""
 
     op: Op
     text: bytes
 
 
 class SharedMemory:
-    """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are the group's.
+    """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are of the group.
 
-    A rank waits at most `timeout_seconds` for the others. It raises an error immediately if the hang guard frees it,
-    and within a fraction of a second if an awaited rank has ended, or has left after an error of its own. After that
-    this rank can send nothing any more.
+    A rank waits at most `timeout_seconds` for the others. It raises an error immediately if the hang guard unblocks it,
+    and within a fraction of a second if an awaited rank has ended, or has left after an error. After such an error,
+    this rank cannot send anything either.
     """
 
     def __init__(
@@ -283,7 +286,7 @@ class SharedMemory:
         *,
         group: str = GROUP,
     ) -> None:
-        """`rank` is the index of this rank in `peers`; `group` names them. GROUP: they are all ranks of the world."""
+        """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
         self.running: Any = None  # the `StartedSum` whose result has not been read yet
         self._group, self._pid = group, os.getpid()
@@ -291,55 +294,54 @@ class SharedMemory:
         at = layout.counters_at
         counters = [peer.memory[at : at + PAGE].cast("Q") for peer in peers]
         self._left = [counter[len(layout.channels) * LINE // 8 :] for counter in counters]
-        self._looked_seconds = 0.0
+        self._checked_seconds = 0.0
         self._ranks = tuple(peer.rank for peer in peers)
-        self._call = self.called("", "")
+        self._call = self.describe_call("", "")
         spins = 0 if self.size > usable_cores() else SPINS
 
         def channel(number: int) -> Channel:
             slots = [[peer.memory[slice(*layout.slot(number, slot))] for peer in peers] for slot in (0, 1)]
-            return Channel(number * LINE // 8, rank, counters, slots, self._look, self._ranks, spins)
+            return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self._ranks, spins)
 
         self.totals, self.bulk = map(channel, range(len(layout.channels)))
 
-    def called(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
-        """Describe a collective; repeated calls of it share one description."""
+    def describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
+        """The description of a collective, which its calls can reuse."""
         op = Op(self._group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
         return MemoryCall(op, f"{kind} '{name}' {shape} {op.dtype}".rstrip().encode())
 
     def begin(self, channel: Channel, call: MemoryCall) -> Any:
-        """Begin a collective: the hang guard sees it, and all ranks must begin the same one. See `MemoryOperation`."""
+        """Begin a collective: register it with the hang guard, and compare it between ranks. See `MemoryOperation`."""
         if self._left[self.rank][0]:
             raise RuntimeError(
-                f"{call.text.decode()}: this rank has left the shared memory, after an error or at the end"
+                f"{call.text.decode()}: this rank has left the shared memory after an error or at its end"
             )
         self._call = call
-        channel.announce(call.text)
+        channel.set_call(call.text)
         return Guard.of_process().ledger.begin_own(self, self._ranks, call.op, of_all=self._group == GROUP)
 
     def leave(self) -> None:
-        """Tell all ranks that this one will not come any more; may be called again."""
+        """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
         if os.getpid() == self._pid:  # not in a forked process
             self._left[self.rank][0] = 1
 
-    def _look(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
-        """Raise an error if this rank must not wait any longer."""
+    def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
         if Guard.of_process().released():
             names = self._names(missing())
             raise RuntimeError(
-                f"{self._call.text.decode()}: connection closed by peer: freed from the wait for {names}"
+                f"{self._call.text.decode()}: connection closed by peer: unblocked from the wait for {names}"
             )
         gone = [index for index in missing() if self._left[self._others[index][0]][0]]
         why = "has left"
-        if not gone and time.monotonic() - self._looked_seconds > LIFE_SECONDS:
-            gone = [index for index in missing() if not _lives(self._others[index][1])]
-            why, self._looked_seconds = "has ended", time.monotonic()
-        # a rank that published before it left is not missing: its earlier stores are seen earlier
+        if not gone and time.monotonic() - self._checked_seconds > ALIVE_CHECK_SECONDS:
+            gone = [index for index in missing() if not _is_alive(self._others[index][1])]
+            why, self._checked_seconds = "has ended", time.monotonic()
+        # A rank that published before it left is not missing: its stores become visible in their order.
         if gone and (gone := [index for index in missing() if index in gone]):
             raise RuntimeError(f"{self._call.text.decode()}: connection closed by peer: {self._names(gone)} {why}")
         if waited_seconds > self.timeout_seconds:
             raise RuntimeError(
-                f"{self._call.text.decode()}: timed out waiting for {self._names(missing())}, not there after "
+                f"{self._call.text.decode()}: timed out waiting for {self._names(missing())} after "
                 f"{self.timeout_seconds:g} s (--timeout)"
             )
 
@@ -349,9 +351,9 @@ class SharedMemory:
 
 
 class MemoryOperation:
-    """A context around the ticks of one collective in shared memory.
+    """A context for the ticks of one collective in shared memory.
 
-    If the collective ends elsewhere, it surrounds the ticks that begin it. `work` then knows whether it is over.
+    For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.
     """
 
     def __init__(self, memory: SharedMemory, channel: Channel, call: MemoryCall, work: object = None) -> None:
@@ -362,31 +364,31 @@ class MemoryOperation:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._memory.leave()  # else the others would wait for the remaining ticks
+            self._memory.leave()  # otherwise the others would wait for the remaining ticks
         Guard.of_process().ledger.end_own(self._begun, None if kind else self._work, failed=kind is not None)
 
 
-def _lives(peer: MemoryPeer) -> bool:
+def _is_alive(peer: MemoryPeer) -> bool:
     process = read_process(peer.pid)
     if process is not None:
         return process.runs and process.start == peer.start
-    try:  # /proc needs a free descriptor, which this process may lack just now
+    try:  # /proc needs a free descriptor, and this process may have none
         os.kill(peer.pid, 0)
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
 
 
-MACHINES = ("x86_64", "AMD64", "i686")  # with the memory order that the protocol needs
+MACHINES = ("x86_64", "AMD64", "i686")  # their memory order is that of the protocol
 ADD_SEALS, NO_SHRINKING = 1033, 0x2  # Linux's F_ADD_SEALS, F_SEAL_SHRINK: reading a shrunk file kills the process
 
 
-class Refusal(Exception):  # noqa: N818 - no error: the ranks use torch.distributed
-    """Why ranks do not share memory."""
+class Refusal(Exception):  # noqa: N818 - not an error: the ranks use torch.distributed
+    """The reason why ranks do not share memory."""
 
 
 @dataclass(frozen=True)
-class Met:
+class HostMembers:
     """The ranks of this rank's host, in order."""
 
     peers: list[MemoryPeer]
@@ -394,9 +396,7 @@ class Met:
     hosts: int
 
 
-class _Meeting:
-    """One rank's part of `meet_in_memory`."""
-
+class _Handshake:
     def __init__(self, rank: int, layout: MemoryLayout) -> None:
         self._rank, self._layout = rank, layout
         self._token, self._descriptor, self._memory = secrets.token_bytes(TOKEN_BYTES), -1, memoryview(b"")
@@ -409,30 +409,30 @@ class _Meeting:
             raise Refusal(f"{platform.system()} on {platform.machine()} does not keep stores to memory in order")
         process = read_process(os.getpid())
         if process is None:
-            raise Refusal("there is no /proc")
+            raise Refusal("/proc is missing")
         self._descriptor = os.memfd_create(f"paceline-shared-{self._rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self._descriptor, 0, self._layout.total_bytes)  # fails now, not at the first write
         fcntl.fcntl(self._descriptor, ADD_SEALS, NO_SHRINKING)
-        self._memory = _mapped(self._descriptor, self._layout)
+        self._memory = _map(self._descriptor, self._layout)
         self._memory[:TOKEN_BYTES] = self._token
-        place = {"host": host_key(), "pid": process.pid, "start": process.start}
-        return place | {"descriptor": self._descriptor, "token": self._token.hex()}
+        location = {"host": host_key(), "pid": process.pid, "start": process.start}
+        return location | {"descriptor": self._descriptor, "token": self._token.hex()}
 
-    def visit(self, run: range, offers: list[dict[str, Any]]) -> None:
-        """Map the memories of the other ranks, and leave this rank's token there."""
-        for number in run:
-            memory, offer = self._memory, offers[number]
-            if number != self._rank:
-                memory = _opened(offer, self._layout)
+    def open_peers(self, ranks: range, offers: list[dict[str, Any]]) -> None:
+        """Map the memories of the other ranks, and write this rank's token there."""
+        for rank in ranks:
+            memory, offer = self._memory, offers[rank]
+            if rank != self._rank:
+                memory = _open(offer, self._layout)
                 if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
-                    raise Refusal(f"what rank {number} has made is not what is found there")
-                memory[_place(self._rank)] = self._token
-            self.peers.append(MemoryPeer(number, offer["pid"], offer["start"], memory))
+                    raise Refusal(f"the memory of process {offer['pid']} does not have the token of rank {rank}")
+                memory[_token_slice(self._rank)] = self._token
+            self.peers.append(MemoryPeer(rank, offer["pid"], offer["start"], memory))
 
-    def check_visits(self, run: range, offers: list[dict[str, Any]]) -> None:
-        for number in run:
-            if number != self._rank and bytes(self._memory[_place(number)]) != bytes.fromhex(offers[number]["token"]):
-                raise Refusal(f"rank {number} has found other memory")
+    def check_tokens(self, ranks: range, offers: list[dict[str, Any]]) -> None:
+        for rank in ranks:
+            if rank != self._rank and bytes(self._memory[_token_slice(rank)]) != bytes.fromhex(offers[rank]["token"]):
+                raise Refusal(f"rank {rank} has opened different memory")
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped."""
@@ -440,54 +440,54 @@ class _Meeting:
             os.close(self._descriptor)
 
 
-def meet_in_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> Met:
-    """The memories of all ranks of this host (a collective over torch.distributed's default group).
+def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> HostMembers:
+    """Map the memories of all ranks of this host (a collective over torch.distributed's default group).
 
-    Ranks prove that they share memory; no environment variable is trusted. Each rank makes its memory and sends the
-    others its process, descriptor and a random token. The ranks of its host open the memory through /proc, compare the
-    token, and write their own token back. This fails between containers that do not see each other, and between users.
-    After each part all ranks exchange whether it succeeded: either all of them share memory, or none.
+    Ranks test whether they share memory, and trust no environment variable. Each rank creates its memory, and sends the
+    others its pid, descriptor and a random token. The ranks of its host open the memory through /proc, compare the
+    token, and write their tokens back. This fails between containers that cannot see each other, and between users.
+    After each phase, all ranks exchange whether it succeeded: either all of them share memory, or none.
 
-    All hosts have the same number of ranks, and more than one.
+    All hosts must have the same number of ranks, and more than one.
 
     Args:
         rank: of this process.
-        layout: of each memory, the same on every rank; its `ranks` are those of the world.
-        wanted: whether this rank wants to share memory. All ranks must want to.
+        layout: of each memory, the same on every rank; its `ranks` is the world size.
+        wanted: whether this rank may share memory. All ranks must agree.
 
     Raises:
         Refusal: the same on all ranks.
     """
-    mine = _Meeting(rank, layout)
+    handshake = _Handshake(rank, layout)
     try:
-        offers = _agreed(layout.ranks, lambda: mine.offer(wanted=wanted))
-        runs = _runs([offer["host"] for offer in offers])
-        host = next(number for number, run in enumerate(runs) if rank in run)
-        _agreed(layout.ranks, lambda: mine.visit(runs[host], offers))
-        _agreed(layout.ranks, lambda: mine.check_visits(runs[host], offers))
+        offers = _run_on_all(layout.ranks, lambda: handshake.offer(wanted=wanted))
+        hosts = _ranks_of_hosts([offer["host"] for offer in offers])
+        host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+        _run_on_all(layout.ranks, lambda: handshake.open_peers(hosts[host], offers))
+        _run_on_all(layout.ranks, lambda: handshake.check_tokens(hosts[host], offers))
     finally:
-        mine.close()
-    return Met(mine.peers, host, len(runs))
+        handshake.close()
+    return HostMembers(handshake.peers, host, len(hosts))
 
 
 def host_key() -> str:
-    """A text that differs between hosts, and between containers that do not see each other's processes."""
+    """A text that differs between hosts, and between containers that cannot see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
 
 
-def _agreed(size: int, part: Callable[[], Any]) -> list[Any]:
-    """The result of `part` on each rank.
+def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
+    """The result of `phase` on each rank.
 
     Raises:
-        Refusal: if it failed on any rank; with the reason of the first one.
+        Refusal: on all ranks if it failed on any rank, with the reason of the first one.
     """
     result, why = None, ""
     try:
-        result = part()
+        result = phase()
     except Refusal as refusal:
         why = str(refusal)
-    except Exception as error:  # a rank that fails must not leave the others waiting
+    except Exception as error:  # the other ranks wait for the result of a failed rank
         why = f"{type(error).__name__}: {error}"
     of_rank = gather_over_torch([result, why], size)
     for rank, (_, why) in enumerate(of_rank):
@@ -496,35 +496,34 @@ def _agreed(size: int, part: Callable[[], Any]) -> list[Any]:
     return [result for result, _ in of_rank]
 
 
-def _runs(keys: list[str]) -> list[range]:
-    """The ranks of each host. All ranks know all keys, so that all raise the same Refusal."""
+def _ranks_of_hosts(keys: list[str]) -> list[range]:
     runs, hosts = runs_of_hosts(keys), len(set(keys))
     if hosts == len(keys):
         raise Refusal(f"the ranks are on {hosts} hosts")
     if not runs:
-        raise Refusal(f"the ranks are on {hosts} hosts, and those of one host have no consecutive numbers")
+        raise Refusal(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
     sizes = list(map(len, runs))
     if len(set(sizes)) > 1:
         raise Refusal(f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
     return runs
 
 
-def _place(rank: int) -> slice:
+def _token_slice(rank: int) -> slice:
     return slice(TOKEN_BYTES * (1 + rank), TOKEN_BYTES * (2 + rank))
 
 
-def _opened(offer: dict[str, Any], layout: MemoryLayout) -> memoryview:
+def _open(offer: dict[str, Any], layout: MemoryLayout) -> memoryview:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != layout.total_bytes:
-            raise Refusal(f"the memory of process {offer['pid']} has another size")
-        return _mapped(descriptor, layout)
+            raise Refusal(f"the memory of process {offer['pid']} has a different size")
+        return _map(descriptor, layout)
     finally:
         with suppress(OSError):
             os.close(descriptor)
 
 
-def _mapped(descriptor: int, layout: MemoryLayout) -> memoryview:
+def _map(descriptor: int, layout: MemoryLayout) -> memoryview:
     return memoryview(mmap.mmap(descriptor, layout.total_bytes))
 
 

@@ -1,16 +1,16 @@
 """Collectives of ranks that share memory: sums of lists of tensors in the order of `tree`, and all others.
 
-Each is made of ticks (see `memory`); all ranks call the same ones in the same order.
+Each collective consists of ticks (see `memory`). All ranks call the same collectives in the same order.
 
-A list of tensors passes through memory of a fixed size in chunks. A large tensor is split into equal pieces, each a
-chunk of its own. Small tensors share a chunk. Each rank has a list for each subtree that it owns; in the slot of a rank
-each list has a lane:
+The shared memory has a fixed size, and a list of tensors is sent in chunks. A large tensor is split into segments of
+equal size, each a separate chunk. Small tensors share a chunk. Each rank has a list for each subtree that it owns. In
+the slot of a rank, each list has a lane:
 
-    slot of rank 1     | lane 0: piece of its first subtree | lane 1: piece of its second subtree | ...
+    slot of rank 1     | lane 0: segment of its first subtree | lane 1: segment of its second subtree | ...
 
-For each chunk, each rank copies what the others add into its memory. If there is little data, each rank then adds up
-all of it. Else each rank adds up its share of the chunk, and hands it out in the tick of the next chunk. Gradients are
-read and written where autograd has put them; nothing is flattened first.
+For each chunk, each rank copies the data for the other ranks into its memory. If there is little data, each rank then
+adds up all of it. Otherwise each rank adds up its shard of the chunk, and sends it in the tick of the next chunk.
+Gradients are read and written in place, in autograd's memory, without a flat copy.
 """
 
 import math
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.memory import MAX_FLAGS, MemoryOperation, SharedMemory
-from paceline.collectives.tree import ALIGNED, Forest, Node, middle, round_up, tree_sum
+from paceline.collectives.tree import ALIGNED, LeafPartition, Node, middle, round_up, tree_sum
 
-SMALL_SHARE = 4  # a tensor smaller than a fourth of the room shares a chunk
+SMALL_FACTOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The data of one tick: one piece of a large tensor, or several whole small ones."""
+    """The data of one tick: one segment of a large tensor, or several small tensors."""
 
     dtype: torch.dtype
-    pieces: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
 
     @property
     def only(self) -> Segment | None:
-        """The piece of a large tensor that is a chunk of its own."""
-        return self.pieces[0] if len(self.pieces) == 1 else None
+        """The segment of a large tensor; None if the chunk has several tensors."""
+        return self.segments[0] if len(self.segments) == 1 else None
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The number of elements of each piece."""
-        return [piece.stop - piece.start for piece in self.pieces]
+        """The number of elements of each segment."""
+        return [segment.stop - segment.start for segment in self.segments]
 
     @cached_property
     def size(self) -> int:
@@ -62,26 +62,28 @@ class Chunk:
         return sum(self.lengths)
 
 
-def cut(sizes: Sequence[int], dtypes: Sequence[torch.dtype], rooms: Mapping[torch.dtype, int]) -> list[Chunk]:
-    """Split tensors of `sizes` elements into chunks, each element into one. `rooms`: the most elements of a chunk."""
+def split_into_chunks(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype], lane_sizes: Mapping[torch.dtype, int]
+) -> list[Chunk]:
+    """Split tensors of `sizes` elements into chunks. `lane_sizes`: the largest number of elements of a chunk."""
     chunks: list[Chunk] = []
     for dtype in dict.fromkeys(dtypes):
-        room, together, used = rooms[dtype], list[Segment](), 0
+        room, small, used = lane_sizes[dtype], list[Segment](), 0
         for number, size in enumerate(sizes):
             if dtypes[number] != dtype or size == 0:
                 continue
-            if size * SMALL_SHARE >= room:
+            if size * SMALL_FACTOR >= room:
                 each = -(-size // -(-size // room) // ALIGNED) * ALIGNED
                 starts = range(0, size, each)
                 chunks += [Chunk(dtype, (Segment(number, at, min(at + each, size)),)) for at in starts]
                 continue
             if used + size > room:
-                chunks.append(Chunk(dtype, tuple(together)))
-                together, used = [], 0
-            together.append(Segment(number, 0, size))
+                chunks.append(Chunk(dtype, tuple(small)))
+                small, used = [], 0
+            small.append(Segment(number, 0, size))
             used += size
-        if together:
-            chunks.append(Chunk(dtype, tuple(together)))
+        if small:
+            chunks.append(Chunk(dtype, tuple(small)))
     return chunks
 
 
@@ -95,54 +97,54 @@ MAX_TENSORS = MAX_FLAGS
 
 
 class Scratch:
-    """Reused memory of this rank alone, for one purpose at a time."""
+    """Temporary memory of this rank, allocated once and reused."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def take(self, dtype: torch.dtype, number: int, size: int) -> Tensor:
-        """(size,), uninitialized: piece `number` of this type."""
-        made = self._made.get((dtype, number))
-        if made is None or len(made) < size:
-            made = self._made[dtype, number] = torch.empty(size, dtype=dtype)
-        return made[:size]
+        """(size,), uninitialized: buffer `number` of this type."""
+        buffer = self._buffers.get((dtype, number))
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[dtype, number] = torch.empty(size, dtype=dtype)
+        return buffer[:size]
 
 
 class SlotLayout:
-    """Lists of tensors of the same sizes and types on all ranks, in the bulk slots of shared memory."""
+    """Places lists of tensors, of the same sizes and types on all ranks, in the bulk slots of shared memory."""
 
     def __init__(
         self,
         memory: SharedMemory,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
-        rooms: Mapping[torch.dtype, int],
+        lane_sizes: Mapping[torch.dtype, int],
         scratch: Scratch,
     ) -> None:
-        """`rooms`: the number of elements of a lane for each type, a multiple of ALIGNED."""
-        self.chunks = cut(sizes, dtypes, rooms)
-        self._memory, self._sizes, self._dtypes, self._rooms = memory, sizes, dtypes, rooms
+        """`lane_sizes`: the number of elements of a lane for each type, a multiple of ALIGNED."""
+        self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
+        self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
-    def set_flags(self, slot: int, own: Sequence[Flat | None]) -> None:
-        """Flag the tensors for which this rank has values."""
+    def set_flags(self, slot: int, partials: Sequence[Flat | None]) -> None:
+        """Write one flag for each tensor: whether this rank has values."""
         flags = 0
-        for flat in own:
+        for flat in partials:
             for i, tensor in enumerate(flat or ()):
                 if tensor is not None:
                     flags |= 1 << i
         self._memory.bulk.set_flags(slot, flags, len(self._sizes))
 
     def used(self) -> list[bool]:
-        """Whether any rank has values for each tensor, in the tick that set flags."""
+        """For each tensor, whether any rank has values. Valid in the tick in which the flags were set."""
         used, count = 0, len(self._sizes)
         for flags in self._memory.bulk.flags(count):
             used |= flags
         return [bool(used >> i & 1) for i in range(count)]
 
-    def results(self, own: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
-        """The tensors for the sums: those of the first subtree, or new ones if only other lists have values."""
-        first: Flat = own[0] or [None] * len(self._sizes)
+    def results(self, partials: Sequence[Flat | None], used: Sequence[bool]) -> list[Tensor | None]:
+        """The tensors for the sums: those of the first subtree, or new ones if only other subtrees have values."""
+        first: Flat = partials[0] or [None] * len(self._sizes)
         return [
             flat if flat is not None or not used[i] else torch.empty(self._sizes[i], dtype=self._dtypes[i])
             for i, flat in enumerate(first)
@@ -151,7 +153,7 @@ class SlotLayout:
     def load(
         self,
         chunk: Chunk,
-        own: Sequence[Flat | None],
+        partials: Sequence[Flat | None],
         slot: int,
         *,
         for_others: bool = False,
@@ -159,175 +161,168 @@ class SlotLayout:
     ) -> None:
         """Write the chunk of each of this rank's subtrees into its lane, multiplied by `factor`.
 
-        `for_others`: this rank reads its own share of a large tensor in place, so that share is not written, unless
-        there is a factor.
+        `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
         """
         mine = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank]
-        room, only = self._rooms[chunk.dtype], chunk.only
-        start, stop = self.share(chunk, self._memory.rank) if for_others else (0, 0)
-        for lane, flat in enumerate(own):
-            place = mine[lane * room : lane * room + chunk.size]
+        room, only = self._lane_sizes[chunk.dtype], chunk.only
+        start, stop = self.shard(chunk, self._memory.rank) if for_others else (0, 0)
+        for lane, flat in enumerate(partials):
+            target = mine[lane * room : lane * room + chunk.size]
             if flat is None or (only is not None and flat[only.tensor] is None):
-                place.zero_()
+                target.zero_()
             elif only is not None and (tensor := flat[only.tensor]) is not None:
                 part = tensor[only.start : only.stop]
                 if factor is not None:
-                    torch.mul(part, factor, out=place)
+                    torch.mul(part, factor, out=target)
                     continue
-                place[:start].copy_(part[:start])
-                place[stop:].copy_(part[stop:])
+                target[:start].copy_(part[:start])
+                target[stop:].copy_(part[stop:])
             else:
-                torch.cat(
-                    [_or_zeros(flat[p.tensor], mine, n) for p, n in zip(chunk.pieces, chunk.lengths, strict=True)],
-                    out=place,
-                )
+                tensors = [(flat[segment.tensor], n) for segment, n in zip(chunk.segments, chunk.lengths, strict=True)]
+                torch.cat([mine.new_zeros(n) if t is None else t for t, n in tensors], out=target)
                 if factor is not None:
-                    place.mul_(factor)
+                    target.mul_(factor)
 
     def send(
-        self, chunk: Chunk | None, own: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
+        self, chunk: Chunk | None, partials: Sequence[Flat | None], *, is_first: bool, factor: float | None = None
     ) -> int:
-        """Make one tick with the chunk of all ranks, and with their flags in the first one; return its slot."""
+        """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
         slot = self._memory.bulk.write()
         if is_first:
-            self.set_flags(slot, own)
+            self.set_flags(slot, partials)
         if chunk is not None:
-            self.load(chunk, own, slot, factor=factor)
+            self.load(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
         return slot
 
     def parts(self, lanes: Mapping[Node, Lane], chunk: Chunk, slot: int, start: int, stop: int) -> dict[Node, Tensor]:
-        """Elements [start, stop) of the chunk of each subtree, in the memory of the ranks."""
-        slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._rooms[chunk.dtype]
+        """Elements [start, stop) of the chunk for each subtree, in the memory of the ranks."""
+        slots, room = self._memory.bulk.typed(chunk.dtype)[slot], self._lane_sizes[chunk.dtype]
         return {node: slots[rank][lane * room + start : lane * room + stop] for node, (rank, lane) in lanes.items()}
 
-    def share(self, chunk: Chunk, rank: int) -> tuple[int, int]:
-        """The elements [start, stop) of the chunk that a rank adds up if each rank adds up a share."""
+    def shard(self, chunk: Chunk, rank: int) -> tuple[int, int]:
+        """The elements [start, stop) of the chunk that form the shard of a rank."""
         each = -(-chunk.size // self._memory.size // ALIGNED) * ALIGNED
         return min(rank * each, chunk.size), min((rank + 1) * each, chunk.size)
 
     def take(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
         slots = self._memory.bulk.typed(chunk.dtype)[slot]
-        shares = [self.share(chunk, rank) for rank in range(self._memory.size)]
-        parts = [slots[rank][at : at + stop - start] for rank, (start, stop) in enumerate(shares)]
+        shards = [self.shard(chunk, rank) for rank in range(self._memory.size)]
+        parts = [slots[rank][at : at + stop - start] for rank, (start, stop) in enumerate(shards)]
         if (only := chunk.only) is None:
             whole = self.whole(chunk)
             torch.cat(parts, out=whole)
-            hand_out(whole, chunk, results)
+            copy_out(whole, chunk, results)
         elif (result := results[only.tensor]) is not None:
             torch.cat(parts, out=result[only.start : only.stop])
 
     def whole(self, chunk: Chunk) -> Tensor:
-        """Scratch memory for a chunk of several tensors."""
+        """Temporary memory for a chunk of several tensors."""
         return self._scratch.take(chunk.dtype, 0, chunk.size)
 
     def spare(self, dtype: torch.dtype, count: int, size: int) -> list[Tensor]:
-        """Scratch memory for `count` partial sums, (size,) each."""
+        """Temporary memory for `count` partial sums, (size,) each."""
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
-def hand_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
-    """Give each tensor of the chunk its piece of `whole`."""
+def copy_out(whole: Tensor, chunk: Chunk, results: Results) -> None:
+    """Copy `whole`, the values of the chunk, into the tensors of the chunk."""
     pairs = [
         (result, part)
-        for piece, part in zip(chunk.pieces, whole.split(chunk.lengths), strict=True)
-        if (result := results[piece.tensor]) is not None
+        for segment, part in zip(chunk.segments, whole.split(chunk.lengths), strict=True)
+        if (result := results[segment.tensor]) is not None
     ]
     if pairs:
         targets, parts = map(list, zip(*pairs, strict=True))
         torch._foreach_copy_(targets, parts)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def by_node(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
+def assign_lanes(nodes: Iterable[Iterable[Node]]) -> dict[Node, Lane]:
     """The lane of each subtree, given the subtrees of each rank."""
     return {node: (rank, lane) for rank, of_rank in enumerate(nodes) for lane, node in enumerate(of_rank)}
 
 
-def _or_zeros(part: Tensor | None, like: Tensor, size: int) -> Tensor:
-    return like.new_zeros(size) if part is None else part
-
-
 WIDEST_BYTES = 8  # of an element
-DIRECT_BYTES = 128 << 10  # up to this size a second tick costs more than adding up everything on each rank
+DIRECT_BYTES = 128 << 10  # up to this size, a second tick costs more time than the whole sum on each rank
 DIRECT_FACTOR = 8  # of DIRECT_BYTES, if there are only two subtrees
 
 
 class TreeSum:
-    """A repeated sum of lists of tensors over the leaves of a forest. Creating it is not a collective."""
+    """Sums lists of tensors over the leaves of a partition, again and again. Its constructor is not a collective."""
 
     def __init__(
         self,
         memory: SharedMemory,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
-        forest: Forest,
+        partition: LeafPartition,
         name: str = "gradients",
     ) -> None:
-        """For tensors of `sizes` elements and these types, the same on all ranks; at most `MAX_TENSORS`."""
-        self._memory, self._leaves, self._sizes = memory, forest.leaves, sizes
-        nodes = forest.nodes()
-        self._nodes, self._own_nodes = by_node(nodes), nodes[memory.rank]
+        """For up to `MAX_TENSORS` tensors with these numbers of elements and types, the same on all ranks."""
+        self._memory, self._leaves, self._sizes = memory, partition.leaves, sizes
+        nodes = partition.nodes()
+        self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
         self._spares = spare_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
         total_bytes = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
         direct_bytes = DIRECT_BYTES * (DIRECT_FACTOR if len(self._nodes) == 2 else 1)
-        self._shares = memory.size if total_bytes > direct_bytes else 0
+        self._shards = memory.size if total_bytes > direct_bytes else 0
         lane_bytes = self._lane_bytes(lanes)
-        # the same byte for all types: a tick can contain a chunk of one type and sums of another
+        # at the same byte for all types: a tick can contain a chunk of one type and sums of a different one
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
-        rooms = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = SlotLayout(memory, sizes, dtypes, rooms, Scratch())
-        self._call = memory.called("all_reduce", name, *in_words(sizes, dtypes))
+        lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
+        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, Scratch())
+        self._call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
-        """Whether the last sums are known to be finite; the same on all ranks. False: unknown."""
+        """True if the last sums are finite, False if that is unknown. The same on all ranks."""
 
     def run(
-        self, own: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
+        self, partials: Sequence[Flat | None], divisor: float | Tensor | None = None, *, factor: float | None = None
     ) -> list[Tensor | None]:
-        """The sum over all leaves, divided as `buckets.divide` does (a collective).
+        """The sum over all leaves, divided by `buckets.divide` (a collective).
 
         Args:
-            own: the sums of each of this rank's subtrees, contiguous; None for all zeros. They are overwritten.
+            partials: the contiguous sums of each of this rank's subtrees, which are overwritten. None: all zeros.
             divisor: see `divide`; the same on every rank.
-            factor: multiplies each element of this rank before it is added.
+            factor: multiplies each element of this rank before the addition.
 
         Returns:
-            (n,) for each tensor: that of the first subtree, if there is one, now with the sum. None if it is None in
-            all subtrees of all ranks.
+            (n,) for each tensor: the tensor of the first subtree if there is one, overwritten by the sum. None if it is
+            None in all subtrees of all ranks.
         """
         self.finite = False
         with MemoryOperation(self._memory, self._memory.bulk, self._call):
-            return (self._run_shares if self._shares else self._run_direct)(own, divisor, factor)
+            return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
 
-    def _run_direct(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_direct(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
         lanes, results = self._lanes, list[Tensor | None]()
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = lanes.send(chunk, own, is_first=number == 0, factor=factor)
+            slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
-                results = lanes.results(own, lanes.used())
+                results = lanes.results(partials, lanes.used())
             if chunk is not None:
                 self._add_up(chunk, slot, results, divisor)
         return results
 
-    def _run_shares(self, own: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
-        """Tick k brings in chunk k, and hands out the sums of chunk k - 1."""
+    def _run_sharded(self, partials: Sequence[Flat | None], divisor: float | Tensor | None, factor: float | None):
+        # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.write()
             if number == 0:
-                lanes.set_flags(slot, own)
+                lanes.set_flags(slot, partials)
             if number < len(lanes.chunks):
-                lanes.load(lanes.chunks[number], own, slot, for_others=True, factor=factor)
+                lanes.load(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
-                # with a factor this rank's share is in memory: the tensors are not multiplied
-                here = own if factor is None else [None] * len(own)
-                finite &= self._add_share(lanes.chunks[number - 1], here, slot, divisor)
+                # with a factor, this rank's shard is read from shared memory: only there it is multiplied
+                in_place = partials if factor is None else [None] * len(partials)
+                finite &= self._add_shard(lanes.chunks[number - 1], in_place, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, not finite, 1)
             bulk.exchange()
             if number == 0:
-                results = lanes.results(own, lanes.used())
+                results = lanes.results(partials, lanes.used())
             else:
                 chunk = lanes.chunks[number - 1]
                 lanes.take(chunk, slot, self._results_at[chunk.dtype], results)
@@ -335,66 +330,68 @@ class TreeSum:
         return results
 
     def _lane_bytes(self, lanes: int) -> int:
-        shares = max(1, self._shares)
-        unit = ALIGNED * WIDEST_BYTES * shares
-        # lanes, and the share of the result
-        return self._memory.bulk.data_bytes * shares // (lanes * shares + (self._shares > 0)) // unit * unit
+        shards = max(1, self._shards)
+        unit = ALIGNED * WIDEST_BYTES * shards
+        # the lanes, and one shard for the result
+        return self._memory.bulk.data_bytes * shards // (lanes * shards + (self._shards > 0)) // unit * unit
 
     def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> None:
         parts = self._lanes.parts(self._nodes, chunk, slot, 0, chunk.size)
         if (only := chunk.only) is None:
             whole = self._lanes.whole(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            hand_out(whole, chunk, results)
+            copy_out(whole, chunk, results)
         elif (result := results[only.tensor]) is not None:
             self._make_root(chunk, 0, parts, result[only.start : only.stop], divisor)
 
-    def _add_share(self, chunk: Chunk, own: Sequence[Flat | None], slot: int, divisor: float | Tensor | None) -> bool:
-        """Whether the sum is finite, computed while it is in the cache. False: unknown."""
-        start, stop = self._lanes.share(chunk, self._memory.rank)
+    def _add_shard(
+        self, chunk: Chunk, partials: Sequence[Flat | None], slot: int, divisor: float | Tensor | None
+    ) -> bool:
+        """Compute this rank's shard. True if it is finite (checked while it is in the cache), False if unknown."""
+        start, stop = self._lanes.shard(chunk, self._memory.rank)
         if start == stop:
             return True
         at, only = self._results_at[chunk.dtype], chunk.only
         out = self._memory.bulk.typed(chunk.dtype)[slot][self._memory.rank][at : at + stop - start]
         parts = self._lanes.parts(self._nodes, chunk, 1 - slot, start, stop)
-        for node, flat in zip(self._own_nodes, own, strict=True):
+        for node, flat in zip(self._own_nodes, partials, strict=True):
             if only is not None and flat is not None and (tensor := flat[only.tensor]) is not None:
                 parts[node] = tensor[only.start + start : only.start + stop]
         self._make_root(chunk, start, parts, out, divisor)
-        # not finite if an element is not; it may also overflow
+        # A sum with an infinity or NaN is not finite. A sum of finite elements may overflow.
         return math.isfinite(out.sum(dtype=torch.float32 if out.element_size() < 4 else None))
 
     def _make_root(
         self, chunk: Chunk, start: int, parts: dict[Node, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         """Write the sum of these parts, which begin at element `start` of the chunk, into `out`."""
-        del start
+        del start  # for subclasses
         root_of(parts, self._leaves, out, self._lanes.spare(chunk.dtype, self._spares, len(out)), divisor)
 
 
-def in_words(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
-    """Shape and types of lists of tensors, for the hang guard."""
+def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+    """The shape and the types of a list of tensors, for the hang guard."""
     return f"[{sum(sizes)}]", ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
 
 
 def spare_count(parts: Collection[Node], leaves: int) -> int:
-    """The largest number of partial sums that exist at once while these subtrees become one, except the last one."""
-    return max(1, _places(parts, (0, leaves))) - 1
+    """The number of temporary sums that `root_of` needs for these subtrees, besides its result."""
+    return max(1, _live_sums(parts, (0, leaves))) - 1
 
 
-def _places(parts: Collection[Node], node: Node) -> int:
-    """The largest number of sums that exist at once while this one is made, including it."""
+def _live_sums(parts: Collection[Node], node: Node) -> int:
+    """The largest number of sums in memory at the same time during the computation of `node`, including its sum."""
     if node in parts:
         return 0
-    cut = middle(node)
-    left, right = _places(parts, (node[0], cut)), _places(parts, (cut, node[1]))
-    return max(left, right + min(left, 1), 1)  # the left sum waits while the right one is made
+    split = middle(node)
+    left, right = _live_sums(parts, (node[0], split)), _live_sums(parts, (split, node[1]))
+    return max(left, right + min(left, 1), 1)  # the left sum is kept while the right one is computed
 
 
 def root_of(
     parts: dict[Node, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
-    """Write the tree's sum of two parts or more into `out`; the parts are only read."""
+    """Write the tree's sum of two or more parts into `out`. The parts do not change."""
     free, ours = [*spare, out], set[int]()
 
     def add(left: Tensor, right: Tensor) -> Tensor:
@@ -405,7 +402,7 @@ def root_of(
         elif id(right) in ours:
             target = right
         else:
-            target = free.pop()  # `out` first: it stays the leftmost sum, and so becomes the root
+            target = free.pop()  # `out` first: it holds the leftmost sum, which becomes the root
             ours.add(id(target))
         return torch.add(left, right, out=target)
 
@@ -415,11 +412,11 @@ def root_of(
         divide(out, divisor)
 
 
-SEGMENT_BYTES = 1 << 20  # gloo's longest
+SEGMENT_BYTES = 1 << 20  # gloo's maximum
 
 
 def ring_part(size: int, itemsize: int, ranks: int) -> int:
-    """The number of elements in each part of a sum of `size` elements; the last parts may be shorter or empty."""
+    """The number of elements in each part of gloo's all-reduce of `size` elements. The last parts may be shorter."""
     longest = SEGMENT_BYTES // itemsize
     segments = round_up(max(-(-size // longest), 2 * ranks), ranks)
     return segments // ranks * -(-size // segments)
@@ -428,13 +425,13 @@ def ring_part(size: int, itemsize: int, ranks: int) -> int:
 def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> None:
     """Elements [first, first + len(out)) of a sum of tensors of `size` elements, in the order of gloo's all-reduce.
 
-    gloo splits a tensor into one part for each rank. Part p starts at rank p - 1 and goes round downwards; each rank
-    adds its own to what it receives. So of 4 ranks
+    gloo splits a tensor into one part for each rank. Part p starts at rank p - 1 and moves to the next lower rank. Each
+    rank adds its values to the received part. With 4 ranks:
 
         part 0    x0 + (x1 + (x2 + x3))
         part 1    x1 + (x2 + (x3 + x0))    and so on
 
-    Source: `ring` in gloo/allreduce.cc, the algorithm that torch takes. See tests/collectives/test_ring.py.
+    Source: `ring` in gloo/allreduce.cc, the algorithm that torch uses. See tests/collectives/test_ring.py.
     """
     ranks, low = len(of_rank), 0
     each = ring_part(size, out.element_size(), ranks)
@@ -449,7 +446,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
-    with MemoryOperation(memory, memory.bulk, memory.called("barrier", "barrier")):
+    with MemoryOperation(memory, memory.bulk, memory.describe_call("barrier", "barrier")):
         memory.bulk.write()
         memory.bulk.exchange()
 
@@ -457,31 +454,31 @@ def barrier(memory: SharedMemory) -> None:
 def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
     """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
-    sizes, bulk, is_source = [len(one) for one in flat], memory.bulk, memory.rank == src
+    sizes, bulk, is_source = [len(each) for each in flat], memory.bulk, memory.rank == src
     slots = bulk.typed(torch.uint8)
-    chunks = cut(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
-    with MemoryOperation(memory, bulk, memory.called("broadcast", name, f"[{sum(sizes)}]", "bytes")):
-        for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, to compare calls
+    chunks = split_into_chunks(sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNED * ALIGNED})
+    with MemoryOperation(memory, bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+        for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
             slot = bulk.write()
-            places = slots[slot][src][: chunk.size].split(chunk.lengths)
-            pieces = [flat[piece.tensor][piece.start : piece.stop] for piece in chunk.pieces]
+            in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
+            in_place = [flat[segment.tensor][segment.start : segment.stop] for segment in chunk.segments]
             if is_source:
-                for place, piece in zip(places, pieces, strict=True):
-                    place.copy_(piece)
+                for target, values in zip(in_slot, in_place, strict=True):
+                    target.copy_(values)
             bulk.exchange()
             if not is_source:
-                for place, piece in zip(places, pieces, strict=True):
-                    piece.copy_(place)
+                for values, target in zip(in_slot, in_place, strict=True):
+                    target.copy_(values)
 
 
-def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shares") -> None:
+def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shards") -> None:
     """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]. `mine` may be this rank's part of `out`."""
-    share, bulk = len(mine), memory.bulk
+    size, bulk = len(mine), memory.bulk
     slots, room = bulk.typed(mine.dtype), bulk.data_bytes // mine.element_size()
-    parts = out.view(memory.size, share)
-    with MemoryOperation(memory, bulk, memory.called("all_gather", name, f"[{share}]", mine.dtype)):
-        for start in range(0, share, room):
-            stop = min(start + room, share)
+    parts = out.view(memory.size, size)
+    with MemoryOperation(memory, bulk, memory.describe_call("all_gather", name, f"[{size}]", mine.dtype)):
+        for start in range(0, size, room):
+            stop = min(start + room, size)
             slot = bulk.write()
             slots[slot][memory.rank][: stop - start] = mine[start:stop]
             bulk.exchange()
@@ -492,87 +489,91 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
 
 def reduce_scatter(
     memory: SharedMemory,
-    own: Sequence[Tensor | None],
-    forest: Forest,
+    partials: Sequence[Tensor | None],
+    partition: LeafPartition,
     out: Tensor,
     divisor: float | Tensor | None = None,
     name: str = "gradients",
     *,
     as_gloo: bool = False,
 ) -> Tensor:
-    """This rank's share of the sum over all leaves, in the tree's order, divided as `buckets.divide` does.
+    """Reduce-scatter over all leaves, in the tree's order, divided by `buckets.divide`. Returns `out`.
 
     Args:
         memory: of all ranks.
-        own: (n,) for each of this rank's subtrees; None for all zeros. Only read.
-        forest: the leaves of each rank.
+        partials: (n,) for each of this rank's subtrees, which do not change. None: all zeros.
+        partition: the leaves of each rank.
         out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
-        divisor: the same on every rank; None: the sum.
+        divisor: the same on every rank; None: the sum is not divided.
         name: for the hang guard.
-        as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`); each rank then has one leaf.
+        as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
-    nodes, bulk, share = forest.nodes(), memory.bulk, len(out)
+    nodes, bulk, shard_size = partition.nodes(), memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
     slots = bulk.typed(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNED * ALIGNED
-    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], forest.leaves))]
-    shares = [None if flat is None else flat.view(size, share) for flat in own]
-    with MemoryOperation(memory, bulk, memory.called("reduce_scatter", name, f"[{share * size}]", out.dtype)):
-        for start in range(0, share, room):
-            stop = min(start + room, share)
+    spare = [torch.empty_like(out[:room]) for _ in range(spare_count([*chain(*nodes)], partition.leaves))]
+    shards = [None if flat is None else flat.view(size, shard_size) for flat in partials]
+    with MemoryOperation(
+        memory, bulk, memory.describe_call("reduce_scatter", name, f"[{shard_size * size}]", out.dtype)
+    ):
+        for start in range(0, shard_size, room):
+            stop = min(start + room, shard_size)
             slot = bulk.write()
             mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
-            for lane, flat in enumerate(shares):
-                for rank, place in enumerate(mine[lane]):
+            for lane, flat in enumerate(shards):
+                for rank, target in enumerate(mine[lane]):
                     if flat is None:
-                        place.zero_()
-                    elif rank != memory.rank:  # this rank's share is read in place
-                        place.copy_(flat[rank, start:stop])
+                        target.zero_()
+                    elif rank != memory.rank:  # this rank's shard is read in place
+                        target.copy_(flat[rank, start:stop])
             bulk.exchange()
             parts = {
                 node: slots[slot][rank][(at := (lane * size + memory.rank) * room) : at + stop - start]
                 for rank, of_rank in enumerate(nodes)
                 for lane, node in enumerate(of_rank)
             }
-            for node, flat in zip(nodes[memory.rank], shares, strict=True):
+            for node, flat in zip(nodes[memory.rank], shards, strict=True):
                 if flat is not None:
                     parts[node] = flat[memory.rank, start:stop]
             total = out[start:stop]
             if as_gloo and size > 2:  # a sum of two has one order
-                ring_sum([*parts.values()], memory.rank * share + start, size * share, total)
+                ring_sum([*parts.values()], memory.rank * shard_size + start, size * shard_size, total)
             else:
-                root_of(parts, forest.leaves, total, [one[: stop - start] for one in spare], None)
+                root_of(parts, partition.leaves, total, [buffer[: stop - start] for buffer in spare], None)
             if divisor is not None:
                 divide(total, divisor)
     return out
 
 
 class StartedSum:
-    """A small sum over ranks that has begun in shared memory; for the hang guard, like torch's `Work`."""
+    """A small asynchronous all-reduce in shared memory. The hang guard uses it like torch's `Work`."""
 
     def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
-        """Begin with this rank's `slots`, float64."""
+        """Start it with this rank's `slots`, float64."""
         self._memory, self._size, self._sum = memory, len(slots), slots
         self._is_over, self._error = False, ""
         if isinstance(memory.running, StartedSum):  # the next tick overwrites its slots
             memory.running.finish()
         channel = memory.totals
-        with MemoryOperation(memory, channel, memory.called("all_reduce", name, f"[{self._size}]", slots.dtype), self):
+        with MemoryOperation(
+            memory, channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self
+        ):
             slot = channel.write()
             channel.typed(slots.dtype)[slot][memory.rank][: self._size] = slots
             self._tick = channel.publish()
             memory.running = self
 
     def is_completed(self) -> bool:
-        """Whether all ranks have begun it, or one of them never will."""
+        """Whether all ranks have started it, or it has failed."""
         return self._is_over or bool(self._error) or self._memory.totals.arrived(self._tick)
 
     def finish(self) -> Tensor:
-        """The sum, in the order of ranks."""
+        """Wait, and return the sum, added in the order of ranks."""
         if self._is_over:
             return self._sum
         if self._error:
-            raise RuntimeError(f"this sum has failed already: {self._error}")
+            raise RuntimeError(f"this sum has already failed: {self._error}")
         memory, channel = self._memory, self._memory.totals
         try:
             channel.wait()

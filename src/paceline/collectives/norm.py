@@ -1,13 +1,13 @@
-"""The norm of gradients: the same *bits* whether one rank holds them or each of N ranks holds a share of them.
+"""The norm of gradients: the same *bits* whether one rank holds all gradients or each of N ranks holds a shard.
 
-The norm is the root of a sum of squares, and a sum depends on its order. The order is therefore independent of the
-ranks: every parameter is split into blocks of 64 elements, and all blocks of all parameters, in the model's order, are
-the leaves of the binary tree of `tree`. A rank that holds a run of blocks adds up the complete subtrees in it, and
-sends their sums: at most 2 log2 of the number of blocks for each run. Shares must begin at a block (see `shards`).
+The norm is the root of a sum of squares, and the bits of a sum depend on its order. The order must therefore not depend
+on the ranks. Every parameter is split into blocks of 64 elements. All blocks of all parameters, in the model's order,
+are the leaves of the binary tree of `tree`. A rank that holds a run of blocks adds up the complete subtrees in it, and
+sends their sums: at most 2 log2 of the number of blocks for each run. Shards must begin at a block (see `shards`).
 
     6 blocks a..f:  ((a+b) + (c+d)) + (e+f)
 
-    1 rank  holds a..f            knows the root
+    1 rank  holds a..f            has the root
     2 ranks hold  a..c and d..f   the first sends a+b and c, the second d and e+f
 
 examples/textbook/norm.py is a runnable short version.
@@ -21,177 +21,178 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import Pending, costs, sum_over_ranks
+from paceline.collectives.control import Deferred, is_async, sum_over_ranks
 from paceline.collectives.tree import Node, tree_sum
 
 BLOCK = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
-CHUNK_OF_GPU = 1 << 26  # large, but the memory for it is available
+CHUNK_OF_GPU = 1 << 26  # large; a GPU has the memory for it
 
-OwnShare = tuple[int, int, int]
-"""(position of a parameter, start, stop): the elements [start, stop) of it, flattened."""
+ShardSlice = tuple[int, int, int]
+"""(position of a parameter, start, stop): its elements [start, stop), flattened."""
 
 
 class BlockTree:
-    """The tree over all blocks of parameters with these numbers of elements. A run of blocks is [first, stop)."""
+    """The tree over all blocks of the parameters. A run of blocks is [first, stop)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        """`sizes`: the number of elements of each parameter."""
         *self._firsts, self.blocks = accumulate((-(-size // BLOCK) for size in sizes), initial=0)
 
     def run(self, parameter: int, start: int, stop: int) -> Node:
-        """The blocks of the elements [start, stop) of a parameter, which is given by its position."""
+        """The blocks of the elements [start, stop) of the parameter at a position."""
         if start % BLOCK:
-            raise ValueError(f"a share begins at element {start}, within a block of {BLOCK}")
+            raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK}")
         first = self._firsts[parameter]
         return first + start // BLOCK, first + -(-stop // BLOCK)
 
     def nodes(self, run: Node) -> list[Node]:
         """The subtrees whose sums the holder of a run sends."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
             for position in [first] * left + [stop - 1] * right:
-                found.append((position << level, min((position + 1) << level, self.blocks)))
-        return found
+                nodes.append((position << level, min((position + 1) << level, self.blocks)))
+        return nodes
 
     def sums(self, run: Node, of_blocks: Tensor) -> list[Tensor]:
-        """The sums of `nodes`, in their order, from those of the run's blocks, (stop - first,)."""
-        found: list[Tensor] = []
+        """The sums of `nodes`, in their order, from the sums of the run's blocks, (stop - first,)."""
+        sums: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
             if left:
-                found.append(of_blocks[0])
+                sums.append(of_blocks[0])
             if right:
-                found.append(of_blocks[-1])
-            of_blocks = _pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
-        return found
+                sums.append(of_blocks[-1])
+            of_blocks = _add_pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
+        return sums
 
     def root(self, sums: dict[Node, float]) -> float:
-        """The sum of all blocks, from the sums of all holders."""
+        """The sum of all blocks, from the sums of all ranks."""
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
 
-class SharedNorm:
-    """The norm of gradients of which each rank holds shares, with one small message."""
+class ShardedNorm:
+    """The norm of gradients of which each rank holds shards; takes one small message."""
 
     def __init__(
-        self, sizes: Sequence[int], shares: Sequence[Sequence[OwnShare]], rank: int, device: torch.device
+        self, sizes: Sequence[int], shards: Sequence[Sequence[ShardSlice]], rank: int, device: torch.device
     ) -> None:
-        """`sizes`: the elements of all parameters. `shares[rank]`: all of them together hold each element once."""
+        """`sizes`: the number of elements of each parameter. `shards`: by rank; they contain each element once."""
         self._tree, self._device, self._rank = BlockTree(sizes), device, rank
-        self._own = sorted(shares[rank])
-        runs = [joined_runs([self._tree.run(*share) for share in of_rank]) for of_rank in shares]
+        self._own = sorted(shards[rank])
+        runs = [merge_runs([self._tree.run(*shard) for shard in of_rank]) for of_rank in shards]
         self._runs = runs[rank]
         self._nodes = [[node for run in of_rank for node in self._tree.nodes(run)] for of_rank in runs]
 
-    def __call__(self, gradients: Mapping[int, Tensor]) -> Pending[float]:
-        """The same on all ranks (a collective); NaN or infinite only if an element or its square is.
+    def __call__(self, gradients: Mapping[int, Tensor]) -> Deferred[float]:
+        """The norm, the same on all ranks (a collective). It is NaN or infinite only if an element or its square is.
 
-        `gradients`: those of this rank's shares, flat, by the parameter's position; a missing one is zeros.
+        `gradients`: of this rank's shards, flat, by the parameter's position. A missing one is zeros.
         """
 
         def root(total: float) -> float:
             if not math.isfinite(total):
-                total = self._total(gradients, torch.float64).now()
+                total = self._total(gradients, torch.float64).result()
             return math.sqrt(total)
 
-        return self._total(gradients, None).then(root)
+        return self._total(gradients, None).map(root)
 
-    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending[float]:
+    def _total(self, gradients: Mapping[int, Tensor], dtype: torch.dtype | None) -> Deferred[float]:
         of_blocks = [
-            square_sums(_joined([gradients[index] for index, _, _ in shares]), dtype)
-            if shares[0][0] in gradients
-            else torch.zeros(-(-(shares[0][2] - shares[0][1]) // BLOCK), dtype=torch.float64, device=self._device)
-            for shares in self._at_once(gradients)
+            block_square_sums(_joined([gradients[index] for index, _, _ in group]), dtype)
+            if group[0][0] in gradients
+            else torch.zeros(-(-(group[0][2] - group[0][1]) // BLOCK), dtype=torch.float64, device=self._device)
+            for group in self._groups(gradients)
         ]
         slots = torch.zeros(sum(map(len, self._nodes)), dtype=torch.float64, device=self._device)
         if of_blocks:
             of_runs = torch.cat(of_blocks).split([stop - first for first, stop in self._runs])
-            own = [one for run, blocks in zip(self._runs, of_runs, strict=True) for one in self._tree.sums(run, blocks)]
+            sums = [
+                total for run, part in zip(self._runs, of_runs, strict=True) for total in self._tree.sums(run, part)
+            ]
             first = sum(map(len, self._nodes[: self._rank]))
-            slots[first : first + len(own)] = torch.stack(own)
+            slots[first : first + len(sums)] = torch.stack(sums)
         if len(self._nodes) > 1:
-            # all ranks but one add zero to a slot: the order of additions has no effect
+            # only one rank adds a number other than zero to a slot: the order of additions has no effect
             slots = sum_over_ranks(slots, "norm of the gradients")
-        return Pending(slots, lambda sums: self._tree.root(dict(zip(chain(*self._nodes), sums, strict=True))))
+        return Deferred(slots, lambda sums: self._tree.root(dict(zip(chain(*self._nodes), sums, strict=True))))
 
-    def _at_once(self, gradients: Mapping[int, Tensor]) -> list[list[OwnShare]]:
-        """This rank's shares, one by one; on a GPU shares of one type together, up to the size of a chunk."""
-        groups: list[list[OwnShare]] = []
-        room, dtype = 0, None
-        for share in self._own:
-            size, own = share[2] - share[1], gradients[share[0]].dtype if share[0] in gradients else None
-            if own is None or own != dtype or size > room:
+    def _groups(self, gradients: Mapping[int, Tensor]) -> list[list[ShardSlice]]:
+        """This rank's shards, each alone on a CPU. On a GPU, shards of one type form groups of up to a chunk."""
+        groups: list[list[ShardSlice]] = []
+        room, group_dtype = 0, None
+        for shard in self._own:
+            size, dtype = shard[2] - shard[1], gradients[shard[0]].dtype if shard[0] in gradients else None
+            if dtype is None or dtype != group_dtype or size > room:
                 groups.append([])
-                room, dtype = CHUNK_OF_GPU if costs(self._device) else 0, own
-            groups[-1].append(share)
+                room, group_dtype = CHUNK_OF_GPU if is_async(self._device) else 0, dtype
+            groups[-1].append(shard)
             room -= size
         return groups
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All of them in one tensor, each padded with zeros to whole blocks."""
-    zeros = tensors[0].new_zeros(BLOCK)
+    zeros = tensors[0].new_zeros(BLOCK)  # pads each tensor to whole blocks
     return tensors[0] if len(tensors) == 1 else torch.cat([p for t in tensors for p in (t, zeros[: -len(t) % BLOCK])])
 
 
-def even_shares(sizes: Sequence[int], holders: int) -> list[list[OwnShare]]:
-    """Shares with the same number of blocks, for ranks that hold whole gradients and split the work only."""
+def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
+    """Shards with the same number of blocks, for ranks that hold whole gradients and split only the work."""
     tree = BlockTree(sizes)
-    shares: list[list[OwnShare]] = []
+    shards: list[list[ShardSlice]] = []
     for holder in range(holders):
         first, stop = (tree.blocks * number // holders for number in (holder, holder + 1))
         runs = [(i, size, tree.run(i, 0, size)[0]) for i, size in enumerate(sizes)]
         parts = [(i, max(0, first - at) * BLOCK, min(size, (stop - at) * BLOCK)) for i, size, at in runs]
-        shares.append([(i, start, end) for i, start, end in parts if start < end])
-    return shares
+        shards.append([(i, start, end) for i, start, end in parts if start < end])
+    return shards
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Pending[float]:
-    """The norm of all elements together; in float64 if the square of one is beyond float32."""
+def total_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
+    """The norm of all elements. If the square of one overflows float32, it is computed again in float64."""
 
-    def made(numbers: list[float]) -> float:
+    def compute(numbers: list[float]) -> float:
         (norm,) = numbers
-        return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([one.double() for one in gradients]))
+        return norm if math.isfinite(norm) else float(nn.utils.get_total_norm([grad.double() for grad in gradients]))
 
-    return Pending(nn.utils.get_total_norm(gradients).double().view(1), made)
+    return Deferred(nn.utils.get_total_norm(gradients).double().view(1), compute)
 
 
 @torch.no_grad()
 def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
-    """Scale gradients with a norm above `max_norm` to it, unless it is not finite. Returns `norm`."""
-    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+    """Scale gradients to `max_norm` if their `norm` is above it and finite. Returns `norm`."""
+    factor = max_norm / (norm + 1e-6)  # as in torch's clip_grad_norm_
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return norm
 
 
-def joined_runs(runs: Sequence[Node]) -> list[Node]:
+def merge_runs(runs: Sequence[Node]) -> list[Node]:
     """The same blocks in the smallest number of runs."""
-    joined: list[Node] = []
+    merged: list[Node] = []
     for first, stop in sorted(runs):
-        if joined and joined[-1][1] == first:
-            joined[-1] = joined[-1][0], stop
+        if merged and merged[-1][1] == first:
+            merged[-1] = merged[-1][0], stop
         elif stop > first:
-            joined.append((first, stop))
-    return joined
+            merged.append((first, stop))
+    return merged
 
 
 @torch.no_grad()
-def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(ceil(n / 64),) float64: the sum of squares of each block of `values`, (n,).
+def block_square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of squares of each block of `values`, (n,) -> (ceil(n / 64),) float64.
 
-    Computed in `dtype`, by default in float32 for float32 and shorter types. Values beyond 1e18 then give infinity; use
-    float64.
+    Computed in `dtype`, by default in float32 for float32 and shorter types. There, values beyond 1e18 give infinity.
     """
     values = values.abs() if values.is_complex() else values
     dtype = dtype or torch.promote_types(values.dtype, torch.float32)
     sums = values.new_empty(-(-len(values) // BLOCK), dtype=torch.float64)
-    size = CHUNK_OF_GPU if costs(values.device) else CHUNK
+    size = CHUNK_OF_GPU if is_async(values.device) else CHUNK
     for start in range(0, len(values), size):
         chunk = values[start : start + size].to(dtype)
         if missing := -len(chunk) % BLOCK:
             chunk = torch.nn.functional.pad(chunk, (0, missing))
         squares = (chunk * chunk).view(-1, BLOCK)
-        # Halves are added here: a library's sum of a row may depend on the number of rows.
+        # Add halves instead of torch.sum: the order of a library's sum may depend on the number of rows.
         while (width := squares.shape[1] // 2) > 0:
             squares = squares[:, :width] + squares[:, width:]
         sums[start // BLOCK : start // BLOCK + len(squares)] = squares[:, 0]
@@ -199,19 +200,19 @@ def square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _levels(run: Node, blocks: int) -> Generator[tuple[int, int, int, bool, bool]]:
-    """From the blocks up: (level, first, stop, whether the holder sends the first one, whether the last one)."""
+    """For each level, from the blocks up: (level, first, stop, whether to send the first sum, whether the last one)."""
     (first, stop), level = run, 0
     while first < stop:
         is_root = blocks == 1
-        left = is_root or first % 2 == 1  # another rank holds its left neighbour
-        right = not is_root and stop % 2 == 1 and stop < blocks  # its right neighbour; the very last has none
+        left = is_root or first % 2 == 1  # its left neighbour is not in the run
+        right = not is_root and stop % 2 == 1 and stop < blocks  # its right neighbour is not; the last block has none
         yield level, first, stop, left, right
         if is_root:
             return
         first, stop, blocks, level = -(-first // 2), (stop // 2 if right else -(-stop // 2)), -(-blocks // 2), level + 1
 
 
-def _pairs(values: Tensor) -> Tensor:
+def _add_pairs(values: Tensor) -> Tensor:
     even = values[: len(values) // 2 * 2]
-    added = even[0::2] + even[1::2]
-    return added if len(even) == len(values) else torch.cat([added, values[-1:]])
+    sums = even[0::2] + even[1::2]
+    return sums if len(even) == len(values) else torch.cat([sums, values[-1:]])

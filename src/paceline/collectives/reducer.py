@@ -1,65 +1,71 @@
-"""The sum of gradients over virtual ranks, the leaves of one tree, in buckets that are sent during backward.
+"""Sums gradients over virtual ranks, the leaves of one tree, in buckets that are sent during backward.
 
-autograd would add virtual ranks from left to right. The gradients of each one are therefore taken away before the next
-one's backward, and become a leaf of the tree (see `tree`). Several backwards of one virtual rank accumulate: they are
-always on one rank. In this rank's last backward of a step, a bucket is sent when its last gradient is complete, in the
-same order on all ranks. A transport sums the buckets over ranks (see `communicator.Transport`).
+autograd would add virtual ranks from left to right. The reducer therefore removes the gradients of a virtual rank
+before the backward of the next one, and adds them as a leaf of the tree (see `tree`). Several backwards of one virtual
+rank accumulate, because they run on the same rank. In this rank's last backward of a step, a bucket is sent when its
+last gradient is complete, in the same order on all ranks. A transport sums the buckets over ranks (see
+`communicator.Transport`).
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.across import Across, PerHostTransport
+from paceline.collectives.across import InterHostSum, PerHostTransport
 from paceline.collectives.buckets import check_dense, trainable
 from paceline.collectives.communicator import MemoryTransport, Transport, make_communicator
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.shards import Shards, ShardTransport
-from paceline.collectives.tree import Forest, added_each
+from paceline.collectives.torch_collectives import Group
+from paceline.collectives.tree import LeafPartition, add_each
 from paceline.errors import UsageError
 
 
 class Reducer:
-    """Sums gradients over the leaves of a forest.
+    """Sums gradients over all leaves.
 
-        reducer = sum_by_leaf(model, Forest([(0, 2), (2, 3)], rank))
+        reducer = sum_by_leaf(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
             with reducer.leaf(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1]):
                 loss(...).backward()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
-    A parameter that some ranks do not use counts as zeros there: all ranks must join every collective. If no rank uses
-    it, .grad stays None. An optimizer skips None, but given zeros it would decay the weight (AdamW) or move it by old
-    momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
+    A rank that does not use a parameter contributes zeros, because all ranks must join every collective. If no rank
+    uses it, .grad stays None. An optimizer skips None, but with zeros it would decay the weight (AdamW) or move it by
+    old momentum. Every step ends with `finish`, or after an error with `reset`, on every rank.
     """
 
     def __init__(
         self,
-        forest: Forest,
+        partition: LeafPartition,
         transport: Transport,
         *,
         at_start: Callable[[], None] = lambda: None,
         module: nn.Module | None = None,
-        own_leaf: int | None = None,
+        single_leaf: int | None = None,
     ) -> None:
-        """Hook into the parameters.
+        """Register hooks on the parameters.
 
         Args:
-            forest: the leaves of each rank.
+            partition: the leaves of each rank.
             transport: with the same buckets on every rank.
-            at_start: called before a step's first backward.
-            module: has the names of the parameters.
-            own_leaf: the one leaf of this rank, to which all its backwards belong, also those of dummy batches: a rank
-                without samples has zeros. None: each backward belongs to its virtual rank.
+            at_start: called before the first backward of a step.
+            module: for the names of the parameters.
+            single_leaf: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a
+                rank without samples contributes zeros. None: each backward adds to the leaf of its virtual rank.
         """
-        self._buckets, self._forest, self._transport, self._at_start = transport.buckets, forest, transport, at_start
+        self._buckets, self._partition, self._transport, self._at_start = (
+            transport.buckets,
+            partition,
+            transport,
+            at_start,
+        )
         self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
-        self._own_leaf, self._put_aside = own_leaf, list[tuple[nn.Parameter, Tensor | None]]()
+        self._single_leaf, self._put_aside = single_leaf, list[tuple[nn.Parameter, Tensor | None]]()
         self._forget()
         for parameter in self._bucket_of if transport.early else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -79,45 +85,45 @@ class Reducer:
         """Begin one backward of a virtual rank.
 
         Args:
-            virtual_rank: one of this rank, not below that of the previous backward.
-            is_last: whether this is this rank's last backward of the step: then buckets are sent as they fill.
+            virtual_rank: of this rank, not below that of the previous backward.
+            is_last: whether this is this rank's last backward of the step. Buckets are then sent as they fill.
             counted: False for a dummy batch, whose gradients are discarded.
         """
         if self._leaf is None and self._sent == 0:
             self._at_start()
-        if self._own_leaf is not None:
-            virtual_rank, counted = self._own_leaf, True
+        if self._single_leaf is not None:
+            virtual_rank, counted = self._single_leaf, True
         if not counted:
             self._put_aside = [(parameter, parameter.grad) for parameter in self._bucket_of]
             for parameter, _ in self._put_aside:
                 parameter.grad = None
             return
         if self._leaf not in (None, virtual_rank):
-            # the gradients of the previous virtual rank become a leaf of each bucket that is not sent
+            # the gradients of the previous virtual rank become a leaf of each bucket that has not been sent
             for index in range(self._sent, len(self._buckets)):
                 self._add_leaf(index)
         self._leaf, self._leaving = virtual_rank, is_last
 
     def leave(self, *, failed: bool = False) -> None:
-        """End it; `failed`: by an error."""
+        """End the backward. `failed`: it raised an error."""
         if self._put_aside:
             for parameter, grad in self._put_aside if not failed else ():
                 parameter.grad = grad
             self._put_aside = []
         elif not failed:
             self._leaving = False
-        elif self._sent == 0:  # no rank waits for anything of this step
+        elif self._sent == 0:  # no rank waits for this step
             self._forget()
 
     @torch.no_grad()
     def finish(self, divisor: float | Tensor) -> bool:
-        """Return when every .grad is the sum over all leaves, divided by `divisor` (a collective).
+        """Set every .grad to the sum over all leaves, divided by `divisor` (a collective).
 
         Args:
             divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
 
         Returns:
-            Whether all of them are known to be finite; the same on all ranks.
+            True if all gradients are finite, False if that is unknown. The same on all ranks.
         """
         return self._end(divisor)
 
@@ -125,8 +131,8 @@ class Reducer:
     def reset(self) -> None:
         """Make the reducer usable again after an error in forward or backward; .grad does not change.
 
-        This rank sends the remaining buckets: other ranks, which may be waiting in `finish`, have sent theirs, and
-        messages of the next step must not match those of this one.
+        This rank sends the remaining buckets. Other ranks may wait for them in `finish`, and messages of the next step
+        must not match those of this step.
         """
         self._end(None)
 
@@ -143,9 +149,9 @@ class Reducer:
         self._leaf: int | None = None
         self._leaving = False
         self._sent = 0
-        # a parameter that several modules use may get its gradient in several parts: its bucket is sent at the end
+        # A tied parameter may get its gradient in several parts. None stays in the set: the bucket is sent last.
         self._missing = [{*bucket, *([None] if self._tied.intersection(bucket) else [])} for bucket in self._buckets]
-        self._sums = [self._forest.partial_sums(added_each) for _ in self._buckets]
+        self._sums = [self._partition.partial_sums(add_each) for _ in self._buckets]
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -163,9 +169,9 @@ class Reducer:
         parameters = self._buckets[index]
         check_gradients(parameters, self._numels[index], self._names)
         if any(p.grad is not None for p in parameters):
-            # outside of every `leaf` they belong to this rank's first one
-            leaf = self._forest.owned[self._forest.rank][0] if self._leaf is None else self._leaf
-            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: the sum owns them now
+            # gradients from outside any `leaf` belong to the first leaf of this rank
+            leaf = self._partition.ranges[self._partition.rank][0] if self._leaf is None else self._leaf
+            self._sums[index].add(leaf, [p.grad for p in parameters])  # not copied: they now belong to the sum
             for parameter in parameters:
                 parameter.grad = None
 
@@ -175,14 +181,14 @@ class Reducer:
         self._sent += 1
         self._add_leaf(index)
         sums = self._sums[index].finish()
-        self._sums[index] = self._forest.partial_sums(added_each)  # the transport owns them now
+        self._sums[index] = self._partition.partial_sums(add_each)  # the old ones now belong to the transport
         self._transport.begin(index, sums)
 
 
 def check_gradients(
     parameters: Sequence[nn.Parameter], numels: Sequence[int], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Raise UsageError for a gradient that is sparse, or of another number of elements than `numels` says."""
+    """Raise UsageError for a sparse gradient, or one whose number of elements differs from `numels`."""
     for parameter, numel in zip(parameters, numels, strict=True):
         if (grad := parameter.grad) is None:
             continue
@@ -193,38 +199,37 @@ def check_gradients(
             raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())
 
 
-def sum_by_leaf(module: nn.Module, forest: Forest) -> Reducer:
-    """A reducer over the leaves of `forest`, in the order of its tree: the bits of one process."""
-    return _reducer(module, forest, in_order=True)
+def sum_by_leaf(module: nn.Module, partition: LeafPartition) -> Reducer:
+    """A reducer over the leaves of `partition`, in the order of the tree: it gives the bits of one process."""
+    return _reducer(module, partition, in_order=True)
 
 
-def sum_by_rank(module: nn.Module, forest: Forest, group: dist.ProcessGroup | None = None) -> Reducer:
-    """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: of some of the ranks."""
-    return _reducer(module, forest, in_order=False, group=group)
+def sum_by_rank(module: nn.Module, partition: LeafPartition, group: Group = None) -> Reducer:
+    """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: default: all ranks."""
+    return _reducer(module, partition, in_order=False, group=group)
 
 
-def sum_on_each_host(module: nn.Module, hosts: Hosts, across: Across | None = None) -> Reducer:
-    """A reducer over the ranks of each host, and with `across` over hosts (a collective)."""
+def sum_on_each_host(module: nn.Module, hosts: Hosts, across: InterHostSum | None = None) -> Reducer:
+    """A reducer over the ranks of each host, and if there is `across`, over hosts (a collective)."""
     rank = hosts.memory.rank
     transport = PerHostTransport(trainable(module), hosts, across)
-    return Reducer(Forest.of_ranks(hosts.memory.size, rank), transport, module=module, own_leaf=rank)
+    return Reducer(LeafPartition.of_ranks(hosts.memory.size, rank), transport, module=module, single_leaf=rank)
 
 
-def sum_to_shares(shards: Shards, forest: Forest) -> Reducer:
-    """A reducer that gives each of this rank's pieces its gradient, summed as by `sum_by_leaf`."""
-    return Reducer(forest, ShardTransport(shards, forest), at_start=shards.drop_gradients, module=shards.module)
+def sum_to_shards(shards: Shards, partition: LeafPartition) -> Reducer:
+    """A reducer that sums like `sum_by_leaf`, and sets the gradient of each piece of this rank."""
+    return Reducer(partition, ShardTransport(shards, partition), at_start=shards.drop_gradients, module=shards.module)
 
 
-def _reducer(module: nn.Module, forest: Forest, *, in_order: bool, group: dist.ProcessGroup | None = None) -> Reducer:
-    parameters, own_leaf = trainable(module), None if in_order else forest.owned[forest.rank][0]
-    if len(forest.owned) == 1:
-        return Reducer(forest, MemoryTransport(parameters, None, forest), module=module, own_leaf=own_leaf)
-    transport = make_communicator(group=group).transport(parameters, forest, in_order=in_order)
-    return Reducer(forest, transport, module=module, own_leaf=own_leaf)
+def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:
+    parameters, single_leaf = trainable(module), None if in_order else partition.ranges[partition.rank][0]
+    if len(partition.ranges) == 1:
+        return Reducer(partition, MemoryTransport(parameters, None, partition), module=module, single_leaf=single_leaf)
+    transport = make_communicator(group=group).transport(parameters, partition, in_order=in_order)
+    return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:
-    """The first name of each parameter of `module`, and the parameters with several names."""
     names: dict[nn.Parameter, str] = {}
     tied: set[nn.Parameter] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():

@@ -1,7 +1,7 @@
-"""Broadcasts of a model's parameters and buffers, and of other tensors, from one rank to all.
+"""Broadcasts a model's parameters and buffers, and other tensors, from one rank to all.
 
-A broadcast matches tensors by position, not by name: ranks with different models would exchange the wrong tensors
-silently, or hang. The models are therefore compared first.
+A broadcast matches tensors by position, not by name. Ranks with different models would silently exchange the wrong
+tensors, or hang. The models are therefore compared first.
 """
 
 from collections import defaultdict
@@ -28,15 +28,17 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
         group: None: the default one.
 
     Raises:
-        ValueError: the same on every rank, if the modules differ in a name, shape or type, or in the trained
-            parameters. It lists the minority first. No tensor has changed.
+        ValueError: on every rank, if the modules differ in a name, shape or type, or in the trained parameters. It
+            lists the minority first. No tensor has changed.
     """
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
-    device = next((t.device for t in tensors.values()), _default_device())
-    exchange = make_communicator(group=group)  # a collective: all ranks call it, whatever their models
+    # without tensors, a device of the backend, because the module joins the comparison
+    default = torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
+    device = next((t.device for t in tensors.values()), default)
+    exchange = make_communicator(group=group)  # a collective: all ranks call it before the check
     mine = [_described(name, tensor) for name, tensor in tensors.items()]
-    check_same_model(exchange.gather(mine, "words of broadcast_module", device))
+    check_same_model(exchange.gather(mine, "messages of broadcast_module", device))
     broadcast([*tensors.values()], src, "model", group)
 
 
@@ -45,7 +47,7 @@ def broadcast(
     tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast", group: dist.ProcessGroup | None = None
 ) -> None:
     """Copy the tensors of rank `src` to every rank, in place (a collective)."""
-    # contiguous, because a backend sends memory
+    # backends send contiguous memory
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
         communicator(group).broadcast([*copies.values()], src, name)
@@ -55,7 +57,7 @@ def broadcast(
 
 
 def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
-    """Compare the entries of all ranks. Every rank raises the same error, or none.
+    """Compare the descriptions of the tensors of all ranks. All ranks raise the same error, or none.
 
     Raises:
         ValueError: see `broadcast_module`.
@@ -65,8 +67,8 @@ def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
         for rank, value in enumerate(values):
             ranks_with[value].append(rank)
         if len(ranks_with) > 1:
-            odd_first = sorted(ranks_with.items(), key=lambda item: (len(item[1]), item[1]))
-            shown = ", but ".join(f"{_name_ranks(ranks)}: {value}" for value, ranks in odd_first)
+            minority_first = sorted(ranks_with.items(), key=lambda item: (len(item[1]), item[1]))
+            shown = ", but ".join(f"{_name_ranks(ranks)}: {value}" for value, ranks in minority_first)
             raise ValueError(
                 f"the ranks' models differ, first at entry {position}: {shown}. "
                 "Every rank must build the same model: same code, same configuration."
@@ -74,14 +76,9 @@ def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
 
 
 def _described(name: str, tensor: Tensor) -> str:
-    # gradients are matched by position, too
+    # frozen: gradients are also matched by position
     frozen = ", frozen" if name.startswith("parameter") and not tensor.requires_grad else ""
     return f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
-
-
-def _default_device() -> torch.device:
-    # for a module without tensors, which takes part in the comparison
-    return torch.accelerator.current_accelerator() or CPU if dist.get_backend() in ("nccl", "xccl") else CPU
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

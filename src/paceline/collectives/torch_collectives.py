@@ -1,6 +1,6 @@
-"""Collectives over torch.distributed alone: messages, small sums, and sums over the leaves of a tree.
+"""Collectives over torch.distributed: messages, small sums, and sums over the leaves of a tree.
 
-On the CPU, each rank sends small data to all others directly: one round trip for any number of ranks. gloo's all-gather
+On the CPU, each rank sends small data directly to all others: one round trip for any number of ranks. gloo's all-gather
 and all-reduce are rings with W - 1 and 2 (W - 1) round trips.
 """
 
@@ -13,58 +13,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.tree import Forest, tree_sum
+from paceline.collectives.tree import LeafPartition, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 CPU = torch.device("cpu")
-AT_ONCE_BYTES = 1 << 26  # of the messages to all ranks; larger data is not copied for each
+AT_ONCE_BYTES = 1 << 26  # the most bytes of the copies for all ranks; larger data uses the backend's all-gather
 HEADER_BYTES = 64
-Start = Callable[[Tensor, str], Callable[[], Tensor]]
-"""Starts to send (n,) to all ranks, as `start_gather` does"""
-MOST_BYTES = 1 << 16  # that a rank sends in addition to those of a ring: 50 ms at 10 Mbit/s
+Group = dist.ProcessGroup | None  # None: all ranks
+Wait = Callable[[], Tensor]
+"""Waits for a collective, and returns its result; to be called once."""
+Start = Callable[[Tensor, str], Wait]  # (tensor, name); see `start_gather`
+MOST_BYTES = 1 << 16  # that a rank may send in addition to those of a ring: 50 ms at 10 Mbit/s
 
 
 def gather_over_torch(
-    words: Any,
+    value: Any,
     size: int,
     device: torch.device = CPU,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
-    name: str = "words",
+    name: str = "messages",
     start: Start | None = None,
 ) -> list[Any]:
-    """The `words` (a JSON value) of all `size` ranks of a group, by rank, on every rank.
+    """The `value` (JSON) of all `size` ranks of a group, by rank, on every rank.
 
     `name`: for the hang guard. `start`: replaces `start_gather`.
     """
     start = start or partial(start_gather, group=group)
     if size == 1:
-        return [words]
-    payload = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8).to(device)
+        return [value]
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([len(payload)], device=device)
     sizes = [int(n) for n in start(length, f"length of {name}")()]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(payload)] = payload
     received = start(padded, name)()
-    return [json.loads(bytes(own[:n].tolist())) for own, n in zip(received, sizes, strict=True)]
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(received, sizes, strict=True)]
 
 
-def start_gather(mine: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start to send `mine`, (n,) on all ranks of a group, to all of them.
+def start_gather(mine: Tensor, name: str, group: Group = None) -> Wait:
+    """Start an all-gather of `mine`, (n,) on all ranks of a group.
 
-    gloo matches messages by their length only. On the CPU each therefore begins with its name, type and size.
+    gloo matches messages by their length only. On the CPU each message therefore begins with its name, type and size.
 
     Returns:
-        Waits, and returns (ranks, n); to be called once. Raises TrainingError with MISMATCH if ranks have begun
+        A function that waits, and returns (ranks, n). It raises TrainingError with MISMATCH if ranks have started
         different collectives.
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > AT_ONCE_BYTES:
-        sent, of_all = labelled(mine, name), mine.new_empty(size * len(mine))
-        work = gather_shares(of_all, sent, group)
+        sent, of_all = name_collective(mine, name), mine.new_empty(size * len(mine))
+        work = gather_shards(of_all, sent, group)
         return lambda: when_done(work, of_all, sent).view(size, len(mine))
     row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
-    rows, received = labelled(row.repeat(size), name), row.new_empty(size * len(row))
+    rows, received = name_collective(row.repeat(size), name), row.new_empty(size * len(row))
     started = dist.all_to_all_single(received, rows, group=group, async_op=True)
     return lambda: _contents(when_done(started, received, rows).view(size, -1), row, mine.dtype)
 
@@ -84,111 +86,113 @@ def _contents(rows: Tensor, mine: Tensor, dtype: torch.dtype) -> Tensor:
     return rows[:, HEADER_BYTES:].contiguous().view(dtype)
 
 
-def start_sum(numbers: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start to add up `numbers`, (n,) on all ranks of a group; the returned function waits.
+def start_sum(numbers: Tensor, name: str, group: Group = None) -> Wait:
+    """Start an all-reduce of `numbers`, (n,) on all ranks of a group. The returned function waits.
 
-    `numbers` may become the sum. They are sent to all ranks if that takes few bytes more than a ring; none between two
-    ranks.
+    `numbers` may become the sum. If this takes few bytes more than a ring, each rank sends them to all others (between
+    two ranks it takes none).
     """
     size = dist.get_world_size(group)
     more = (size - 1) * (size - 2) * numbers.nbytes // max(1, size)
     if numbers.device.type == "cpu" and more <= MOST_BYTES:
         gathered = start_gather(numbers, name, group)
-        return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: the same bits on all of them
-    total = labelled(numbers, name)
+        return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: all get the same bits
+    total = name_collective(numbers, name)
     work = dist.all_reduce(total, group=group, async_op=True)
     return lambda: when_done(work, total)
 
 
-def when_done(work: dist.Work | None, found: Tensor, *sent: Tensor) -> Tensor:
-    """`found`, once `work` has filled it. `sent` is kept until then, because gloo reads it."""
+def when_done(work: dist.Work | None, result: Tensor, *inputs: Tensor) -> Tensor:
+    """Wait for `work`, and return `result`, which it fills. Keeps `inputs` alive meanwhile, because gloo reads them."""
     if work is not None:  # None only for ranks outside the group
         work.wait()
-    return found
+    return result
 
 
-def gather_shares(
-    flat: Tensor, mine: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = True
-) -> dist.Work | None:
-    """All-gather of equal shares into `flat`, without copies; `mine` may be this rank's part of it."""
+def gather_shards(flat: Tensor, mine: Tensor, group: Group, *, async_op: bool = True) -> dist.Work | None:
+    """All-gather of shards of equal size into `flat`, without copies; `mine` may be this rank's part of it."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
     return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
-def labelled(tensor: Tensor, name: str) -> Tensor:
-    """Name the collective that gets `tensor`, for the hang guard."""
+def name_collective(tensor: Tensor, name: str) -> Tensor:
+    """Set the name of the collective that gets `tensor`, for the hang guard; returns `tensor`."""
     vars(tensor)["collective"] = name
     return tensor
 
 
 class AllToAll:
-    """A sum over all leaves; each rank receives the subtrees of its share, and adds them up."""
+    """A reduce-scatter in the order of the tree: each rank receives the subtrees of its shard, and adds them up."""
 
     def __init__(
-        self, forest: Forest, own: Sequence[Tensor], group: dist.ProcessGroup | None = None, name: str = ""
+        self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
     ) -> None:
-        """Begin it, with the sums of this rank's subtrees, each (n,): n is equal shares of all ranks."""
-        self._nodes, self._own = forest.nodes(), own[0]
+        """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
+        self._nodes, self._own = partition.nodes(), partials[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
-        self._share = len(own[0]) // world_size
+        shard_size = self._shard_size = len(partials[0]) // world_size
         self._work: dist.Work | None = None
         if world_size > 1:  # `_own` is kept: gloo reads it until the work is done
-            self._own = own[0] if len(own) == 1 else torch.stack([o.view(world_size, -1) for o in own], 1).flatten()
-            self._received = own[0].new_empty(sum(counts) * self._share)
+            if len(partials) > 1:
+                self._own = torch.stack([each.view(world_size, -1) for each in partials], 1).flatten()
+            self._received = partials[0].new_empty(sum(counts) * shard_size)
             self._work = dist.all_to_all_single(
-                self._received, labelled(self._own, name),
-                [count * self._share for count in counts], [counts[forest.rank] * self._share] * world_size,
+                self._received, name_collective(self._own, name),
+                [count * shard_size for count in counts], [counts[partition.rank] * shard_size] * world_size,
                 group=group, async_op=True,
             )  # fmt: skip
 
     def sum(self) -> Tensor:
-        """(n / N,): wait, and add up this rank's share of the sum, in the memory of the received subtrees."""
+        """Wait, and add up this rank's shard of the sum, (n / N,), in the memory of the received subtrees."""
         if self._work is None:
             return self._own
         self._work.wait()
         order = [node for nodes in self._nodes for node in nodes]
-        parts = dict(zip(order, self._received.view(-1, self._share).unbind(), strict=True))
+        parts = dict(zip(order, self._received.view(-1, self._shard_size).unbind(), strict=True))
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
     def end(self) -> Tensor:
-        """`sum` in separate memory, so that the received subtrees are freed."""
+        """As `sum`, but in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
 
 class Exchange:
-    """A sum over all leaves that has begun, on every rank with the sums of its subtrees, each (n,), n padded.
+    """An all-reduce in the order of the tree: an all-to-all, then a sum of one shard on each rank, then an all-gather.
 
-    Each rank adds up a share after an all-to-all; an all-gather brings all ranks the sums. For each subtree of a rank,
-    this moves as many bytes as an all-reduce. Several exchanges may be under way, in the same order on every rank.
+    For each subtree of a rank, this moves the same number of bytes as an all-reduce. Several exchanges may run at the
+    same time, started in the same order on every rank.
     """
 
     def __init__(
         self,
-        forest: Forest,
-        own: Sequence[Tensor],
-        group: dist.ProcessGroup | None = None,
+        partition: LeafPartition,
+        partials: Sequence[Tensor],
+        group: Group = None,
         name: str = "",
         *,
         in_order: bool = True,
     ) -> None:
-        """`in_order`: of the tree. Else each rank has one subtree, the order is the backend's, and n is any number."""
-        self._group, self._name, self._flat = group, name, own[0]
+        """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is padded (see `LeafPartition.padded`).
+
+        If not `in_order` of the tree, each rank has one subtree, the order is that of the backend, and n is any number.
+        """
+        self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None
         self._scatter: AllToAll | None = None
-        counts = [len(nodes) for nodes in forest.nodes()]
+        counts = [len(nodes) for nodes in partition.nodes()]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
-            self._work = dist.all_reduce(labelled(self._flat, name), group=group, async_op=True)
+            self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
-            self._scatter = AllToAll(forest, own, group, name)
+            self._scatter = AllToAll(partition, partials, group, name)
 
     def gather(self) -> None:
-        """Wait for the subtrees of this rank's share, add them up, and start to gather the sums of all shares."""
+        """Wait for the subtrees of this rank's shard, add them up, and start to gather all shards."""
         if self._scatter is not None:
-            self._mine = self._scatter.sum()  # kept: the backend reads it until the work is done
-            self._work = gather_shares(self._flat, labelled(self._mine, self._name), self._group)
+            self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
+            self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
     def end(self) -> Tensor:
-        """(n,): the sum, on every rank."""
+        """Wait, and return the sum, (n,), on every rank."""
         if self._work is not None:
             self._work.wait()
         return self._flat

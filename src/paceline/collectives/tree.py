@@ -1,18 +1,18 @@
-"""One order of additions for any number of ranks, with the same *bits*.
+"""One order of additions for any number of ranks: the sum has the same *bits*.
 
 Floating-point addition rounds: (a + b) + c differs from a + (b + c) in the last bits. Here the order does not depend on
-the number of ranks. The leaves of one binary tree are the V *virtual ranks*; a rank owns a run of consecutive leaves.
-It adds up the complete subtrees in it. The rest of the tree is added from the subtrees of all ranks.
+the number of ranks. The V *virtual ranks* are the leaves of one binary tree. A rank owns a range of consecutive leaves,
+and adds up the complete subtrees in it. The upper part of the tree is computed from the subtrees of all ranks.
 
     V = 6, leaves a..f:  ((a+b) + (c+d)) + (e+f)
 
-    1 rank  owns a..f            owns the whole tree, and sends nothing
+    1 rank  owns a..f            has the whole tree, and sends nothing
     2 ranks own  a..c and d..f   the first has a+b and c, the second d and e+f
     3 ranks own  ab, cd, ef      a+b, c+d, e+f
-    each of them finishes with   ((a+b) + (c+d)) + (e+f): the same additions in the same order
+    in all three cases the end   ((a+b) + (c+d)) + (e+f): the same additions in the same order
 
-A rank that owns L leaves adds like a binary counter, and keeps up to log2(L) + 1 partial sums, or up to 2 log2(L) if
-its run does not begin with a large subtree. examples/textbook/tree.py is a runnable short version.
+A rank that owns L leaves adds them like a binary counter. It keeps up to log2(L) + 1 partial sums, or up to 2 log2(L)
+if its range does not begin with a large subtree. examples/textbook/tree.py is a runnable short version.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 Node = tuple[int, int]
-"""A complete subtree with the leaves [first, stop)."""
+"""A complete subtree: the leaves [first, stop)."""
 
 Grads = list[Tensor | None]
-"""The gradient of each parameter of a bucket; None: not used, all zeros."""
+"""The gradient of each parameter of a bucket. None: the parameter was not used, all zeros."""
 
 _T = TypeVar("_T")
-ALIGNED = 64  # elements: shares and pieces of every type begin at a cache line
+ALIGNED = 64  # elements: shards and segments of every type begin at a cache line
 
 
 def middle(node: tuple[int, int]) -> int:
-    """Where a node of two or more leaves is split: at the largest power of two, as a binary counter carries.
+    """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
     middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
     """
@@ -51,7 +51,7 @@ def is_node(node: Node, leaves: int) -> bool:
 
 
 def subtrees(owned: Node, leaves: int) -> list[Node]:
-    """The largest complete subtrees within a run of leaves, from left to right.
+    """The largest complete subtrees within a range of leaves, from left to right.
 
     subtrees((0, 3), 6) == [(0, 2), (2, 3)], subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     """
@@ -68,12 +68,12 @@ def subtrees(owned: Node, leaves: int) -> list[Node]:
 
 
 def tree_sum(parts: dict[Node, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
-    """The root, from subtrees that together hold every leaf once. Calls `add` in the tree's order."""
+    """The sum of all leaves, from subtrees that contain each leaf once. Calls `add` in the tree's order."""
     return _sum_of((0, leaves), parts, add)
 
 
 def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _T:
-    # not a closure that calls itself: a cycle would keep all parts until the garbage collector runs
+    # Not a recursive closure: its reference cycle would keep all parts until the garbage collector runs.
     if node in parts:
         return parts[node]
     cut = middle(node)
@@ -81,22 +81,22 @@ def _sum_of(node: Node, parts: dict[Node, _T], add: Callable[[_T, _T], _T]) -> _
 
 
 class PartialSums(Generic[_T]):
-    """Adds up leaves from left to right, and keeps no more sums than the tree needs.
+    """Adds up leaves from left to right, and keeps only the sums that the tree needs.
 
-    Like the carry of a binary counter, two neighbours become one sum when they are a subtree: 7 leaves of one subtree
-    are kept as sums of 4, 2 and 1. A leaf that is None or missing is all zeros.
+    Two neighbours become one sum when they are a subtree, like a carry in a binary counter: of 7 leaves it keeps the
+    sums of 4, 2 and 1. A leaf that is None or missing is all zeros.
     """
 
     def __init__(self, owned: Node, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
-        """`add` adds two neighbours, and may change them; see `added`."""
-        self.owned, self._leaves, self._added = owned, leaves, add
+        """`add` adds two neighbours, and may change them; see `add_optional`."""
+        self.owned, self._leaves, self._add = owned, leaves, add
         self._next = owned[0]
         self._sums: list[tuple[Node, _T | None]] = []
 
     def add(self, leaf: int, value: _T | None) -> None:
-        """Add `value`, which the sum owns from now on, as `leaf`; skipped leaves are zeros."""
+        """Add `value` as `leaf`. Its memory then belongs to this object. Skipped leaves are zeros."""
         if not self._next <= leaf < self.owned[1]:
-            raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}, those still to come")
+            raise ValueError(f"leaf {leaf} is not one of the next leaves, {self._next}..{self.owned[1] - 1}")
         while self._next < leaf:
             self._push(self._next, None)
         self._push(leaf, value)
@@ -112,59 +112,60 @@ class PartialSums(Generic[_T]):
         node = (leaf, leaf + 1)
         while self._sums and is_node((self._sums[-1][0][0], node[1]), self._leaves):
             left, left_value = self._sums.pop()
-            node, value = (left[0], node[1]), self._added(left_value, value)
+            node, value = (left[0], node[1]), self._add(left_value, value)
         self._sums.append((node, value))
 
 
-def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in place; None: zeros.
+def add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right in place; None means zeros.
 
-    x + 0 is x, but -0 + 0 is +0. This is applied to None too, because a different number of ranks would add real zeros.
+    x + 0 is x, except that -0 + 0 is +0. None is treated like real zeros, because a different number of ranks would add
+    real zeros.
     """
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)
 
 
-def added_each(left: Grads | None, right: Grads | None) -> Grads | None:
-    """`added` for each pair of tensors of two lists."""
+def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
+    """`add_optional` for each pair of tensors of two lists."""
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])
     pairs = [*zip(left or nothing, right or nothing, strict=True)]
     if both := [(a, b) for a, b in pairs if a is not None and b is not None]:
         torch._foreach_add_(*map(list, zip(*both, strict=True)))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return [a if a is not None and b is not None else added(a, b) for a, b in pairs]
+    return [a if a is not None and b is not None else add_optional(a, b) for a, b in pairs]
 
 
 @dataclass(frozen=True)
-class Forest:
-    """The leaves `owned[rank]` of each rank: consecutive runs from 0 to `leaves`."""
+class LeafPartition:
+    """The leaves of each rank: consecutive `ranges`, by rank, from 0 to `leaves`. `rank` is this rank."""
 
-    owned: Sequence[Node]
+    ranges: Sequence[Node]
     rank: int
 
     @classmethod
     def of_ranks(cls, size: int, rank: int) -> Self:
-        """Each of `size` ranks is one leaf."""
+        """One leaf for each of `size` ranks."""
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
     def leaves(self) -> int:
         """V, the number of leaves."""
-        return self.owned[-1][1]
+        return self.ranges[-1][1]
 
     def nodes(self) -> list[list[Node]]:
         """The subtrees of each rank."""
-        return [subtrees(owned, self.leaves) for owned in self.owned]
+        return [subtrees(owned, self.leaves) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         """An empty sum of this rank's leaves."""
-        return PartialSums(self.owned[self.rank], self.leaves, add)
+        return PartialSums(self.ranges[self.rank], self.leaves, add)
 
     def padded(self, size: int) -> int:
-        """`size` rounded up to equal shares of all ranks that begin at cache lines."""
-        return round_up(size, ALIGNED * len(self.owned))
+        """`size` rounded up to shards of equal size that begin at cache lines."""
+        return round_up(size, ALIGNED * len(self.ranges))
 
 
 def round_up(number: int, unit: int) -> int:

@@ -22,7 +22,7 @@ from paceline.config.choices import LauncherName, steps_or_seconds
 from paceline.config.mesh import Mesh, mesh_of
 from paceline.config.strategies import DEFAULT, DEFAULT_ALONE, EXACT, SLOW, STRATEGY_INFO, StrategyName, network_error
 from paceline.errors import UsageError, unknown
-from paceline.runs.owners import NotOurs
+from paceline.runs.owners import NotOwned
 from paceline.runs.reading import decode_toml
 
 DEFAULT_BATCH_SIZE = 64
@@ -417,7 +417,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     """
     try:
         table = decode_toml(path, ours=ours)
-    except NotOurs as error:
+    except NotOwned as error:
         words = "it names code and programs to run. Copy it, and read it; `paceline train --trust` believes it"
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=words) from None
     except FileNotFoundError as error:

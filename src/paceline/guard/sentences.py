@@ -8,7 +8,7 @@ from paceline.guard.deaths import ODDS, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
 from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
 from paceline.protocol.places import by, frames, line_of, shown, shown_site, stands_at
-from paceline.runs.console import in_runs
+from paceline.runs.console import join_ranges
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
 GONE = ("", "Z", "X")  # states of a process that is no more
@@ -23,7 +23,7 @@ STATES = {
 def named(ranks: Iterable[int]) -> str:
     """ "rank 2" or "ranks 0, 1, 3-7"."""
     ranks = set(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {in_runs(map(str, sorted(ranks)))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_ranges(map(str, sorted(ranks)))}"
 
 
 def signal_name(number: int) -> str:

@@ -24,8 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NamedTuple
 
-from paceline.runs.console import LiveFilter, clean, harmless, in_runs, last_drawn
-from paceline.runs.owners import opened
+from paceline.runs.console import LiveFilter, clean, join_ranges, last_drawn, strip_controls
+from paceline.runs.owners import open_file
 
 MAX_LINE_BYTES = 1 << 16  # a longer line appears in pieces
 THIN_SECONDS = 10.0  # between two states of a bar that are kept
@@ -174,9 +174,9 @@ def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *
         _write(log, b"".join(piece.text for piece in pieces))
     lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.drawn)]
     if prefix:  # beside a prefix an empty line separates nothing
-        lines = [line for line in lines if harmless(line).strip()]
+        lines = [line for line in lines if strip_controls(line).strip()]
     if lines and screen >= 0:
-        whole = harmless(b"".join(prefix + line + b"\n" for line in lines))
+        whole = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
         with LOCK:
             _put(screen, (_BAR.wiped() if redrawn else b"") + whole)
 
@@ -286,7 +286,7 @@ class HostRelay:
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
         self._half_since.clear()
-        self._screen.put(2, harmless(f"{text}\n".encode(errors="replace")))
+        self._screen.put(2, strip_controls(f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
         """Show lines that have waited long enough; the seconds until there is more to show."""
@@ -331,7 +331,7 @@ class HostRelay:
     def _write(self, line: _Line) -> None:
         if self._half_since.pop(line.descriptor, None) is not None:
             self._screen.put(line.descriptor, b"\n")
-        names = in_runs((self._names[node] for node in sorted(line.nodes)), ",")
+        names = join_ranges((self._names[node] for node in sorted(line.nodes)), ",")
         self._screen.put(line.descriptor, f"[{names}] {line.text}\n".encode(errors="replace"))
 
 
@@ -369,7 +369,7 @@ class Tail:
 
     def _read(self) -> str:
         try:
-            with opened(self.path) as it:
+            with open_file(self.path) as it:
                 data = os.pread(it.descriptor, MAX_BYTES, self._offset)
         except OSError:  # not there yet
             return ""
@@ -396,7 +396,7 @@ def lines_of(path: Path, start: int = 0, end: int | None = None) -> Iterator[Lin
         OSError: if it cannot be read.
     """
     rest, at = b"", start
-    with opened(path) as it:
+    with open_file(path) as it:
         end = it.found.st_size if end is None else end
         while at < end and (data := os.pread(it.descriptor, min(BLOCK_BYTES, end - at), at)):
             here = at - len(rest)
@@ -424,7 +424,7 @@ def start_of_last(path: Path, count: int) -> tuple[int, int]:
     Raises:
         OSError: if it cannot be read.
     """
-    with opened(path) as it:
+    with open_file(path) as it:
         end = it.found.st_size
         most, size = min(end, MAX_LAST_BYTES), min(end, BLOCK_BYTES)
         while True:  # from the end: a log may be larger than memory

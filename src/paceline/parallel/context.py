@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.errors import UsageError, plural
 from paceline.parallel.dtensor import (
@@ -48,12 +48,12 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
 
     Raises:
         UsageError: the model has no sequence to share; or it does not give the loss of the whole model. On one rank,
-            ToldElsewhere on the others.
+            ReportedByPeer on the others.
     """
     along = world.along("context")
     assert along.group is not None
     broadcast_module(model)
-    with together(world):
+    with raise_on_all_ranks(world):
         expected = probe()
     mode = ContextMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
     for module in model.modules():
@@ -63,7 +63,7 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
             _share_conv1d(module, mode)
     run_in_mode(model, mode)
     compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
-    with together(world):
+    with raise_on_all_ranks(world):
         if not mode.calls:
             raise UsageError(code="context-no-sequence", mesh=world.mesh, size=along.size)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e6

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from paceline.checkpoint.shards import ShardedParameter
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.compute.forward import around_forward
 from paceline.errors import UsageError, first_few
@@ -102,12 +102,12 @@ def shard_along_tensor(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
         UsageError: see `find_plan`; or the sharded model does not give the loss of the whole one. On one rank,
-            ToldElsewhere on the others.
+            ReportedByPeer on the others.
     """
     along = world.along("tensor")
     assert along.group is not None
     broadcast_module(model)  # whole: shards of models with different initial weights would make up none
-    with together(world):
+    with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
         plan = find_plan(model, along.size, None if asked is None else dict(asked(model)))
         shards = shards_of(model, plan, along)
@@ -153,14 +153,14 @@ def compare_losses(probe: Callable[[], float], expected: float, world: World, ad
     """Check that a model that ranks share gives the loss of the whole one (a collective).
 
     Raises:
-        UsageError: it does not. On one rank, ToldElsewhere on the others.
+        UsageError: it does not. On one rank, ReportedByPeer on the others.
     """
     loss, error = math.nan, None
     try:
         loss = probe()
     except (NotImplementedError, RuntimeError) as caught:  # which of them torch raises depends on the operation
         error = caught
-    with together(world):  # also if only some of the ranks have an error
+    with raise_on_all_ranks(world):  # also if only some of the ranks have an error
         if error is not None:
             first = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
             raise UsageError(code="mesh-operation", reason=first, advice=advice) from error

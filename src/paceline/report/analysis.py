@@ -16,7 +16,7 @@ from paceline.report.run import WholeRun
 from paceline.runs.console import clean
 from paceline.runs.events import Evaluated, Step, event_files, read_events
 from paceline.runs.folder import numbered_attempts
-from paceline.runs.owners import opened
+from paceline.runs.owners import open_file
 
 BLOCK_BYTES, MOST_CHARS, MOST_RANKS = 1 << 18, 2000, 4096  # of a line at most so many characters are read
 MOST_BYTES, WINDOW_SECONDS = 8 << 20, 5.0  # of all logs, for a page; times have a resolution of a second
@@ -128,7 +128,7 @@ class Analyzer:
     def add_log(self, path: Path, *, rank: str = "") -> None:
         """Add all lines of a log; OSError if it cannot be read."""
         times, end = log_times(path), 0
-        with opened(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
+        with open_file(path) as it, os.fdopen(it.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar

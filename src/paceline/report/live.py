@@ -19,7 +19,7 @@ from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, machine_files
-from paceline.runs.owners import opened
+from paceline.runs.owners import open_file
 from paceline.runs.reading import decode_if_readable
 
 FIRST_BYTES, LOOK_BYTES = 1 << 16, 1 << 20  # the end of a file at the first look; the most of each later look
@@ -69,7 +69,7 @@ class GrowingFile:
 
     def lines(self) -> Sequence[bytes]:
         """The new complete lines."""
-        with suppress(OSError), opened(self._path) as file:
+        with suppress(OSError), open_file(self._path) as file:
             size = file.found.st_size
             if file.found.st_ino != self._inode:  # the first look, or a writer has replaced it to merge old records
                 self._offset, self._rest = size if self._inode else max(0, size - FIRST_BYTES), b""

@@ -32,7 +32,7 @@ from paceline.report.outcome import (
 from paceline.report.run import WholeRun
 from paceline.runs.console import clean, clock, format_duration
 from paceline.runs.summary import Summary, scores_line
-from paceline.runs.utilization import arithmetic, goodput
+from paceline.runs.utilization import explain_mfu, goodput
 
 COLOUR_OF = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
              "the exchange": "green", "between steps": "yellow", "not explained": "grey"}  # fmt: skip
@@ -206,7 +206,7 @@ def _result(run: WholeRun) -> dict[str, Any]:
         "samples/s": f"{rate:,.0f}" if rate else None,
         "tokens/s": f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second else None,
         "MFU": f"{summary.mfu:.1%}" if summary.mfu else None,
-        "FLOP/s": arithmetic(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
+        "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "took": format_duration(seconds) if seconds else None,
         "began": clock(first.started[0].unix_time, "%Y-%m-%d %H:%M") if first else None,

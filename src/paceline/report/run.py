@@ -17,7 +17,7 @@ import msgspec
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import VerdictRecord, read_verdict
 from paceline.protocol.evidence import Failure
-from paceline.runs.attempt import Noted, notices
+from paceline.runs.attempt import ScriptNotice, read_notices
 from paceline.runs.console import clean
 from paceline.runs.events import (
     Counted,
@@ -169,7 +169,7 @@ class WholeRun:
     failures: list[Failure] = field(default_factory=list[Failure])
     """of all starts, as the ranks have recorded them"""
     verdicts: list[VerdictRecord] = field(default_factory=list[VerdictRecord])
-    noted: list[Noted] = field(default_factory=list[Noted])
+    noted: list[ScriptNotice] = field(default_factory=list[ScriptNotice])
     """the agent's findings, of all starts"""
     starts: int = 0
     missing: list[str] = field(default_factory=list[str])
@@ -265,7 +265,7 @@ def _read_starts(run: WholeRun) -> None:
     with _noting(run, "attempts"):
         for number, attempt in numbered_attempts(run.folder).items():
             run.starts += 1
-            run.noted += notices(attempt)
+            run.noted += read_notices(attempt)
             for record in failure_records(attempt):
                 with _noting(run, f"attempt-{number}/{record}"):
                     run.failures.append(decode(attempt / record, Failure))

@@ -11,7 +11,7 @@ from paceline.report.live import RankNow, RunNow
 from paceline.runs.console import format_duration, format_size, one_line, sparkline
 from paceline.runs.machine import GpuUse
 from paceline.runs.summary import LIVE, RunState
-from paceline.runs.utilization import speed_words
+from paceline.runs.utilization import format_speed
 
 STILL_SECONDS = 5.0  # below it a rank moves
 WAITS_LITTLE = 0.02
@@ -44,7 +44,7 @@ def progress(now: RunNow, standing: RunState, width: int = 0) -> Text:
     running = standing.state == "running"
     if now.samples_per_second and running:
         parts.append(f"{now.samples_per_second:,.0f} samples/s")
-        parts += speed_words(standing)
+        parts += format_speed(standing)
     if now.steps_per_second and running and standing.total_steps and step is not None:
         parts.append(f"{format_duration(max(0, standing.total_steps - step) / now.steps_per_second)} left")
     saved = now.saved_step if now.saved_step is not None else standing.checkpoint_step

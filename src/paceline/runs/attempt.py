@@ -1,8 +1,9 @@
-"""Files of one start of a run, attempt-N: its end, its hosts, its agent's findings, and the times of the lines of its
-logs (no torch here).
+"""Files of one start of a run, attempt-N: its end, its nodes, the findings of its agent, and the times of log lines (no
+torch here).
 
 rank-<r>.times has records of 16 bytes: the size of rank-<r>.log (little-endian, unsigned) and a time (Unix time,
-double). The agent looks once a second and writes one if the log has grown. The log has only the worker's output.
+double). The agent checks the log once a second, and writes a record if it has grown. The log has only the output of the
+worker.
 """
 
 import math
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline.runs import writing
 from paceline.runs.console import clean
-from paceline.runs.owners import opened
+from paceline.runs.owners import open_file
 from paceline.runs.reading import decode_if_readable, read_lines
 
 NODES, NOTICES = "nodes.json", "notices.jsonl"
@@ -38,21 +39,21 @@ class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def write_ended(attempt_dir: Path, ended: Ended) -> None:
-    """Write attempt-N/ended.json, completely or not at all, for tasks and scripts. A full disk raises no error."""
+    """Write attempt-N/ended.json atomically. A full disk raises no error."""
     with suppress(OSError):
         writing.replace(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
 
 def read_ended(attempt_dir: Path) -> Ended | None:
-    """The end of a start; None if its agent still runs, or was killed."""
+    """The end of a start; None if its agent is running, or was killed."""
     return decode_if_readable(attempt_dir / "ended.json", Ended)
 
 
 NodeState = Literal["in", "waits", "lost", "left", "refused"]
 
 
-class NodeNow(msgspec.Struct, frozen=True):
-    """A node, and in `words` the reason if it has left."""
+class NodeStatus(msgspec.Struct, frozen=True):
+    """The state of a node. `words`: the reason if it has left."""
 
     node: int
     host: str
@@ -60,60 +61,59 @@ class NodeNow(msgspec.Struct, frozen=True):
     words: str = ""
 
 
-class NodesNow(msgspec.Struct, frozen=True):
-    """All nodes except 0 of a run that was started with --nodes LEAST:MOST."""
+class NodesStatus(msgspec.Struct, frozen=True):
+    """The nodes of a run that was started with --nodes LEAST:MOST."""
 
     least: int
     most: int
-    all: tuple[NodeNow, ...]
+    all: tuple[NodeStatus, ...]
 
     @property
     def line(self) -> str:
-        """All in one line."""
-        inside = [one.host for one in self.all if one.state == "in"]
-        asked = f"--nodes {self.least}:{self.most}"
-        groups = [f"{len(inside)} in ({asked}): {', '.join(inside)}"]
+        """The states of all nodes in one line."""
+        inside = [node.host for node in self.all if node.state == "in"]
+        groups = [f"{len(inside)} in (--nodes {self.least}:{self.most}): {', '.join(inside)}"]
         for state in ("waits", "lost", "left", "refused"):
-            found = [one for one in self.all if one.state == state]
-            told = ", ".join(one.host + (f" ({one.words[:MAX_NODE_CHARS]})" if one.words else "") for one in found)
-            groups += [f"{state}: {told}"] if told else []
+            nodes = [node for node in self.all if node.state == state]
+            hosts = [node.host + (f" ({node.words[:MAX_NODE_CHARS]})" if node.words else "") for node in nodes]
+            groups += [f"{state}: {', '.join(hosts)}"] if hosts else []
         return clean("; ".join(groups))
 
 
-def write_nodes(attempt_dir: Path, nodes: NodesNow) -> None:
+def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
     """Write nodes.json. A full disk raises no error."""
     with suppress(OSError):
         writing.replace(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
-def read_nodes(attempt_dir: Path) -> NodesNow | None:
-    """The nodes when they last changed; None for a run with a fixed number of nodes."""
-    return decode_if_readable(attempt_dir / NODES, NodesNow)
+def read_nodes(attempt_dir: Path) -> NodesStatus | None:
+    """The last state of the nodes; None for a run with a fixed number of nodes."""
+    return decode_if_readable(attempt_dir / NODES, NodesStatus)
 
 
-class Noted(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A finding of the head's agent in a script: a line of notices.jsonl."""
+class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A finding of node 0's agent in a script: a line of notices.jsonl."""
 
     unix_time: float
     words: str
     step: int = 0
     kind: str = ""
-    """its type: "diverged", "swallowed", ...; empty if it is not about the script"""
+    """The type: "diverged", "swallowed", ...; empty if it is not about the script."""
 
 
-def note(attempt_dir: Path, noted: Noted) -> None:
+def write_notice(attempt_dir: Path, noted: ScriptNotice) -> None:
     """Append a finding. A full disk raises no error."""
     with suppress(OSError), os.fdopen(writing.keep(attempt_dir / NOTICES, append=True), "ab", 0) as file:
         file.write(msgspec.json.encode(noted) + b"\n")
 
 
-def notices(attempt_dir: Path) -> Iterator[Noted]:
-    """The findings, the oldest first; at most a hundred."""
+def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
+    """The findings, the oldest first, at most MAX_NOTICES."""
     with suppress(OSError):
         for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
-                found = msgspec.json.decode(line, type=Noted)
-                yield replace(found, words=clean(found.words)[:MAX_NOTICE_CHARS])
+                notice = msgspec.json.decode(line, type=ScriptNotice)
+                yield replace(notice, words=clean(notice.words)[:MAX_NOTICE_CHARS])
 
 
 def times_path(log: Path) -> Path:
@@ -122,7 +122,7 @@ def times_path(log: Path) -> Path:
 
 
 class TimesWriter:
-    """Records the growth of a log. A full disk raises no error; the times are then missing."""
+    """Records the growth of a log. On a full disk the times are missing."""
 
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
@@ -130,7 +130,7 @@ class TimesWriter:
             self._descriptor = writing.keep(times_path(log))
 
     def look(self, *, last: bool = False) -> None:
-        """Record the growth since the last look; at most once a second, except the `last` time."""
+        """Record the growth since the last call, at most once a second. `last`: also earlier."""
         now = time.monotonic()
         if self._descriptor < 0 or (now < self._due_seconds and not last):
             return
@@ -138,7 +138,7 @@ class TimesWriter:
         with suppress(OSError):
             size = self._log.stat().st_size
             if size > self._size:
-                end = os.fstat(self._descriptor).st_size // RECORD.size * RECORD.size  # a torn record is overwritten
+                end = os.fstat(self._descriptor).st_size // RECORD.size * RECORD.size  # overwrites an incomplete record
                 os.pwrite(self._descriptor, RECORD.pack(size, time.time()), end)
                 self._size = size
 
@@ -150,22 +150,22 @@ class TimesWriter:
 
 
 class LogTimes:
-    """The time of each part of a log, to the second. The file of times is read a page at a time.
+    """The time of each part of a log, to the second. Reads the file of times in pages.
 
     Raises:
-        FileNotFoundError: there is none: an older paceline wrote the log.
-        Unreadable: it cannot be read.
+        FileNotFoundError: the log of an older paceline has no file of times.
+        Unreadable: the file cannot be read.
     """
 
     def __init__(self, log: Path) -> None:
         self._path, self._first, self._page = times_path(log), -1, list[tuple[int, float]]()
-        with opened(self._path) as it:
+        with open_file(self._path) as it:
             self._count = it.found.st_size // RECORD.size
-        with opened(log) as it:
-            self._last_seconds = it.found.st_mtime  # of the lines after the agent's last look
+        with open_file(log) as it:
+            self._last_seconds = it.found.st_mtime  # for the lines after the last record
 
     def at(self, offset: int) -> float:
-        """The time (Unix time) by which the byte at `offset` was written, at most a second late."""
+        """The time (Unix time) of the byte at `offset`, at most a second late."""
         page = self._page
         if not page or not page[0][0] <= offset < page[-1][0]:
             index = bisect_right(range(self._count), offset, key=lambda i: self._record(i)[0])
@@ -173,7 +173,7 @@ class LogTimes:
         return page[bisect_right(page, offset, key=lambda record: record[0])][1]
 
     def offset(self, since: float) -> int:
-        """The offset from which the log was written at `since` or later."""
+        """The offset of the first byte that was written at the time `since` or later."""
         if self._last_seconds < since:
             return 2**63 - 1
         index = bisect_left(range(self._count), since, key=lambda i: self._record(i)[1])
@@ -182,14 +182,15 @@ class LogTimes:
     def _record(self, index: int) -> tuple[int, float]:
         if not 0 <= index - self._first < len(self._page) or self._first < 0:
             self._first = index // PAGE * PAGE
-            with opened(self._path) as it:
+            with open_file(self._path) as it:
                 data = os.pread(it.descriptor, PAGE * RECORD.size, self._first * RECORD.size)
-            whole = data[: len(data) // RECORD.size * RECORD.size]
-            self._page = [(size, _sane(seconds)) for size, seconds in RECORD.iter_unpack(whole)]
-        found = index - self._first
-        return self._page[found] if found < len(self._page) else (2**63 - 1, self._last_seconds)  # it was cut off
+            complete = data[: len(data) // RECORD.size * RECORD.size]
+            self._page = [(size, _valid_time(seconds)) for size, seconds in RECORD.iter_unpack(complete)]
+        position = index - self._first
+        in_page = position < len(self._page)  # False if the file has become shorter
+        return self._page[position] if in_page else (2**63 - 1, self._last_seconds)
 
 
-def _sane(seconds: float) -> float:
-    """A valid time; 0 for other numbers, which a folder may have."""
+def _valid_time(seconds: float) -> float:
+    """The time; 0 for an invalid number, because a file may have any content."""
     return seconds if math.isfinite(seconds) and 0 <= seconds < 2e10 else 0.0

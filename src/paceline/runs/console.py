@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# C0 except tab and newline, C1, marks of direction: a worker's output must not control the terminal, or hide text
+# C0 except tab and newline, C1, marks of direction: the output of a worker must not control the terminal or hide text
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
-# of bytes, which may be UTF-8: C0 except tab, newline, return and colours; C1 follows \xc2 there
-STEERS = re.compile(
+# the same for bytes, which may be UTF-8, but not tab, newline, return and colours; C1 follows \xc2 in UTF-8
+CONTROL_BYTES = re.compile(
     rb"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b\[(?![0-9;:]*m)[0-?]*[ -/]*[@-~]|\x1b(?!\[[0-9;:]*m).?"
     rb"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
 )
-BEGUN = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
+INCOMPLETE = re.compile(rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?)?|\xc2)\Z")
 MAX_SEQUENCE_BYTES = 4096
 MAX_NAMES = 24  # in a list
 
 
 def say(text: str) -> None:
-    """Write to stderr without control sequences. Raises no error: the terminal may be gone."""
+    """Write to stderr without control sequences. Raises no error, because the terminal may be closed."""
     with suppress(OSError):
-        data = harmless(f"{text}\n".encode(errors="replace"))
+        data = strip_controls(f"{text}\n".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
 
 
-def escaped(json: str) -> str:
+def escape_controls(json: str) -> str:
     """JSON with control characters as JSON escapes."""
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
@@ -47,7 +47,7 @@ def clean(text: str) -> str:
 
 
 def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """A time in the local time zone; empty for a number that is no time: a folder may have any."""
+    """A time in the local time zone; empty for an invalid number, because a file may have any content."""
     with suppress(OSError, OverflowError, ValueError):
         return time.strftime(form, time.localtime(unix_time)) if unix_time else ""
     return ""
@@ -59,47 +59,47 @@ def last_drawn(line: str) -> str:
     return drawn[-1] if drawn else ""
 
 
-def harmless(data: bytes) -> bytes:
-    """`data` without control sequences except colours and \\r, also without those that a removal creates."""
-    while (less := STEERS.sub(b"", data)) != data:
-        data = less
+def strip_controls(data: bytes) -> bytes:
+    """`data` without control sequences except colours and \\r. Removes also sequences that a removal creates."""
+    while (shorter := CONTROL_BYTES.sub(b"", data)) != data:
+        data = shorter
     return data
 
 
 class LiveFilter:
     """Filters a stream of bytes for a terminal: text, colours, and \\r, with which progress bars are drawn, pass.
 
-    A sequence may be split between two reads: its beginning is kept until it is complete or too long.
+    A sequence may be split between reads. The filter keeps its beginning until it is complete or too long.
     """
 
     def __init__(self) -> None:
         self._held = b""
 
     def passed(self, data: bytes) -> bytes:
-        """The bytes that can be shown now."""
+        """The part of the input so far that may appear on the terminal."""
         data = self._held + data
-        cut = BEGUN.search(data)
+        cut = INCOMPLETE.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
-        shown = harmless(data[: len(data) - len(self._held)])
-        if shown.endswith(b"\xc2"):  # the removed part was between it and the next byte
+        shown = strip_controls(data[: len(data) - len(self._held)])
+        if shown.endswith(b"\xc2"):  # a sequence between it and the next byte was removed
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
 
 
 def table_console(width: int = 132) -> Console:
-    """A console for tables: as wide as the terminal, or `width` columns if there is none."""
+    """A console for tables, as wide as the terminal, or `width` columns without a terminal."""
     from rich.console import Console
 
     return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars, from the smallest to the largest of them."""
+    """The last `width` values as bars, scaled from their minimum to their maximum."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
     if not shown:
         return ""
     low, span = min(shown), max(shown) - min(shown)
-    if not abs(max(shown, key=abs)) * 0.02 < span < math.inf:  # noise is no curve
+    if not abs(max(shown, key=abs)) * 0.02 < span < math.inf:  # small noise is drawn flat
         return BARS[1] * len(shown)
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
 
@@ -140,15 +140,15 @@ def format_clock(seconds: float) -> str:
 NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
-def in_runs(names: Iterable[str], separator: str = ", ") -> str:
-    """A list in which three or more names that count up are one: "0, 1, 3-7", "n1,n3-n5"."""
-    runs: list[list[str]] = []
+def join_ranges(names: Iterable[str], separator: str = ", ") -> str:
+    """A list in which three or more consecutive names form a range: "0, 1, 3-7", "n1,n3-n5"."""
+    ranges: list[list[str]] = []
     for name in names:
-        if runs and _follows(runs[-1][-1], name):
-            runs[-1].append(name)
+        if ranges and _follows(ranges[-1][-1], name):
+            ranges[-1].append(name)
         else:
-            runs.append([name])
-    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 2 else separator.join(run) for run in runs)
+            ranges.append([name])
+    return separator.join(f"{each[0]}-{each[-1]}" if len(each) > 2 else separator.join(each) for each in ranges)
 
 
 def _follows(name: str, following: str) -> bool:

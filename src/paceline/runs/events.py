@@ -1,7 +1,7 @@
 """The events of a run: typed records, one JSON line for each, one file for each rank (no torch here).
 
-Training and analysis share nothing else. Readers skip kinds that they do not know, so that an older paceline can read
-a newer run.
+They are the only interface between training and analysis. Readers skip unknown kinds: an older paceline can read the
+files of a newer one.
 """
 
 import re
@@ -14,7 +14,7 @@ import msgspec
 from paceline.runs.reading import numbered_files, read_lines
 
 MOST_FOLDED = 1 << 20
-LAST_BYTES = 4 << 20  # of a file of events: enough to know how a run is now
+LAST_BYTES = 4 << 20  # of a file of events: enough for the current state of a run
 _FILE = re.compile(r"events-([0-9]{1,9})\.jsonl")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Few = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]  # ranks
@@ -39,7 +39,7 @@ class Started(Event, frozen=True, tag="started"):
     start_step: Count = 0
     num_samples: Count = 0  # 0: an older paceline wrote it
     steps_per_epoch: Count = 0
-    own_order: bool = False  # the samples come from the script's DataLoader; no plan knows which are in which step
+    own_order: bool = False  # the script's DataLoader defines the order of samples, not a plan
     stream_parts: Few = 0  # the number of parts of a stream, which has neither num_samples nor steps_per_epoch
 
 
@@ -62,27 +62,27 @@ class Step(Event, frozen=True, tag="step"):
     phase_seconds: dict[str, Seconds] = {}  # data, forward, backward, sync, optimizer; empty in old runs
     tokens: Count = 0  # of the samples that this rank used; 0: they have no tokens
     steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOLDED)] = 1
-    """number of steps, up to `step`, that this record covers. Old steps of a long run are merged: loss and grad_norm
-    are then means; samples, consumed, fingerprint and all seconds are sums"""
+    """The number of steps, up to `step`, in this record. Old steps of a long run are merged: loss and grad_norm are
+    then means; samples, consumed, fingerprint and all seconds are sums."""
 
 
 class Skipped(Event, frozen=True, tag="skipped"):
-    """Step `step` changed no parameters on any rank, because something in it was not finite. Precedes its step."""
+    """Step `step` changed no parameters on any rank, because a value was not finite. Written before the step."""
 
     step: Count
     reason: str
-    samples: list[Count]  # of all ranks, that caused it, if they are known
+    samples: list[Count]  # the cause, on all ranks, if known
 
 
 class UnloggedStep(Event, frozen=True, tag="vouched"):
-    """This rank alone saves the state after `step`. `ranks` took part in it, and ended before they logged it."""
+    """This rank alone saves the state after `step`. `ranks` took part in it, but ended before they logged it."""
 
     step: Count
     ranks: list[Few]
 
 
 class RolledBack(Event, frozen=True, tag="rolled-back"):
-    """The state is again that after step `to`. Later steps of this start are computed again."""
+    """Training has returned to the state after step `to`, and repeats the later steps of this start."""
 
     step: Count  # the last one before the rollback
     to: Count
@@ -99,7 +99,7 @@ class Samples(Event, frozen=True, tag="samples"):
 
 
 class Evaluated(Event, frozen=True, tag="evaluated"):
-    """The results of a split, over all ranks, after `step`, without those that are not finite."""
+    """The finite results of a split, over all ranks, after `step`."""
 
     step: Count
     metrics: dict[str, float]
@@ -112,8 +112,8 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
 
     step: Count
     failure: str  # empty: it was published
-    stall_seconds: Seconds  # for which training was stopped
-    write_seconds: Seconds  # until it was published, while training continued
+    stall_seconds: Seconds  # during which training was stopped
+    write_seconds: Seconds  # until publication, while training continued
     size_bytes: Count
 
 
@@ -144,7 +144,7 @@ class Counted(Event, frozen=True, tag="counted"):
 
 
 class Traced(Event, frozen=True, tag="traced"):
-    """A step of this rank in detail. A long run has details of few steps, and always of the last ones."""
+    """A step of this rank in detail. A long run has details of a few steps, including the last ones."""
 
     step: Count
     unix_time: Seconds  # at which it began
@@ -183,26 +183,26 @@ def event_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The records of a file, in order, without unknown kinds and without a torn last line.
+    """The records of a file, in order, without unknown kinds and without an incomplete last line.
 
     Raises:
-        OSError: it does not exist. As Unreadable, with an explanation: it is no file of events.
+        OSError: it does not exist. Unreadable: it is not a file of events.
     """
     return _decode_lines(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
-    """The last records of a file of any size, the newest first, decoded at their use.
+    """The last records of a file of any size, the newest first, decoded lazily.
 
     Raises:
-        OSError: as `read_events`.
+        OSError: see `read_events`.
     """
     return _decode_lines(reversed([*read_lines(path, from_end_bytes=LAST_BYTES)]))
 
 
 def decode_event(line: bytes) -> Event | None:
-    """The record in a line; None if its kind is not known, or it is torn."""
-    try:  # not `suppress`: there may be a million
+    """The record in a line; None if its kind is unknown, or it is incomplete."""
+    try:  # faster than `suppress`: there may be a million lines
         return _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -40,17 +40,17 @@ LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a mom
 
 
 def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
-    """The absolute path of the folder of a new run, or with `resume` also of a run that has ended.
+    """The absolute path of the folder of a new run, or with `resume`, of a run that has ended.
 
     Args:
-        asked: the folder; None: a new one under runs/.
-        task: the name for a new one.
+        asked: the folder. None: a new one under runs/.
+        task: for the name of a new one.
         resume: accept a folder with a run.
         trust: accept a folder that other users own or could have written.
 
     Raises:
-        UsageError: it has files that would be overwritten, no run, or links; other users could have written it; or we
-            cannot write it.
+        UsageError: the folder has files that would be overwritten, or links, or no run to resume; other users could
+            have written it; or we have no write permission.
     """
     if not resume and asked is None:
         run_dir = new_run_dir(task)
@@ -61,20 +61,20 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
         if resume:
             check_is_run(run_dir, trust=trust)
         elif is_folder(run_dir) and not _never_began(run_dir):
-            there = is_file(run_dir / CONFIG)
-            raise UsageError(code="run-dir-holds-run" if there else "run-dir-not-empty", run_dir=asked)
+            has_run = is_file(run_dir / CONFIG)
+            raise UsageError(code="run-dir-holds-run" if has_run else "run-dir-not-empty", run_dir=asked)
     _make(run_dir, exist_ok=asked is not None)
     _check_private(run_dir, trust=trust)
     return run_dir
 
 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
-    """Check that no other user could have written a folder, and that no link in it redirects our files."""
+    """Check that no other user could have written a folder, and that it has no links."""
     if not trust:
         check_ours(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
-        if found := symlinks(folder):
-            raise UsageError(code="run-dir-has-links", folder=folder, link=found[0])
+        if links := symlinks(folder):
+            raise UsageError(code="run-dir-has-links", folder=folder, link=links[0])
     if not trust and is_folder(run_dir / CHECKPOINTS):
         check_ours(run_dir / CHECKPOINTS)
 
@@ -83,7 +83,7 @@ def check_is_run(run_dir: Path, *, trust: bool = False) -> None:
     """Check that a folder has a run, or is new or empty.
 
     Raises:
-        UsageError: it has other files, or another user could have written it.
+        UsageError: it has other files, or a different user could have written it.
     """
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
@@ -104,17 +104,17 @@ def check_not_finished(run_dir: Path) -> None:
     """Check that a start at step 0 would not overwrite the weights of a finished run.
 
     Raises:
-        UsageError: it would; with the fix.
+        UsageError: it would.
     """
     if os.path.lexists(run_dir / WEIGHTS):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 
 def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
-    """Lock the folder for this run while any process has the returned descriptor open.
+    """Lock the folder for this run, until all processes have closed the returned descriptor.
 
     Raises:
-        UsageError: another run has locked it; with that run's process.
+        UsageError: another run has locked it. The error has the process of that run.
     """
     try:
         descriptor = writing.keep(run_dir / LOCK)
@@ -125,14 +125,14 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         os.close(descriptor)
         raise UsageError(code="run-is-active", run_dir=run_dir, holder=holder)
     holder = f"pid {os.getpid()} on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    with suppress(OSError):  # on a full disk the lock has no name
+    with suppress(OSError):  # on a full disk the holder is not recorded
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode(), 0)
     return descriptor
 
 
 def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
-    """The path of the folder for a run without --run-dir. The folder is not made."""
+    """The path of a new folder for a run without --run-dir. Does not create the folder."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
     stem = where.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1000):  # several runs may start within a second
@@ -143,7 +143,7 @@ def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
 
 
 def _never_began(run_dir: Path) -> bool:
-    """Whether a folder has only files of starts that failed before the first step: no work can be lost."""
+    """Whether a folder has only files of starts that failed before the first step, so that no work can be lost."""
     ours = (CONFIG, "environment.json", SUMMARY, LOCK)
     starts = ("attempt-", "submit-", "agent-", "machine-")
     return all(
@@ -156,7 +156,7 @@ def _never_began(run_dir: Path) -> bool:
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
-    """Make the folder of a run's next start; its number, from 1, and its path. `launched`: see `launched_attempt`."""
+    """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `launched_attempt`."""
     numbers = [attempt_number(Path(name)) for name in names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MOST_STARTS:
@@ -169,7 +169,7 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
 
 
 def launched_attempt(attempt_dir: Path) -> Path:
-    """The attempt with the logs, errors and reports: that of the launch for a session under `paceline launch`."""
+    """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
         launched = Path(read(attempt_dir / LAUNCHED, limit_bytes=10_000).decode())
         if launched.is_absolute() and attempt_number(launched) and names(launched):
@@ -179,12 +179,12 @@ def launched_attempt(attempt_dir: Path) -> Path:
 
 def numbered_attempts(run_dir: Path) -> dict[int, Path]:
     """The folder of each start of a run, the newest last; see `launched_attempt`."""
-    own = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
-    return {number: launched_attempt(own[number]) for number in sorted(own) if number}
+    paths = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
+    return {number: launched_attempt(paths[number]) for number in sorted(paths) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
-    """The attempt that may publish checkpoints, by their fence, even if its folder was deleted."""
+    """The attempt in the fence of the checkpoints, whose folder may have been deleted."""
     try:
         return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):
@@ -192,17 +192,17 @@ def _fenced_attempt(run_dir: Path) -> int:
 
 
 def shelve_summary(run_dir: Path, attempt: int) -> None:
-    """Move the last start's summary into that start's folder."""
+    """Move the summary of the previous start into its folder."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
         writing.rename(run_dir / SUMMARY, last / SUMMARY)
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml completely or not at all: other ranks and restarted workers read it.
+    """Write `folder`/config.toml atomically, because other ranks and restarted workers read it.
 
     Raises:
-        TrainingError: it failed, for example on a full disk.
+        TrainingError: for example, the disk is full.
     """
     try:
         writing.replace(folder / CONFIG, text.encode())
@@ -217,7 +217,7 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
 
 
 def failure_records(attempt: Path) -> list[str]:
-    """The files in which a start's workers have recorded their failures, in no order of time."""
+    """The files with the recorded failures of a start's workers, not sorted by time."""
     return sorted(name for name in names(attempt) if FAILURE.fullmatch(name))
 
 

@@ -17,7 +17,7 @@ _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
 
 class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One GPU, as its driver reports it; none: the driver does not report it."""
+    """One GPU, as its driver reports it. None: the driver does not report this value."""
 
     index: Few
     name: str = ""
@@ -39,13 +39,13 @@ class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
-    """A machine at `unix_time`. Rates are since the record before."""
+    """A machine at `unix_time`. Rates are means since the previous record."""
 
     unix_time: Seconds
     host: str
     cores: Few
     cores_busy: float  # 0..cores, of all processes
-    memory_bytes: Count  # in use: total less what the kernel calls available
+    memory_bytes: Count  # in use: the total minus the kernel's "available" memory
     memory_total_bytes: Count
     sent_bytes: float = 0.0  # per second, over all interfaces except the loopback
     received_bytes: float = 0.0
@@ -54,7 +54,7 @@ class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kin
 
 
 class ClockAhead(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
-    """The lead of a node's clock over node 0's, and the error of that number; written by node 0."""
+    """The offset of a node's clock from that of node 0, and the error of this number. Written by node 0."""
 
     unix_time: Seconds
     node: Few
@@ -81,16 +81,16 @@ def machine_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_machine(path: Path) -> Iterator[Record]:
-    """The records of a file, in order, without those that cannot be read.
+    """The readable records of a file, in order.
 
     Raises:
-        OSError: it does not exist, or is no such file.
+        OSError: it does not exist, or is not such a file.
     """
     return (record for line in read_lines(path) if (record := decode_record(line)) is not None)
 
 
 def decode_record(line: bytes) -> Record | None:
-    """The record in a line; None if it is torn or of an unknown kind."""
+    """The record in a line; None if it is incomplete or of an unknown kind."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode(line)
     return None

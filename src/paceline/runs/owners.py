@@ -1,13 +1,15 @@
-"""Which other users could have written a file, from open descriptors of all folders from the root down to the file.
+"""Determines which other users could have written a file, from descriptors of all folders from the root to the file.
 
-    /               root's, only root writes            no other user
-    /tmp            root's, all write, but sticky       others cannot replace our entries: forget the folders above
+"We" are the user of this process.
+
+    /               owned by root, only root writes     no other user
+    /tmp            owned by root, all write, sticky    others cannot replace our entries: ignore the folders above
     /tmp/shared     all write                           anyone can replace the entries below ...
-    /tmp/shared/me  ours, only we write                 ... but not in here: forget the folders above
-    run/config.toml ours, only we write                 ours
+    /tmp/shared/me  owned by us, only we write          ... but not in here: ignore the folders above
+    run/config.toml owned by us, only we write          ours
 
-The folders above the nearest one that is only ours, or sticky, do not count: a folder that replaces it is not ours,
-which we detect. Root has no exemption: files that another user left are not root's.
+The folders above the nearest sticky folder, or the nearest one that only we can write, do not matter: if someone
+replaces that folder, the new one is not ours. This also applies to root: files of other users are not root's.
 """
 
 import errno
@@ -25,18 +27,18 @@ from paceline.errors import UsageError
 
 ROOT = 0
 SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal must not become ours
+# O_NONBLOCK: opening a pipe would wait for its writer; O_NOCTTY: a terminal must not control this process
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-WORDS = {
+REASONS = {
     errno.ENOENT: "is missing",
-    errno.ELOOP: "is a symbolic link, which is refused",
+    errno.ELOOP: "is a symbolic link",
     errno.ENXIO: "is not a plain file",
-    errno.EACCES: "cannot be read: no permission. Only the user who started a run can look into it",
+    errno.EACCES: "cannot be read: no permission. Only the user who started a run can read it",
 }
 
 
-class Unreadable(UsageError, OSError):  # noqa: N818 - it says what the file is
-    """A file that must not be read: `strerror` has the reason, `filename` the path. A UsageError for its user."""
+class Unreadable(UsageError, OSError):  # noqa: N818 - describes the file
+    """A file that must not be read. `strerror` is the reason, `filename` the path."""
 
     def __init__(self, path: Path, why: str) -> None:
         OSError.__init__(self, errno.EPERM, why, str(path))
@@ -45,13 +47,13 @@ class Unreadable(UsageError, OSError):  # noqa: N818 - it says what the file is
         return f"{self.filename} {self.strerror}"
 
 
-class NotOurs(Unreadable):
-    """A file that another user could have written."""
+class NotOwned(Unreadable):
+    """A file that a different user could have written."""
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An open file or folder, and a sentence about the users who could have changed it; empty: only we."""
+class OpenFile:
+    """An open file or folder. `strangers` names the other users who could have changed it; empty if only we could."""
 
     descriptor: int
     found: os.stat_result
@@ -59,17 +61,18 @@ class Opened:
 
 
 @contextmanager
-def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator[Opened]:
-    """Open a plain file or a folder without following any link.
+def open_file(path: Path, *, folder: bool = False, ours: bool = False) -> Generator[OpenFile]:
+    """Open a plain file or a folder without following symbolic links.
 
     Args:
-        path: the file, with all links resolved that may be followed.
-        folder: expect a folder.
-        ours: raise an error if another user could have changed it.
+        path: a path without links (see `reading.real_path`).
+        folder: whether to open a folder.
+        ours: raise an error if a different user could have changed it.
 
     Raises:
         FileNotFoundError: it does not exist.
-        Unreadable: it is of another type, we may not read it, or (NotOurs) another user could have changed it.
+        NotOwned: a different user could have changed it.
+        Unreadable: it has a different type, or we have no permission to read it.
     """
     descriptor, strangers = descend(path.absolute(), folder=folder)
     try:
@@ -77,23 +80,23 @@ def opened(path: Path, *, folder: bool = False, ours: bool = False) -> Generator
         if not folder and not stat.S_ISREG(found.st_mode):
             raise Unreadable(path, "is not a plain file")
         if found.st_uid != os.geteuid():
-            strangers = f"{path} belongs to {_whose(found.st_uid)}"
+            strangers = f"{path} belongs to {_owner(found.st_uid)}"
         else:
-            strangers = _others(path, found, descriptor) or strangers
+            strangers = _writers(path, found, descriptor) or strangers
         if ours and strangers:
-            raise NotOurs(path, f"is not to be trusted: {strangers}")
-        yield Opened(descriptor, found, strangers)
+            raise NotOwned(path, f"is not trusted: {strangers}")
+        yield OpenFile(descriptor, found, strangers)
     finally:
         os.close(descriptor)
 
 
 def other_writers(folder: Path) -> str:
-    """A sentence about the users who can change the files in `folder`; empty: only we can.
+    """A message with the other users who can change the files in `folder`; empty if there are none.
 
     Raises:
         OSError: the folder does not exist.
     """
-    with opened(folder, folder=True) as it:
+    with open_file(folder, folder=True) as it:
         return it.strangers
 
 
@@ -101,39 +104,39 @@ def check_ours(folder: Path) -> None:
     """Check that no other user owns or could have written the files in a folder.
 
     Raises:
-        UsageError: another user could; with the user and the fix.
+        UsageError: with the user and the fix.
     """
-    if whose := _strangers(folder):
-        raise UsageError(code="run-of-others", whose=whose)
+    if strangers := _strangers(folder):
+        raise UsageError(code="run-of-others", whose=strangers)
 
 
-def note_strangers(folder: Path) -> bool:
-    """Print that a folder is only read if another user could have written its files; whether that is the case."""
-    if whose := _strangers(folder):
-        words = whose.encode("unicode_escape", errors="replace").decode() if not whose.isprintable() else whose
-        print(f"paceline: {words}: shown read-only", file=sys.stderr)
-    return bool(whose)
+def warn_if_shared(folder: Path) -> bool:
+    """If a different user could have written the files in a folder, print a warning and return True."""
+    if text := _strangers(folder):
+        shown = text if text.isprintable() else text.encode("unicode_escape", errors="replace").decode()
+        print(f"paceline: {shown}: shown read-only", file=sys.stderr)
+    return bool(text)
 
 
 def _strangers(folder: Path) -> str:
-    """A sentence about the users who could have written the files in a folder; empty: only we.
+    """A message with the other users who could have written the files in a folder; empty if there are none.
 
-    A folder of ours may have been open to others before: they may own an entry, or can write into a subfolder.
+    Our folder may have been writable earlier: other users may own an entry, or can write into a subfolder.
     """
-    if whose := other_writers(folder):
-        return whose
-    with opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+    if writers := other_writers(folder):
+        return writers
+    with open_file(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
         for entry in entries:
             found = entry.stat(follow_symlinks=False)
             if found.st_uid != os.geteuid():
-                return f"{folder / entry.name} belongs to {_whose(found.st_uid)}"
+                return f"{folder / entry.name} belongs to {_owner(found.st_uid)}"
             if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IWOTH:
-                return f"{folder / entry.name} can be written by everybody (`chmod go-w` ends that)"
+                return f"{folder / entry.name} can be written by all users (fix: `chmod go-w`)"
     return ""
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number if there is none."""
+    """The name of a user, or the number if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -141,70 +144,70 @@ def user_name(uid: int) -> str:
 
 
 def descend(path: Path, *, folder: bool) -> tuple[int, str]:
-    """Open each part of a path inside its parent; a descriptor of the last, and who else can replace it."""
-    strange = ""
+    """Open each part of a path inside its parent; return a descriptor of the last part, and its other writers."""
+    strangers = ""
     at, *parts = path.parts
     descriptor = os.open(at, SEARCH if parts else READ)
     try:
         for index, part in enumerate(parts):
             last = index == len(parts) - 1
-            strange = _below(path.parents[len(parts) - 1 - index], descriptor, strange)
+            strangers = _entry_writers(path.parents[len(parts) - 1 - index], descriptor, strangers)
             flags = READ | (os.O_DIRECTORY if folder else 0) if last else SEARCH
             try:
                 inner = os.open(part, flags, dir_fd=descriptor)
             except OSError as error:
-                raise _in_words(path, path.parents[len(parts) - 2 - index] if not last else path, error) from None
+                raise _described(path, path.parents[len(parts) - 2 - index] if not last else path, error) from None
             os.close(descriptor)
             descriptor = inner
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, strange
+    return descriptor, strangers
 
 
-def _in_words(path: Path, part: Path, error: OSError) -> OSError:
+def _described(path: Path, part: Path, error: OSError) -> OSError:
     if error.errno == errno.ENOENT:
         return FileNotFoundError(error.errno, error.strerror, str(path))
     linked = False
     with suppress(OSError):
         linked = part.is_symlink()
     if linked or error.errno == errno.ELOOP:
-        return Unreadable(path, WORDS[errno.ELOOP] if part == path else f"lies behind {part}, a symbolic link")
+        return Unreadable(path, REASONS[errno.ELOOP] if part == path else f"is below {part}, a symbolic link")
     if error.errno == errno.ENOTDIR:
-        return Unreadable(path, "is not a folder" if part == path else f"lies behind {part}, which is no folder")
-    return Unreadable(path, WORDS.get(error.errno or 0, f"cannot be read: {error.strerror}"))
+        return Unreadable(path, "is not a folder" if part == path else f"is below {part}, which is not a folder")
+    return Unreadable(path, REASONS.get(error.errno or 0, f"cannot be read: {error.strerror}"))
 
 
-def _below(folder: Path, descriptor: int, strange: str) -> str:
-    """Who else can replace the entries of an open folder; `strange`: who can replace the folder."""
+def _entry_writers(folder: Path, descriptor: int, strangers: str) -> str:
+    """Who else can replace the entries of an open folder. `strangers`: who else can replace the folder."""
     found, us = os.fstat(descriptor), os.geteuid()
     if found.st_uid not in (us, ROOT):
-        return f"{folder} belongs to {_whose(found.st_uid)}"
+        return f"{folder} belongs to {_owner(found.st_uid)}"
     if found.st_mode & stat.S_ISVTX:
         return ""
-    return _others(folder, found, descriptor) or ("" if found.st_uid == us else strange)
+    return _writers(folder, found, descriptor) or ("" if found.st_uid == us else strangers)
 
 
-def _whose(uid: int) -> str:
+def _owner(uid: int) -> str:
     return f"user {user_name(uid)}, and we are {user_name(os.geteuid())}"
 
 
-def _others(path: Path, found: os.stat_result, descriptor: int) -> str:
+def _writers(path: Path, found: os.stat_result, descriptor: int) -> str:
     who = ""
     if found.st_mode & stat.S_IWOTH:
-        who = "everybody"
+        who = "all users"
     elif found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid, descriptor):
         try:
             who = f"group {grp.getgrgid(found.st_gid).gr_name}"
         except KeyError:
             who = f"group number {found.st_gid}"
-    return who and f"{path} can be written by {who} (`chmod go-w` ends that)"
+    return who and f"{path} can be written by {who} (fix: `chmod go-w`)"
 
 
 def _is_private_group(gid: int, descriptor: int) -> bool:
-    """Whether the group has our name and no other member, as most systems give each user one (with umask 002).
+    """Whether a group is our private group: most systems (with umask 002) create one with the name of each user.
 
-    If there is an access list, the mode's group bits cover all its entries.
+    Not if the file has an access list, because the group bits of the mode then apply to all its entries.
     """
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

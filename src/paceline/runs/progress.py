@@ -22,7 +22,7 @@ from paceline.runs.reading import decode
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
 WINDOW_STEPS = 50
 REPORT_SECONDS = 0.2
-PLAIN_SECONDS = 10.0  # between two lines if a line cannot be redrawn
+PLAIN_SECONDS = 10.0  # between lines if a line cannot be redrawn
 CELLS = 10
 
 
@@ -82,7 +82,7 @@ class Throughput:
         self._first: tuple[float, int] | None = None
 
     def step(self, samples: int) -> None:
-        """Count a step on `samples` samples, over all ranks, that has just ended."""
+        """Count a step that has just ended, on `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
         if self._steps >= WARMUP_STEPS:
@@ -128,7 +128,7 @@ class ProgressRecord(msgspec.Struct, frozen=True):
 
 
 def speed(rate: float | None, samples_left: int | None) -> str:
-    """Samples per second, and the remaining time if it is known; `rate` is None during the warm-up."""
+    """The samples per second, and with `samples_left` the remaining time. `rate` is None during the warm-up."""
     left = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
     return f"{rate:,.0f} samples/s{left}" if rate else "warming up"
 
@@ -136,13 +136,13 @@ def speed(rate: float | None, samples_left: int | None) -> str:
 class ProgressWriter:
     """Writes the progress to a file, a few times a second and at the end of each epoch."""
 
-    here: ClassVar[ProgressWriter | None] = None  # this process's; None if no caller shows it
+    here: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
         self._path, self._due_seconds = path, -math.inf
 
     def step(self, step: int, steps: int, report: Callable[[], ProgressRecord]) -> None:
-        """Replace the file if it is due or the epoch is over. A full disk raises no error."""
+        """Replace the file, at most every REPORT_SECONDS and at the end of an epoch. A full disk raises no error."""
         if time.monotonic() >= self._due_seconds or step == steps:
             self._due_seconds = time.monotonic() + REPORT_SECONDS
             with suppress(OSError):
@@ -168,7 +168,7 @@ class ProgressLine:
 
     def look(self) -> None:
         """Show the progress if it has changed."""
-        with suppress(OSError):  # there is none yet
+        with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
         if not self._is_shown:
@@ -185,7 +185,7 @@ class ProgressLine:
         self._stream.flush()
 
     def _draw(self) -> None:
-        if self._is_line_start and self._line and self._live:  # else a line of the ranks has no end yet
+        if self._is_line_start and self._line and self._live:  # otherwise the last line of the ranks is incomplete
             line = self._line[: shutil.get_terminal_size().columns - 1]
             self._stream.write(f"{self._wiped()}{line}")
             self._drawn, self._is_shown = len(line), True

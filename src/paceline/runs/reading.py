@@ -1,7 +1,7 @@
 """All reads from a run folder: plain files, without following links, of bounded size, depth and line length.
 
-The files may be another user's, so their contents are only data. `ours=True` raises an error for files that another
-user could have changed (owners.py).
+A different user may have written the files: their contents are only data. `ours=True` raises an error for files that a
+different user could have changed (owners.py).
 """
 
 import errno
@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.runs.owners import WORDS, Unreadable, opened
+from paceline.runs.owners import REASONS, Unreadable, open_file
 
-MAX_RECORD_BYTES = 4 << 20  # of one JSON record: settings, verdicts, who was started
+MAX_RECORD_BYTES = 4 << 20  # of one JSON record: settings, reports of hangs, started processes
 MAX_TOML_BYTES = 1 << 16
 MAX_TOML_DOTS = 200  # in a line: tomllib takes 18 s for a key of 30,000 parts
-MAX_LINE_BYTES = 16 << 20  # with --record-samples a line holds the indices of a micro-batch
+MAX_LINE_BYTES = 16 << 20  # with --record-samples, a line has the indices of a micro-batch
 MAX_ENTRIES = 20_000
 BLOCK_BYTES = 1 << 20
-LARGE_BYTES, MOST_HOLLOW = 64 << 20, 100  # a file system may compress a file, but not text to a hundredth
+LARGE_BYTES, MAX_COMPRESSION = 64 << 20, 100  # a file system may compress text, but not to a hundredth
 
 T = TypeVar("T")
 
@@ -33,18 +33,18 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
     """The contents of a small file.
 
     Raises:
-        OSError: it does not exist. As Unreadable: it is no plain file, too large, or not `ours`.
+        OSError: it does not exist. Unreadable: it is not a plain file, is too large, or is not `ours`.
     """
-    with opened(path, ours=ours) as it:
+    with open_file(path, ours=ours) as it:
         if it.found.st_size > limit_bytes:
-            raise Unreadable(path, f"has {it.found.st_size:,} bytes; more than {limit_bytes:,} are not read")
+            raise Unreadable(path, f"has {it.found.st_size:,} bytes, above the limit of {limit_bytes:,}")
         parts: list[bytes] = []
         left = limit_bytes + 1
         while left and (block := os.read(it.descriptor, min(left, BLOCK_BYTES))):
             parts.append(block)
             left -= len(block)
         if not left:  # it has grown meanwhile
-            raise Unreadable(path, f"has more than {limit_bytes:,} bytes, which are not read")
+            raise Unreadable(path, f"has more than the limit of {limit_bytes:,} bytes")
         return b"".join(parts)
 
 
@@ -52,13 +52,13 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
     """The record of this type in a JSON file.
 
     Raises:
-        OSError: see `read`. Unreadable also if it has other contents.
+        OSError: see `read`. Unreadable also if the content is not such a record.
     """
     data = read(path, limit_bytes=limit_bytes, ours=ours)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(path, f"holds no {kind.__name__}: {error}") from None
+        raise Unreadable(path, f"is not a {kind.__name__}: {error}") from None
 
 
 def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
@@ -72,31 +72,31 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
     """The table in a TOML file.
 
     Raises:
-        OSError: see `read`. Unreadable also if it is no TOML, or nested too deeply.
+        OSError: see `read`. Unreadable also if it is not TOML, or nested too deeply.
     """
     data = read(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
-        raise Unreadable(path, f"has a line with more than {MAX_TOML_DOTS} dots, which is not read")
+        raise Unreadable(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
     try:
         return tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or a number of 5,000 digits
         raise Unreadable(path, f"is not valid TOML: {error}") from None
 
 
 def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
-    """The lines of a file of any size, each of bounded length; only those in its last `from_end_bytes`.
+    """The lines of a file of any size, each of bounded length. `from_end_bytes`: read only the end of the file.
 
     Raises:
-        OSError: see `read`. Unreadable also at a line that is too long, or if most of the file is a hole.
+        OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.
     """
-    with opened(path) as it:
-        if it.found.st_size > LARGE_BYTES and it.found.st_blocks * 512 < it.found.st_size // MOST_HOLLOW:
-            raise Unreadable(path, f"has {it.found.st_size:,} bytes that are mostly holes: no run wrote that")
+    with open_file(path) as it:
+        if it.found.st_size > LARGE_BYTES and it.found.st_blocks * 512 < it.found.st_size // MAX_COMPRESSION:
+            raise Unreadable(path, f"has {it.found.st_size:,} bytes that are mostly holes, unlike files of a run")
         skipped = 0 if from_end_bytes is None else max(0, it.found.st_size - from_end_bytes)
         os.lseek(it.descriptor, skipped, os.SEEK_SET)
         rest: list[bytes] = []
         rest_bytes = 0
-        torn = skipped > 0  # the beginning of the first line is not read
+        torn = skipped > 0  # the first line is incomplete
         while block := os.read(it.descriptor, BLOCK_BYTES):
             *whole, last = block.split(b"\n")
             if whole:
@@ -106,13 +106,13 @@ def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[byt
             rest.append(last)
             rest_bytes += len(last)
             if rest_bytes > MAX_LINE_BYTES:
-                raise Unreadable(path, f"has a line of more than {MAX_LINE_BYTES:,} bytes, which is not read")
+                raise Unreadable(path, f"has a line above the limit of {MAX_LINE_BYTES:,} bytes")
         if rest_bytes and not torn:
             yield b"".join(rest)
 
 
 def real_path(path: Path) -> Path:
-    """The path with all links resolved; for links in a circle the path itself, which cannot be opened."""
+    """The path with all links resolved. For circular links the path itself, which cannot be opened."""
     return Path(os.path.realpath(path))
 
 
@@ -138,7 +138,7 @@ def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode
     except PermissionError:
-        raise Unreadable(path, WORDS[errno.EACCES]) from None
+        raise Unreadable(path, REASONS[errno.EACCES]) from None
     except (OSError, ValueError):
         return 0
 
@@ -147,33 +147,33 @@ def names(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist.
 
     Raises:
-        Unreadable: it is no folder, or has too many entries.
+        Unreadable: it is not a folder, or has too many entries.
     """
     return _listed(folder, lambda _: True)
 
 
 def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The files in a folder whose names match, by the number that is group 1; otherwise as `names`."""
+    """The files in a folder whose names match `pattern`, by the number in its group 1; see `names`."""
     matches = (pattern.fullmatch(name) for name in names(folder))
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
 def symlinks(folder: Path) -> list[str]:
-    """The symbolic links in a folder; otherwise as `names`."""
+    """The symbolic links in a folder; see `names`."""
     return _listed(folder, os.DirEntry.is_symlink)
 
 
 def folders(folder: Path) -> list[str]:
-    """The folders in a folder, without links to folders; otherwise as `names`."""
+    """The subfolders of a folder, without links to folders; see `names`."""
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 
 def _listed(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
     found: list[str] = []
-    with suppress(FileNotFoundError), opened(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
+    with suppress(FileNotFoundError), open_file(folder, folder=True) as it, os.scandir(it.descriptor) as entries:
         for number, entry in enumerate(entries):
             if number == MAX_ENTRIES:
-                raise Unreadable(folder, f"holds more than {MAX_ENTRIES:,} files: no run does")
+                raise Unreadable(folder, f"has more than {MAX_ENTRIES:,} files, unlike a run")
             if wanted(entry):
                 found.append(entry.name)
     return sorted(found)

@@ -13,7 +13,7 @@ from paceline.runs.reading import decode_if_readable
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Written once, at the end. The summary of a failed run may lack fields, and its `exit` is not 0."""
+    """The summary, written once at the end of a run. For a failed run, fields may be missing, and `exit` is not 0."""
 
     task: str
     exit: Annotated[int, msgspec.Meta(ge=-255, le=255)]
@@ -29,7 +29,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
     validation_metrics: Mapping[str, float | None] | None = None
     best: dict[str, Any] | None = None
-    """with --keep-best or --patience: the best evaluation's step and scores"""
+    """The step and scores of the best evaluation (with --keep-best or --patience)."""
     ended_early: str | None = None  # the reason for fewer steps than planned, without a failure
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
@@ -45,7 +45,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     threads_per_rank: Count | None = None
     allocator: str | None = None  # tuned or system; of rank 0
     data_share: float | None = None
-    """the fraction of the time of all steps for which the rank that waits longest for data has waited"""
+    """The fraction of step time spent waiting for data, on the rank with the longest wait."""
     peak_memory_bytes: Count | None = None  # the largest resident memory of any rank
     peak_gpu_memory_bytes: Count | None = None
     bits_hold_for: dict[str, Any] | None = None
@@ -90,22 +90,22 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Write `run_dir`/summary.json completely or not at all."""
+    """Write `run_dir`/summary.json atomically."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
     writing.replace(run_dir / "summary.json", encoded)
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """The summary of a run; None if there is none that can be read."""
+    """The summary of a run; None if it does not exist or cannot be read."""
     return decode_if_readable(run_dir / "summary.json", Summary)
 
 
 def scores_line(metrics: Mapping[str, float | None]) -> str:
     """'loss 0.0372  accuracy 98.72%'."""
-    found = {name: math.nan if value is None else value for name, value in metrics.items()}
-    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in found.items())
+    scores = {name: math.nan if value is None else value for name, value in metrics.items()}
+    return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in scores.items())
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The scores that are finite: JSON has no other numbers."""
+    """The finite scores, because JSON has no NaN or infinity."""
     return {name: score for name, score in metrics.items() if math.isfinite(score)}

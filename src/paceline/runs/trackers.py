@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import UsageError, unknown
 
 MOST_WAITING = 10_000
-PATIENCE_SECONDS = 30.0  # at the end of the run
+CLOSE_SECONDS = 30.0  # the longest wait at the end of the run
 
 
 Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
@@ -54,7 +54,7 @@ def _mlflow(folder: Path, settings: Mapping[str, Any]) -> Tracker:
     import mlflow
 
     if "MLFLOW_TRACKING_URI" not in os.environ:
-        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # files are what needs no server and no database
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # files need no server and no database
         mlflow.set_tracking_uri((folder / "mlflow").resolve().as_uri())
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline"))
     client, run_id = mlflow.MlflowClient(), mlflow.start_run(run_name=folder.name).info.run_id
@@ -72,7 +72,7 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
     "wandb": ("wandb", _wandb),
     "mlflow": ("mlflow", _mlflow),
 }
-"""by name: the package that must be installed, and the function that starts a run there"""
+"""(the required package, the function that starts a run), by name"""
 
 
 def tracker_names(track: str | None) -> list[str]:
@@ -91,7 +91,7 @@ def tracker_names(track: str | None) -> list[str]:
 
 
 class Tracking:
-    """All trackers of a run; on rank 0 only."""
+    """All trackers of a run (rank 0 only)."""
 
     def __init__(self, names: list[str], folder: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._say = say
@@ -103,7 +103,7 @@ class Tracking:
             self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue numbers of the state after `step` steps; never waits, never raises an error."""
+        """Queue the numbers of the state after `step` steps. Does not wait, and raises no error."""
         if not self._thread.is_alive():
             return
         self._logged += 1
@@ -113,30 +113,30 @@ class Tracking:
             self._dropped += 1
 
     def close(self) -> None:
-        """Wait a limited time for the queue, and print which numbers were lost; never raises an error."""
+        """Wait a limited time for the queue, and print which numbers were lost. Raises no error."""
         if self._thread.ident is None:
             return
         if self._thread.is_alive():
             if not self._queue.full():
                 self._queue.put_nowait(None)
-            self._thread.join(PATIENCE_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
         if self._dropped or self._thread.is_alive():
-            self._complaints["a tracker"] = f"it is too slow; the newest of {self._logged} reports were left out"
-        for name, words in self._complaints.items():
-            self._say(f"WARNING: {name} did not get everything: {words}. The run's own records are whole")
+            self._complaints["a tracker"] = f"it is too slow; the newest of {self._logged} reports are missing"
+        for name, problem in self._complaints.items():
+            self._say(f"WARNING: {name} is incomplete: {problem}. The records in the run folder are complete")
 
     def _run(self, names: list[str], folder: Path, settings: Mapping[str, Any]) -> None:
         trackers: dict[str, Tracker] = {}
         for name in names:
-            self._guarded(name, lambda name=name: trackers.update({name: TRACKERS[name][1](folder, settings)}))
+            self._catch_errors(name, lambda name=name: trackers.update({name: TRACKERS[name][1](folder, settings)}))
         while (item := self._queue.get()) is not None:
             for name, (log, _) in trackers.items():
                 if name not in self._complaints:
-                    self._guarded(name, lambda log=log, item=item: log(*item))
+                    self._catch_errors(name, lambda log=log, item=item: log(*item))
         for name, (_, close) in trackers.items():
-            self._guarded(name, close)
+            self._catch_errors(name, close)
 
-    def _guarded(self, name: str, act: Callable[[], object]) -> None:
+    def _catch_errors(self, name: str, act: Callable[[], object]) -> None:
         try:
             act()
         except BaseException as error:

@@ -15,8 +15,8 @@ from paceline.runs.console import say
 from paceline.runs.events import MOST_FOLDED, RolledBack, Step, decode_event
 from paceline.runs.reading import read_lines
 
-LIMIT_BYTES = 32 << 20  # of a file: then pairs of steps in its older half are merged
-SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # of the usual step; of all steps
+LIMIT_BYTES = 32 << 20  # of a file; above it, pairs of steps in the older half are merged
+SLOW_FACTOR, MOST_SLOW = 2.0, 1 / 16  # times the median step; the largest fraction of all steps
 _STEP = b'{"kind":"step"'
 _STARTED, _BACK = b'{"kind":"started"', b'{"kind":"rolled-back"'
 MACHINE_BYTES = 1 << 20
@@ -25,7 +25,7 @@ Thinned = Callable[[list[bytes], list[bytes]], list[bytes]]
 
 
 class LineFile:
-    """Appends JSON lines to a file, each in one write; at its limit `thinned` reduces the older half."""
+    """Appends JSON lines to a file, each in one write. At the size limit, `thinned` reduces the older half."""
 
     def __init__(self, path: Path, limit_bytes: int, thinned: Thinned, *, sync: bool) -> None:
         self._path, self._limit_bytes, self._thinned, self._sync = path, limit_bytes, thinned, sync
@@ -36,55 +36,55 @@ class LineFile:
         """Append `record`.
 
         Raises:
-            OSError: it failed, for example on a full disk.
+            OSError: for example, the disk is full.
         """
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"
         if self._size_bytes + len(line) > self._limit_bytes:
             self._thin()
-        self._size_bytes += os.write(self._descriptor, line)  # a full disk may tear it: readers skip that
+        self._size_bytes += os.write(self._descriptor, line)  # on a full disk it may be incomplete: readers skip it
 
     def _open(self) -> None:
         self._descriptor = writing.keep(self._path, append=True)
         self._size_bytes = os.fstat(self._descriptor).st_size
         if self._size_bytes and os.pread(self._descriptor, 1, self._size_bytes - 1) != b"\n":
-            self._size_bytes += os.write(self._descriptor, b"\n")  # torn by a kill: it must not swallow the next one
+            self._size_bytes += os.write(self._descriptor, b"\n")  # an incomplete line, after a kill
 
     def _thin(self) -> None:
         lines = [line for line in read_lines(self._path) if line]
         half = len(lines) // 2
         kept = [*self._thinned(lines[:half], lines[half:]), *lines[half:]]
         writing.replace(self._path, b"".join(line + b"\n" for line in kept), sync=self._sync)
-        self._let_go()
+        self._close()
         self._open()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class EventWriter(LineFile):
-    """Appends the events of one rank to its file; each has left the process when `write` returns."""
+    """Appends the events of one rank to its file, without a buffer."""
 
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        super().__init__(path, limit_bytes, fold, sync=True)
+        super().__init__(path, limit_bytes, merge_steps, sync=True)
         self._open()
 
     def _thin(self) -> None:
         try:
             super()._thin()
-        except OSError:  # no room for a second file: this one keeps growing
+        except OSError:  # no space for a second file: this one keeps growing
             self._limit_bytes *= 2
-        else:  # much of it may not be steps
+        else:  # many records may not be steps, and stay
             self._limit_bytes = max(self._limit_bytes, self._size_bytes + self._limit_bytes // 8)
 
     def flush(self) -> None:
-        """Sync the file: a checkpoint must never be newer than the events on the disk.
+        """Sync the file, because a checkpoint must not be newer than the events on disk.
 
         Raises:
-            OSError: it failed.
+            OSError: the sync failed.
         """
         os.fsync(self._descriptor)
 
@@ -92,13 +92,13 @@ class EventWriter(LineFile):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._let_go()
+        self._close()
 
 
 class BoundedWriter(LineFile):
-    """Appends records from any thread. An error is printed once and only ends the writing.
+    """Appends records from any thread. After an error it prints a warning once, and stops writing.
 
-    Thinning drops every second record of the older half: after days the file has all records of the last minutes, and
+    Thinning drops every second record of the older half. After days, the file has all records of the last minutes, and
     one for every few minutes of the first hours.
     """
 
@@ -106,7 +106,7 @@ class BoundedWriter(LineFile):
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
         self.failed = False
-        """whether an error has ended the writing"""
+        """Whether an error has ended the writing."""
 
     def write(self, record: msgspec.Struct) -> None:
         """Append `record`, unless an earlier write has failed."""
@@ -117,20 +117,20 @@ class BoundedWriter(LineFile):
                 super().write(record)
             except Exception as error:  # a full disk or a deleted folder must not end training
                 self.failed = True
-                self._let_go()
-                self._warn(f"warning: {self._path.name} is not written any more: {error}")
+                self._close()
+                self._warn(f"warning: {self._path.name} is no longer written: {error}")
 
     def close(self) -> None:
-        """Close the file; a later record opens it again."""
+        """Close the file. A later record opens it again."""
         with self._lock:
-            self._let_go()
+            self._close()
 
 
-def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
-    """The lines `old` of a file of events with pairs of consecutive steps merged; `new` are the lines after them.
+def merge_steps(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
+    """Merge pairs of consecutive steps in the lines `old` of a file of events; `new` are the lines after them.
 
     A merged step has the sums that `paceline ledger` needs: the number of samples and their fingerprint. Skipped steps,
-    the slowest steps, and steps of earlier starts are not merged: a later start has repeated some of those.
+    the slowest steps, and steps of earlier starts are not merged, because a later start repeats some of them.
     """
     events = [decode_event(line) if line.startswith(_STEP) else None for line in old]
     steps = [event for event in events if isinstance(event, Step)]
@@ -144,8 +144,8 @@ def fold(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     before: Step | None = None  # the last line of `kept`, if it can be merged with the next one
     for line, event in zip(old[earlier:], events[earlier:], strict=True):
         step = event if isinstance(event, Step) and not event.skipped and _mean_seconds(event) < slow else None
-        if before is not None and step is not None and before.step not in undone and _follow(before, step):
-            kept[-1], before = encode(_both(before, step)), None
+        if before is not None and step is not None and before.step not in undone and _can_merge(before, step):
+            kept[-1], before = encode(_merged(before, step)), None
         else:
             kept.append(line)
             before = step
@@ -157,19 +157,18 @@ def _mean_seconds(step: Step) -> float:
 
 
 def _slow_seconds(steps: Sequence[Step]) -> float:
-    """The duration from which a step is not merged."""
     if not steps:
         return 0.0
     each = sorted(map(_mean_seconds, steps))
     return max(SLOW_FACTOR * median(each), each[int((1 - MOST_SLOW) * (len(each) - 1))] * (1 + 1e-9))
 
 
-def _follow(a: Step, b: Step) -> bool:
+def _can_merge(a: Step, b: Step) -> bool:
     next_first = b.step - b.steps + 1
     return (a.step + 1, a.epoch, a.share) == (next_first, b.epoch, b.share) and a.steps + b.steps <= MOST_FOLDED
 
 
-def _both(a: Step, b: Step) -> Step:
+def _merged(a: Step, b: Step) -> Step:
     count = a.steps + b.steps
     known = a.grad_norm is not None and b.grad_norm is not None
     return replace(
@@ -189,7 +188,7 @@ def _both(a: Step, b: Step) -> Step:
 
 
 def _sum(a: str, b: str) -> str:
-    """As data.plan.add, which needs torch; empty if one is no fingerprint."""
+    """As data.plan.add, which needs torch; empty if one of them is not a fingerprint."""
     try:
         return f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"
     except ValueError:

@@ -1,4 +1,4 @@
-"""All writes into a run folder: new and private files, independent of the umask, without following links."""
+"""All writes to a run folder: new, private files, independent of the umask, without following links."""
 
 import errno
 import fcntl
@@ -22,20 +22,20 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FLAGS
 
 @contextmanager
 def _inside(path: Path) -> Generator[tuple[int, str]]:
-    """A descriptor of the folder of `path`, opened without following links, and the name in it."""
-    whole = path.absolute()
-    descriptor, _ = descend(whole.parent, folder=True)
+    """A descriptor of the parent of `path`, opened without following links, and the name in it."""
+    absolute = path.absolute()
+    descriptor, _ = descend(absolute.parent, folder=True)
     try:
-        yield descriptor, whole.name
+        yield descriptor, absolute.name
     finally:
         os.close(descriptor)
 
 
 def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder and its missing parents.
+    """Create a folder and its missing parents.
 
     Raises:
-        OSError: it cannot be made. FileExistsError: it exists (unless `exist_ok`), or is no folder.
+        OSError: it cannot be created. FileExistsError: it exists (unless `exist_ok`), or is not a folder.
     """
     for path in reversed(folder.absolute().parents):
         if not path.exists():
@@ -51,11 +51,11 @@ def _mkdir(folder: Path, *, exist_ok: bool) -> None:
             if not exist_ok or not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
                 raise
         else:
-            os.chmod(name, FOLDER, dir_fd=parent)  # a umask may hide it from ourselves
+            os.chmod(name, FOLDER, dir_fd=parent)  # the umask may forbid access even to its owner
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a file or folder; the new path.
+    """Rename a file or folder; return the new path.
 
     Raises:
         OSError: it failed.
@@ -82,20 +82,20 @@ def create(path: Path) -> int:
     """A descriptor of a new file.
 
     Raises:
-        OSError: it exists, or cannot be made.
+        OSError: it exists, or cannot be created.
     """
     with _inside(path) as (parent, name):
         return _private(os.open(name, NEW, FILE, dir_fd=parent), path)
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file. When this returns, the whole file survives a power failure.
+    """Write a new file. When this returns, the complete file survives a power failure.
 
     Returns:
         Its size in bytes, and the sha256 of the chunks (not of the stored bytes).
 
     Raises:
-        OSError: it failed (the disk is full; the file exists). A part of the file may remain.
+        OSError: for example, the disk is full, or the file exists. A part of the file may remain.
     """
     digest = hashlib.sha256()
     size_bytes = 0
@@ -111,34 +111,34 @@ def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, st
             while view.nbytes:
                 written = os.write(descriptor, view)
                 if written == 0:
-                    raise OSError(errno.EIO, "the system writes nothing, and gives no reason")
+                    raise OSError(errno.EIO, "the system wrote 0 bytes")
                 view = view[written:]
         os.fsync(descriptor)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # raise the first error
             os.close(descriptor)
         raise
-    os.close(descriptor)  # a network file system may report only now that the disk is full
+    os.close(descriptor)  # a network file system may report a full disk only here
     return size_bytes, digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power failure; syncing a file does not do that."""
+    """Make the names in `folder` survive a power failure. The sync of a file does not include its name."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot sync folders
+        if error.errno != errno.EINVAL:  # EINVAL: the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
-    """A descriptor, for reading and writing, of a file; it is made if it does not exist and `make` is set.
+    """A descriptor of a file, for reading and writing. Creates the file if it does not exist and `make` is set.
 
     Raises:
-        OSError: it is a link or no plain file, or cannot be opened.
+        OSError: it is a link or not a plain file, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
     with _inside(path) as (parent, name):
@@ -146,7 +146,7 @@ def keep(path: Path, *, append: bool = False, make: bool = True) -> int:
 
 
 def lock(descriptor: int, seconds: float) -> bool:
-    """Take a file's lock; False if another process still holds it after `seconds`."""
+    """Lock a file. Returns False if another process still holds the lock after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(BlockingIOError):
@@ -163,7 +163,7 @@ def _private(descriptor: int, path: Path) -> int:
         if not stat.S_ISREG(found.st_mode):
             raise Unreadable(path, "is not a plain file")
         if found.st_nlink > 1:
-            raise Unreadable(path, "has another name somewhere (a hard link): what is written here would be there, too")
+            raise Unreadable(path, "has a second name (a hard link), so that a write would also change that file")
         if stat.S_IMODE(found.st_mode) != FILE and found.st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     except BaseException:
@@ -173,12 +173,12 @@ def _private(descriptor: int, path: Path) -> int:
 
 
 def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file completely or not at all; see `replacing`.
+    """Write a file atomically; see `replacing`.
 
     Args:
-        path: the file; an existing one is replaced.
+        path: the file. An existing one is replaced.
         data: its contents.
-        sync: return when it is on the disk: other machines read it.
+        sync: wait until it is on disk, because other machines read it.
     """
     with replacing(path) as (folder, partial):
         descriptor = _private(os.open(partial, NEW, FILE, dir_fd=folder), path)
@@ -191,12 +191,12 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[tuple[int, str]]:
-    """A folder's descriptor, and the name in it of a file to write, which replaces `path` at the end.
+    """Replace `path` atomically: readers see the old file or the new one.
 
-    Readers of `path` see the old file or the new one.
+    Yields the descriptor of its folder, and the name in it of a temporary file, which the caller must create.
 
     Raises:
-        OSError: it failed, for example on a full disk; the old file remains.
+        OSError: for example, the disk is full. The old file remains.
     """
     with _inside(path) as (folder, name):
         partial = f".{name}.{secrets.token_hex(4)}.partial"

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
@@ -106,7 +106,7 @@ def prepared(
     gate: SessionStep,
 ) -> PreparedModel:
     """The model as this rank's part, with its optimizer and scheduler; see `Session.prepare` (a collective)."""
-    with together(world):
+    with raise_on_all_ranks(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
         if not any(p.requires_grad for p in model.parameters()):
@@ -115,7 +115,7 @@ def prepared(
         model = model.to(world.device)
     given = [*model.parameters()]
     replica = strategy(model, make, world)
-    with together(world):
+    with raise_on_all_ranks(world):
         replace_in_place(given, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
@@ -124,7 +124,7 @@ def prepared(
 
 def prepared_again(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
     """Another optimizer of a model that was prepared already (a collective)."""
-    with together(world):
+    with raise_on_all_ranks(world):
         made = made_optimizer(part.replica.model, optimizer)(part.replica.model.parameters())
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(made)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.resume import find_resume_point, run_location
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import check_equal, told_once
+from paceline.collectives.control import check_equal, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds, untested_torch
@@ -136,7 +136,7 @@ class Life(Loop):
             self._says_virtual_ranks = virtual_ranks is not None
             if self._virtual_ranks < world.size:
                 code = "too-few-virtual-ranks" if virtual_ranks else "more-ranks-than-at-the-start"
-                raise told_once(UsageError(code=code, value=self._virtual_ranks, ranks=world.size), world)
+                raise report_on_one_rank(UsageError(code=code, value=self._virtual_ranks, ranks=world.size), world)
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)

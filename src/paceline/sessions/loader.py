@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from paceline.collectives.control import check_equal, gather_words, told_once
+from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import Loading, MicroBatch, load_work
 from paceline.data.plan import BatchPlan, Work, rank_work
@@ -129,15 +129,17 @@ class Loader:
         steps = steps_of(self.existing)
         if put_back is None:
             state = {**global_streams(), "sampler": self._sampler.now()}
-            told: list[tuple[int, dict[str, Any]]] = gather_words((steps, state), world)
+            told: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
             if len({of_rank for of_rank, _ in told}) > 1:
                 lengths = ", ".join(f"{of_rank} on rank {rank}" for rank, (of_rank, _) in enumerate(told))
-                raise told_once(ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world)
+                raise report_on_one_rank(
+                    ORDER.error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
+                )
             attributes = [of_rank["sampler"]["attributes"] for _, of_rank in told]
             if any(of_rank != attributes[0] for of_rank in attributes):
                 names = {name for of_rank in attributes for name in of_rank}
                 differing = min(name for name in names if len({str(one.get(name)) for one in attributes}) > 1)
-                raise told_once(ORDER.error(f"the attribute {differing} differs between ranks"), world)
+                raise report_on_one_rank(ORDER.error(f"the attribute {differing} differs between ranks"), world)
             put_back = told[0][1]
             if world.rank:
                 self._sampler.put_back_sources(put_back["sampler"])
@@ -152,7 +154,7 @@ class Loader:
             self._streams = {name: value for name, value in put_back.items() if name not in OF_CHECKPOINT}
             self._order = order
         if "order" in put_back and order.hash_at(start - 1) != put_back["order"]:
-            raise told_once(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
+            raise report_on_one_rank(RESUMED_ORDER.error(type(self.existing.sampler).__name__, batch=start), world)
         if "at_checkpoint" in put_back:  # changes by the loop during the epoch
             self._sampler.put_back(put_back["at_checkpoint"]["sampler"])
         p, first = self.plan, self.existing.batch_size or (len(order.batch(0)) if order.has(0) else 1)

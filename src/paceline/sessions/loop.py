@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import layout
-from paceline.collectives.control import gather_words, together, told_once
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
 from paceline.config.definition import check_same
 from paceline.data.fingerprint import CHANGING
@@ -147,13 +147,13 @@ class Loop(Ranks):
                     self._fingerprints[id(data)] = known = (data, loader.fingerprint(), probe)
             return known[1]
         began = time.perf_counter()
-        with preserved_streams(), together(self.world):
+        with preserved_streams(), raise_on_all_ranks(self.world):
             found = loader.fingerprint()
         slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in found
-        of_ranks: list[tuple[dict[str, Any], bool]] = gather_words((found, slow), self.world)
+        of_ranks: list[tuple[dict[str, Any], bool]] = all_gather_object((found, slow), self.world)
         told = [str(one) for one, _ in of_ranks]
         if len({*told}) > 1:
-            raise told_once(
+            raise report_on_one_rank(
                 DATA.error("; ".join(f"rank {rank} has {one}" for rank, one in enumerate(told))), self.world
             )
         # a stream has no length
@@ -459,7 +459,7 @@ class Loop(Ranks):
     def _check_weights(self) -> None:
         """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
         own = [None if count is None else (float(count), float(weight)) for count, weight in self._steps.targets]
-        by_rank: list[list[Any]] = gather_words(own, self.world)
+        by_rank: list[list[Any]] = all_gather_object(own, self.world)
         if any(one is None for found in by_rank for one in found):
             return  # another loss, or several: how they are to be weighted is not known
         ratios = [count / weight for found in by_rank for count, weight in found if weight]
@@ -468,7 +468,7 @@ class Loop(Ranks):
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in found)
                 for rank, found in enumerate(by_rank)
             )
-            raise told_once(COUNT.error(counts), self.world)
+            raise report_on_one_rank(COUNT.error(counts), self.world)
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self._where["batch"], plan.known_steps

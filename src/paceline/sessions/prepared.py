@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
-from paceline.collectives.control import Pending, gather_words, told_once
+from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
 from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
@@ -297,7 +297,7 @@ class PreparedModel(TrainedModel):
         self._put(self._carried)
         self._carried = None
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         """See TrainedModel."""
         self._aside = None
         known = super().synchronise(divisor, agreed=agreed)
@@ -423,7 +423,7 @@ class PreparedModel(TrainedModel):
             self._digests = {i: _digest(self._parameters[i].grad) for i in looked}
             self._digest = hash(tuple(self._digests.items()))
         if early and (differing := self.differing_gradients()):
-            raise told_once(GRADIENTS.error(differing), self.replica.world)
+            raise report_on_one_rank(GRADIENTS.error(differing), self.replica.world)
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""
@@ -442,7 +442,9 @@ class PreparedModel(TrainedModel):
 
     def differing_gradients(self) -> str:
         """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""
-        told: list[dict[str, int]] = gather_words({str(i): one for i, one in self._digests.items()}, self.replica.world)
+        told: list[dict[str, int]] = all_gather_object(
+            {str(i): one for i, one in self._digests.items()}, self.replica.world
+        )
         differing = (i for one in told for i in one if any(other.get(i) != one[i] for other in told))
         return next((self._names()[int(i)] for i in differing), "")
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.collectives.control import gather_tensors, sum_over_ranks, together, told_once
+from paceline.collectives.control import gather_tensors, raise_on_all_ranks, report_on_one_rank, sum_over_ranks
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.observer import Observer
@@ -67,13 +67,13 @@ class Ranks:
         """
         self._check_all_here()
         values = values.detach()
-        with together(self.world):
+        with raise_on_all_ranks(self.world):
             if values.ndim == 0:
                 raise UsageError(code="gather-of-number")
         parts: list[Tensor] = gather_tensors(values, self.world, "tensors of the loop", where=self._moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
-            raise told_once(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
+            raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
         return in_order(parts, dealt(self._evaluated_batch, self.size))
 
     @property
@@ -97,13 +97,13 @@ class Ranks:
         Raises:
             UsageError: for anything else, and if no rank has updated it.
         """
-        with together(self.world):
+        with raise_on_all_ranks(self.world):
             if not is_torchmetric(metric):
                 raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
         members = several(metric)
         states = {name: state_of(one) for name, one in members.items()}
         told = gather_tensors(states, self.world, "states of metrics", where=self._moment)
-        with together(self.world, prepares=False):
+        with raise_on_all_ranks(self.world, prepares=False):
             found = {name: result_of(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
         return found.get("", found)
 
@@ -112,7 +112,7 @@ class Ranks:
 
         What it raises is raised on rank 0, and ends the other ranks.
         """
-        with together(self.world, prepares=False):
+        with raise_on_all_ranks(self.world, prepares=False):
             return act(*arguments) if self.rank == 0 else None
 
     def print(self, *words: Any) -> None:

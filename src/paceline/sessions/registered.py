@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.rank.world import World
@@ -171,9 +171,9 @@ class Registered:
         """
         found = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
         if world is not None and found:
-            told = gather_words(found, world)
+            told = all_gather_object(found, world)
             if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
-                raise told_once(UsageError(code="registered-differs", name=differing[0]), world)
+                raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         return found
 
 

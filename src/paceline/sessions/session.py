@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import Loading
 from paceline.data.plan import Tail
@@ -93,7 +93,7 @@ class Session(Life):
             themselves. Call the returned model in the loop.
 
         Raises:
-            UsageError: on one rank, if one of them is not supported; ToldElsewhere on the others.
+            UsageError: on one rank, if one of them is not supported; ReportedByPeer on the others.
         """
         if self._opened:
             raise UsageError(code="prepared-too-late")
@@ -106,7 +106,7 @@ class Session(Life):
             make = self._observer.wrap_strategy(self._strategy, make)
         part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
-            with together(self.world):
+            with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
                     raise UsageError(code="model-too-many", where=origin.where, saved=len(self._numbers))
                 part.load(origin.source)
@@ -121,7 +121,7 @@ class Session(Life):
         """Another optimizer, for other parameters of a prepared model."""
         made = prepared_again(part, optimizer, scheduler, self.world)
         if self._course.origin is not None:
-            with together(self.world):
+            with raise_on_all_ranks(self.world):
                 part.load_waiting(made.optimizer, made.parameters)
                 part.load_numbers(self._numbers[part.number], len(part.optimizers) - 1)
         found = (part.replica.module, made.optimizer)
@@ -149,7 +149,7 @@ class Session(Life):
             return
         if self._opened:
             raise UsageError(code="registered-too-late")
-        with together(self.world):
+        with raise_on_all_ranks(self.world):
             self._registered.add(name, thing, models, self.device, saved=True)
             if (origin := self._course.origin) is not None:
                 self._registered.load(name, origin.source, origin.where)
@@ -290,7 +290,7 @@ class Session(Life):
         """
         if self._steps.micro_step is not None and not self._steps.micro_step.is_last:
             return torch.zeros((), device=self.device)
-        norm = self._part(model).replica.clip_grad_norm(max_norm).now()
+        norm = self._part(model).replica.clip_grad_norm(max_norm).result()
         return torch.full((), norm, dtype=torch.float64, device=self.device)
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:

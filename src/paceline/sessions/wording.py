@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
-from paceline.collectives.control import check_equal, together
+from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.config.definition import BITS_ONLY, check_same
 from paceline.config.settings import dump_given
 from paceline.data.plan import BatchPlan
@@ -67,13 +67,13 @@ def compare(
     """Compare what defines the run over ranks, and with the state that is gone on with (a collective).
 
     Raises:
-        UsageError: on one rank, naming what differs; ToldElsewhere on the others.
+        UsageError: on one rank, naming what differs; ReportedByPeer on the others.
     """
     if exact:
         check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)
     check_equal("data, optimizers and batches", {k: v for k, v in definition.items() if k not in BITS_ONLY}, world)
     if origin is not None:
-        with together(world):
+        with raise_on_all_ranks(world):
             check_same(origin.content.definition, definition, (), origin.where)
             if models != saved:
                 raise UsageError(code="models-differ", where=origin.where, saved=saved, prepared=models)

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import number_on
+from paceline.collectives.control import device_constant
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -116,7 +116,7 @@ class WeightedLoss(NamedTuple):
         """`total` plus the weighted sum, () float64 on the device."""
         value = self.value.detach()
         if not isinstance(total, Tensor):
-            total = number_on(value.device, total, torch.float64)
+            total = device_constant(value.device, total, torch.float64)
         if isinstance(self.factor, Tensor):
             return total + value * self.factor
         return torch.add(total, value, alpha=self.factor)

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives.buckets import trainable
 from paceline.collectives.control import (
+    Deferred,
     Gather,
-    Pending,
     are_finite,
     are_finite_here,
-    costs,
-    sent,
+    is_async,
+    report_on_one_rank,
     sum_over_ranks,
-    told_once,
+    to_device_async,
 )
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
@@ -58,7 +58,7 @@ class NotFinite:
     """whether only the loss scale was too large, which is expected in fp16"""
 
 
-def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
+def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     """Whether all gradients are finite, the same result on all ranks (a collective if they are sharded)."""
     device = replica.world.device
     if replica.sharded:
@@ -66,19 +66,19 @@ def gradients_are_finite(replica: Strategy) -> bool | Pending[bool]:
     else:
         gradients = [p.grad for p in replica.parameters if p.grad is not None]
     is_here = not replica.sharded or replica.world.size == 1
-    if is_here and not costs(device):
+    if is_here and not is_async(device):
         return are_finite_here(gradients)
     finite = are_finite(gradients, device)
     if is_here:
         return finite
 
-    def over_ranks(bad: Tensor) -> Pending[bool]:
-        return Pending(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
+    def over_ranks(bad: Tensor) -> Deferred[bool]:
+        return Deferred(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
 
     def looked_at(fine: bool) -> bool:  # the same on all ranks
-        return fine or over_ranks(sent([not finite.now()], device)).now()
+        return fine or over_ranks(to_device_async([not finite.result()], device)).result()
 
-    return over_ranks(finite.numbers).then(looked_at)
+    return over_ranks(finite.numbers).map(looked_at)
 
 
 def losses_not_finite(seen: Seen, where: str, gather: Gather) -> NotFinite:
@@ -244,7 +244,7 @@ class LeftOut:
         finite the second time either, it is skipped.
 
         Raises:
-            TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ToldElsewhere on the others.
+            TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
         if found.by_scale:
             self._say(f"step {step} is skipped: {found.words}")
@@ -255,7 +255,7 @@ class LeftOut:
             error = TrainingError(
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, most=MOST, steps=OF_STEPS, what=found.words
             )
-            raise told_once(error, self._world, by=found.told_by)
+            raise report_on_one_rank(error, self._world, by=found.told_by)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {found.words}" if back else f"step {step} is skipped: {found.words}")
         return back

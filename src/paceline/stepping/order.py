@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Op
 from paceline.protocol.marks import Mismatch, compare_orders, order_label
@@ -68,7 +68,7 @@ class CallOrder:
         `late`: the parameters have already changed.
 
         Raises:
-            TrainingError: with MISMATCH, on a rank in the minority; ToldElsewhere on the others.
+            TrainingError: with MISMATCH, on a rank in the minority; ReportedByPeer on the others.
         """
         if not hashes:
             return
@@ -78,13 +78,13 @@ class CallOrder:
                 self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
             return
         mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
-        told = gather_words([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
+        told = all_gather_object([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
         numbers: list[dict[str, int]] = [of_rank for of_rank, _ in told]
         names = {name for of_rank in numbers for name in of_rank}
         differing = {name: [of_rank.get(name, 0) for of_rank in numbers] for name in sorted(names)}
         differing = {name: values for name, values in differing.items() if len({*values}) > 1}
         if differing and self.explain is not None:
-            raise told_once(self.explain(differing), self._world)
+            raise report_on_one_rank(self.explain(differing), self._world)
         histories = [msgspec.convert(words, list[Op]) for _, words in told]
         found = compare_orders(histories, self._local, self._known)
         if isinstance(found, Mismatch):
@@ -92,7 +92,7 @@ class CallOrder:
                 code="collectives-differ", exit_code=ExitCode.MISMATCH, place=where, what=found.words,
                 unchanged="" if late else UNCHANGED,
             )  # fmt: skip
-            raise told_once(error, self._world, by=min(found.odd, default=0))
+            raise report_on_one_rank(error, self._world, by=min(found.odd, default=0))
         self._hashes_itself = True
         if new := found - self._local:
             self._notice(

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.control import (
-    Pending,
+    Deferred,
     Totals,
-    by_all,
-    by_host,
-    costs,
-    now,
-    read_at_once,
-    sent,
-    together,
-    told_once,
+    gather_on_host,
+    gather_over_all,
+    is_async,
+    raise_on_all_ranks,
+    read_all,
+    report_on_one_rank,
+    resolve,
+    to_device_async,
 )
 from paceline.collectives.hosts import Hosts
-from paceline.collectives.torch_collectives import labelled
+from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, Prefetch
 from paceline.data.plan import ranks_share
@@ -104,7 +104,7 @@ class Step:
         self._world, self._virtual_ranks, self._enter, self._exact = world, virtual_ranks, enter, exact
         self._votes, self._order, self._way_out, self._may_leave_out = votes, order, way_out, may_leave_out
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or Prefetch()
-        self._on_device = costs(world.device)  # whether the host would have to wait for numbers
+        self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
 
     def through(
         self, where: str, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
@@ -302,7 +302,7 @@ class Step:
                 self._linear_checks += 1
                 # a rank whose loss is constant has no such code in its graph, and would update
                 early = self._linear_checks <= 2 and self._host is None
-                with together(self._world) if early else nullcontext():
+                with raise_on_all_ranks(self._world) if early else nullcontext():
                     self._check_linear(weighed.value)
         micro_step.has_failed = False
 
@@ -378,26 +378,26 @@ class Step:
                 part.note_gradients()
 
     def _judged(
-        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Pending[Totals] | None, *, late: bool
+        self, asked: Sequence[TrainedModel], loss: float, totals: Totals | Deferred[Totals] | None, *, late: bool
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `asked` are finite (a collective if they are sharded)."""
         if not late:
             finite = math.isfinite(loss)
             for part in asked:
                 if finite:
-                    finite = now(part.judged(self._max_norm))
+                    finite = resolve(part.judged(self._max_norm))
                     self._result.grad_norm = part.norm
             return loss, finite
         judged = [part.judged(self._max_norm) for part in asked]
-        pending = [one for one in (totals, *judged) if isinstance(one, Pending)]
+        pending = [one for one in (totals, *judged) if isinstance(one, Deferred)]
         self.ahead.begin()  # the device has work now
-        found = {id(one): numbers for one, numbers in zip(pending, read_at_once(pending), strict=True)}
-        if isinstance(totals, Pending):
-            loss = self._sums.take(totals.made(found[id(totals)]))
+        found = {id(one): numbers for one, numbers in zip(pending, read_all(pending), strict=True)}
+        if isinstance(totals, Deferred):
+            loss = self._sums.take(totals.compute(found[id(totals)]))
         finite = math.isfinite(loss)
         for part, one in zip(asked, judged, strict=True):
             if finite:
-                finite = one.made(found[id(one)]) if isinstance(one, Pending) else one
+                finite = one.compute(found[id(one)]) if isinstance(one, Deferred) else one
                 self._result.grad_norm = part.norm
         return loss, finite
 
@@ -409,13 +409,13 @@ class Step:
             self._leave_batch()
             for part in self.parts:
                 part.replica.put_back_buffers()
-        seen, gather = self._sums.seen, by_all(self._world) if host is None else by_host(host)
+        seen, gather = self._sums.seen, gather_over_all(self._world) if host is None else gather_on_host(host)
         found = nonfinite.losses_not_finite(seen, self._where, gather) if in_loss or host is not None else None
         if found is None or not (in_loss or found.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
             found = nonfinite.gradients_not_finite(replicas, seen, self._forward, self._where, tick, gather)
         if not self._may_leave_out:
-            raise told_once(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
+            raise report_on_one_rank(nonfinite.stopped(found, self._way_out), self._world, by=found.told_by)
         return found
 
 
@@ -476,8 +476,8 @@ Part = tuple[int | None, Tensor]
 
 def as_many_as_any(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
-    most = sent([len(microbatches)], world.device)
-    dist.all_reduce(labelled(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
+    most = to_device_async([len(microbatches)], world.device)
+    dist.all_reduce(name_collective(most, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(most) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(first._replace(work=first.work._replace(counted=False)) for _ in range(missing))]

@@ -11,13 +11,13 @@ from torch import Tensor
 from paceline.collectives.control import (
     SummedTotals,
     Totals,
-    by_itself,
-    costs,
-    now,
+    gather_alone,
+    is_async,
+    report_on_one_rank,
+    resolve,
     start_totals,
-    told_once,
 )
-from paceline.errors import ExitCode, ToldElsewhere, TrainingError, UsageError
+from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, same
@@ -94,7 +94,7 @@ class StepTotals:
         self.is_alone, self._guess, self._same_bits = alone and not same_bits, guess, same_bits
         self._world, self._where, self._one_each, self._votes, self._order = world, where, one_each, votes, order
         self.result = StepResult()
-        self._virtual_ranks, self._on_device = virtual_ranks, costs(world.device)
+        self._virtual_ranks, self._on_device = virtual_ranks, is_async(world.device)
         self._begin_round()
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -209,7 +209,7 @@ class StepTotals:
         """After the update, wait for the totals that `put_off` has left.
 
         Raises:
-            TrainingError: the weight was not the number of samples; ToldElsewhere if another rank reports the error.
+            TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
         """
         if self._awaited is None:
             return
@@ -217,11 +217,11 @@ class StepTotals:
         wait, self._awaited, samples = self._awaited, None, self.samples
         finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.take(now(wait().totals), late=True)):
+            if not math.isfinite(self.take(resolve(wait().totals), late=True)):
                 if finite_here:
-                    raise ToldElsewhere("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
+                    raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                raise stopped(losses_not_finite(self.seen, self._where, by_itself(self._world)), way_out, late=True)
+                raise stopped(losses_not_finite(self.seen, self._where, gather_alone(self._world)), way_out, late=True)
             if self.result.weight != samples:
                 raise TrainingError(
                     code="loss-weight-wrong", place=self._where, weight=self.result.weight, samples=samples
@@ -241,7 +241,7 @@ class StepTotals:
             if self._order is not None:
                 self._order.check(said[len(Votes._fields) :], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise told_once(UsageError(code="loss-forms-differ", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=self._where), self._world)
         loss, self.result.weight = self._divide(totals.sums)
         self.result.loss += loss
         return loss
@@ -255,13 +255,13 @@ class StepTotals:
         """The mean loss and its weight, from the totals over ranks. A new round begins.
 
         Raises:
-            UsageError: on one rank, if all weights are zero; ToldElsewhere on the others.
+            UsageError: on one rank, if all weights are zero; ReportedByPeer on the others.
         """
         loss_total, weight_total = sums
         if self._counted_before is not None:
             weight_total = self._counted_before
         if weight_total == 0:
-            raise told_once(UsageError(code="loss-weights-zero", place=self._where), self._world)
+            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=self._where), self._world)
         if self.is_weight_known and weight_total != self._samples:
             raise TrainingError(code="loss-weight-wrong", place=self._where, weight=weight_total, samples=self._samples)
         self.divisor = weight_total

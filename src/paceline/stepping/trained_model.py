@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, now, sent, sum_over_ranks
+from paceline.collectives.control import Deferred, resolve, sum_over_ranks, to_device_async
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.stepping.hooks import HiddenHooks, count_hooks, have_joint_hooks, hide_hooks, show_hooks
@@ -76,7 +76,7 @@ class TrainedModel:
         self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
         self._parameters = trainable(replica.model)
-        self._found: bool | Pending[bool] | None = None
+        self._found: bool | Deferred[bool] | None = None
         self._hooked = False
         self.norm: float | None = None
         """of the step's gradients before clipping"""
@@ -174,7 +174,7 @@ class TrainedModel:
     def drop(self) -> None:
         """After a backward without gradients for this model: drop those it may have."""
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Pending[bool] | None:
+    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         `agreed`: hosts that step separately agree on the result. Returns the result of `Strategy.sync_gradients`.
@@ -187,7 +187,7 @@ class TrainedModel:
             self._found = None  # a hook may have changed the gradients
         return self._found
 
-    def judged(self, max_norm: float | None) -> bool | Pending[bool]:
+    def judged(self, max_norm: float | None) -> bool | Deferred[bool]:
         """After `synchronise`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
         found, self._found = self._found, None  # it would hold the gradients until the next step
         self.norm = None
@@ -196,9 +196,9 @@ class TrainedModel:
 
         def made(norm: float) -> bool:  # the norm decides, unless a square has overflowed
             self.norm = norm
-            return math.isfinite(norm) or now(gradients_are_finite(self.replica))
+            return math.isfinite(norm) or resolve(gradients_are_finite(self.replica))
 
-        return self.replica.clip_grad_norm(max_norm).then(made)
+        return self.replica.clip_grad_norm(max_norm).map(made)
 
     def give_up(self) -> None:
         """End the step early: restore the buffers."""
@@ -215,7 +215,7 @@ class TrainedModel:
 
 def reached_anywhere(wanted: Sequence[TrainedModel], world: World) -> list[TrainedModel]:
     """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
-    flags = sent([float(part.reached) for part in wanted], world.device)
+    flags = to_device_async([float(part.reached) for part in wanted], world.device)
     found = sum_over_ranks(flags, "models reached by a backward").tolist()
     for part, ranks in zip(wanted, found, strict=True):
         if not ranks:

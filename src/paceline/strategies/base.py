@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Source, TensorShard, load_into, whole_parameters
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import say
-from paceline.collectives.control import Pending, scaled
+from paceline.collectives.communicator import print_notice
+from paceline.collectives.control import Deferred, multiply_gradients
 from paceline.collectives.norm import scale_to_norm, total_norm
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import Work
@@ -161,13 +161,13 @@ class Strategy:
 
     # gradients
 
-    def sync_gradients(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
+    def sync_gradients(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         """Sum .grad over ranks and divide it by a scalar: the gradient of the global batch's mean (a collective).
 
         Call it under `torch.no_grad()`.
 
         Returns:
-            Whether the gradients are finite, the same on all ranks. Pending: not read from the device yet. None: not
+            Whether the gradients are finite, the same on all ranks. Deferred: not read from the device yet. None: not
             checked.
         """
         for name, parameter in self._frozen.items():
@@ -177,7 +177,7 @@ class Strategy:
         self.buffers.check()  # after the collectives of gradients, whose order would otherwise differ between ranks
         return found if self.parts is None else self.parts.after_reduction(found)
 
-    def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
+    def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         """See `sync_gradients`."""
         if self.reducer is not None:
             return self.reducer.finish(divisor) or None
@@ -203,16 +203,16 @@ class Strategy:
         """The same for this rank's part of the model, under names of the part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
-    def clip_grad_norm(self, max_norm: float) -> Pending[float]:
+    def clip_grad_norm(self, max_norm: float) -> Deferred[float]:
         """The global norm of the gradients (a collective if they are sharded).
 
         When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
         """
         tensors = [held.tensor for held in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
-        return norm.then(lambda found: scale_to_norm(tensors, found, max_norm))
+        return norm.map(lambda found: scale_to_norm(tensors, found, max_norm))
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
         """The global norm of all gradients; `own` are those of this rank. Not finite only if one of them is not."""
         return total_norm(own)
 
@@ -286,7 +286,7 @@ class Strategy:
         for held in self._hold_parameters():
             load_into(source, held)
         if self.host is None and (hosts := take_mean(source, self._hold_parameters())):
-            say(words_of_mean(hosts, "now all agree after each step"))
+            print_notice(words_of_mean(hosts, "now all agree after each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 
@@ -314,6 +314,6 @@ class MakeStrategy(Protocol):
 
 def scale_gradients(
     parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
-) -> bool | Pending[bool]:
+) -> bool | Deferred[bool]:
     """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
-    return scaled([p.grad for p in parameters if p.grad is not None], factor, device)
+    return multiply_gradients([p.grad for p in parameters if p.grad is not None], factor, device)

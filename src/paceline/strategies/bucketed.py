@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
-from paceline.collectives.communicator import say
-from paceline.collectives.control import Pending
+from paceline.collectives.communicator import print_notice
+from paceline.collectives.control import Deferred
 from paceline.collectives.reducer import check_gradients, sum_by_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.outer import Between
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse
 from paceline.strategies.slow import between_hosts, hosts_of
@@ -54,13 +54,13 @@ class Bucketed(Strategy):
     ) -> None:
         """See MakeStrategy."""
         alone = world.size == 1
-        reducer = None if alone else sum_by_rank(model, forest_of(world, world.size), world.group)
+        reducer = None if alone else sum_by_rank(model, partition_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}
         self._numels = [p.numel() for p in self.parameters]
 
-    def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
+    def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         if self.reducer is None:
             grads = [p.grad for p in self.parameters if p.grad is not None]
             is_dense = {*map(_layout, grads)} <= {torch.strided}
@@ -72,4 +72,4 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")
+            print_notice(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from paceline.checkpoint.reductions import (
     OPEN,
+    BufferHistory,
     RankValue,
-    Seen,
     as_float64,
     choices,
     digest_of,
@@ -36,10 +36,10 @@ from paceline.checkpoint.reductions import (
 )
 from paceline.checkpoint.state import Source, TensorShard, needed
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
-from paceline.collectives.torch_collectives import Exchange, labelled
-from paceline.collectives.tree import Forest, added
+from paceline.collectives.torch_collectives import Exchange, name_collective
+from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import not_recorded
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
@@ -74,7 +74,7 @@ class VirtualBuffers:
         self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[int, dict[str, Seen]] = {}
+        self._seen: dict[int, dict[str, BufferHistory]] = {}
         """of each virtual rank: what it has done with `_integers`"""
         self._counted: dict[tuple[int, int], int] = {}
         """samples of each (virtual rank, part) of this step that is in `_seen`: a phase may compute it again"""
@@ -98,7 +98,7 @@ class VirtualBuffers:
         """of the micro-batch that is computed: itself, the buffers before it, and what was shown then"""
         self._kept: dict[int, _Buffers] = {}
         self._kept_from: dict[int, _Buffers] = {}
-        self._kept_seen: dict[int, dict[str, Seen]] = {}
+        self._kept_seen: dict[int, dict[str, BufferHistory]] = {}
         self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
 
     def keep(self) -> None:
@@ -260,7 +260,7 @@ class VirtualBuffers:
         for virtual_rank in self._of if self._integers else ():
             seen = self._seen.get(virtual_rank, {})
             held += [
-                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, Seen()).tensor(), replicated=False)
+                TensorShard(f"seen/{virtual_rank}/{name}", seen.get(name, BufferHistory()).tensor(), replicated=False)
                 for name in self._integers
             ]
         return held
@@ -370,18 +370,18 @@ class VirtualBuffers:
 
         Of `differences` the sum of how far they are from the initial value.
         """
-        forest = forest_of(self._world, self._virtual_ranks)
-        sums = forest.partial_sums(added)
+        partition = partition_of(self._world, self._virtual_ranks)
+        sums = partition.partial_sums(add_optional)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
         size = sum(flat.numel() for flat in start.values()) + 1
-        padding = zeros.expand(forest.padded(size) - size)
+        padding = zeros.expand(partition.padded(size) - size)
         for virtual_rank, buffers in sorted(self._of.items()):
             flat = [as_float64(buffers[n]) - start[n] if n in differences else as_float64(buffers[n]) for n in names]
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
-        nothing = zeros.repeat(forest.padded(size))
+        nothing = zeros.repeat(partition.padded(size))
         exchange = Exchange(
-            forest, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
+            partition, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
         )
         exchange.gather()
         return exchange.end()[:size]
@@ -402,7 +402,7 @@ class VirtualBuffers:
         unknown = top.isnan().to(kind)
         both = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
         if self._world.size > 1:
-            dist.all_reduce(labelled(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
+            dist.all_reduce(name_collective(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
         top, unknown = both.split(len(top))
         if kind.is_floating_point:
             top = torch.where(unknown > 0, torch.nan, top)
@@ -422,7 +422,7 @@ class VirtualBuffers:
         for buffers in self._of.values():
             total += torch.cat([buffers[n].flatten().long() - i for n, i in zip(names, initial, strict=True)])
         if self._world.size > 1:
-            dist.all_reduce(labelled(total, "sums of integer buffers"), group=self._world.group)
+            dist.all_reduce(name_collective(total, "sums of integer buffers"), group=self._world.group)
         pieces = (total + torch.cat(initial)).split([len(one) for one in initial])
         likes = [self._initial[name] for name in names]
         return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
@@ -431,7 +431,7 @@ class VirtualBuffers:
         """Decide about the open buffers (a collective, if there are any); whether a virtual rank has seen a sample.
 
         Raises:
-            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ToldElsewhere on the
+            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ReportedByPeer on the
                 others.
         """
         self._decided = dict(self._reductions)
@@ -439,10 +439,10 @@ class VirtualBuffers:
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
             return bool(self._of)
         mine = {str(v): {n: asdict(o) for n, o in found.items()} for v, found in self._observe().items()}
-        told = gather_words([assigned, mine], self._world)
+        told = all_gather_object([assigned, mine], self._world)
         for name in sorted({name for one, _ in told for name in one}):
             if len({one.get(name) for one, _ in told}) > 1:
-                raise told_once(self._differs_between_ranks(name), self._world)
+                raise report_on_one_rank(self._differs_between_ranks(name), self._world)
         ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
         for name in self._open:
             seen = [msgspec.convert(one[name], RankValue) for one in ranks]
@@ -452,7 +452,7 @@ class VirtualBuffers:
             self._decided[name] = inferred(self._initial[name], seen, by_chance=by_chance)
             if not self._decided[name]:
                 equal = len({one.digest for one in seen}) == 1
-                raise told_once(self._undeclared(name, *self._custom[name], equal=equal), self._world)
+                raise report_on_one_rank(self._undeclared(name, *self._custom[name], equal=equal), self._world)
             if any(one.by_samples is False for one in seen):
                 self._settled.add(name)
         return bool(ranks)
@@ -463,7 +463,7 @@ class VirtualBuffers:
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
         found: dict[int, dict[str, RankValue]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
-            seen = self._seen.get(v, {}).get(name, Seen())
+            seen = self._seen.get(v, {}).get(name, BufferHistory())
             older = self._kept.get(v, {}).get(name)
             one = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
             found[v][name] = replace(one, by_samples=self._may_count_samples(v, name) if is_changed else None)
@@ -487,8 +487,8 @@ class VirtualBuffers:
         of_rank = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
             (old, version), (new, now) = before[name], self._shown[name]
-            seen = of_rank.get(name, Seen())
-            of_rank[name] = Seen(
+            seen = of_rank.get(name, BufferHistory())
+            of_rank[name] = BufferHistory(
                 seen.micro_batches + 1,
                 seen.samples + len(work.indices),
                 seen.writes + (now - version if new is old else 1),
@@ -584,10 +584,10 @@ class VirtualBuffers:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 
-def forest_of(world: World, virtual_ranks: int) -> Forest:
+def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
     """Which leaves of the tree over all virtual ranks belong to which rank."""
     shares = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
-    return Forest([(share.start, share.stop) for share in shares], world.rank)
+    return LeafPartition([(share.start, share.stop) for share in shares], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.collectives.control import Pending
+from paceline.collectives.control import Deferred
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.plan import Work
 from paceline.errors import UsageError
@@ -78,7 +78,7 @@ class DDP(Strategy):
         if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
             raise UsageError(code="ddp-sparse-gradient") from error
 
-    def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool]:
+    def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool]:
         if (now := [*map(Tensor.data_ptr, self.parameters)]) != self._pointers:
             _check_hooked(self.model, self._accumulators)
             self._pointers = now

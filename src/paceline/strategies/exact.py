@@ -3,13 +3,13 @@
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending
-from paceline.collectives.norm import SharedNorm, even_shares
+from paceline.collectives.control import Deferred
+from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.reducer import sum_by_leaf
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
 
 
@@ -32,14 +32,14 @@ class Exact(Strategy):
         refuse_lazy(model)
         refuse_sparse(model, "exact")
         broadcast_module(model)
-        reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
+        reducer = sum_by_leaf(model, partition_of(world, virtual_ranks or world.size))
         # all hold all gradients, so each rank looks at a share of them only
         sizes = [parameter.numel() for parameter in trainable(model)]
-        shares = even_shares(sizes, world.size)
-        self._share, self._norm = shares[world.rank], SharedNorm(sizes, shares, world.rank, world.device)
+        shares = split_evenly(sizes, world.size)
+        self._share, self._norm = shares[world.rank], ShardedNorm(sizes, shares, world.rank, world.device)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
         mine = [(i, self.parameters[i].grad, start, stop) for i, start, stop in self._share]
         return self._norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in mine if grad is not None})

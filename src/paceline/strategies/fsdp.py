@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import whole
+from paceline.checkpoint.shards import full_state
 from paceline.checkpoint.state import Source, TensorShard, whole_parameters
 from paceline.collectives.buckets import divide_each, sparse_gradient
 from paceline.collectives.communicator import communicator
-from paceline.collectives.control import Pending, sent, sum_over_ranks
+from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
 from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
@@ -122,7 +122,7 @@ class FSDP(Strategy):
     def _gradients(self) -> list[TensorShard]:
         return self._shares.gradients()
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
         return self._shares.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -230,7 +230,7 @@ class _Shares:
         """Pieces that the first along data holds as well are his to save."""
         return [replace(one, spare=not one.replicated) for one in held] if self._again else held
 
-    def gradient_norm(self) -> Pending[float]:
+    def gradient_norm(self) -> Deferred[float]:
         """The same on all ranks (a collective)."""
         return norm_of(self.gradients(), self._world)
 
@@ -245,7 +245,7 @@ class _Shares:
     def weights(self) -> dict[str, Tensor]:
         """See Strategy; on the CPU, where there is room for all of them."""
         state: dict[str, Tensor] = self._model.state_dict()
-        found = {name.removeprefix("model/"): t.cpu() for name, t in whole(self.parameters(), self._world).items()}
+        found = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             state[name] = found[first[id(parameter)]]
@@ -339,7 +339,7 @@ class _Used:
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
         summed = sum_over_ranks(
-            torch.cat([sent(flags, world.device), *values]), "who uses which parameter", world.group
+            torch.cat([to_device_async(flags, world.device), *values]), "who uses which parameter", world.group
         )
         # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
         everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))

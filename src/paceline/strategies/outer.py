@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into, whole_parameters
-from paceline.collectives.across import Across
+from paceline.collectives.across import InterHostSum
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import say
+from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
 from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
@@ -42,14 +42,16 @@ class Outer:
     Of the state, `model/` is what hosts have agreed on last, `optimizer/` is that of host 0: so any strategy goes on.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, hosts: Hosts, between: Between, across: Across) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, hosts: Hosts, between: Between, across: InterHostSum
+    ) -> None:
         """`across` sums how far hosts have gone."""
         refuse_foreign(model, optimizer)
         self._model, self._optimizer, self._hosts, self._across = model, optimizer, hosts, across
         self._every, self._lr = between.get("local_steps"), between.get("outer_lr") or 1.0
         self._momentum = between.get("outer_momentum") or 0.0
         self._parameters = trainable(model)
-        self._whole = Across(self._parameters, hosts)
+        self._whole = InterHostSum(self._parameters, hosts)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._agreed = [p.detach().clone() for p in self._parameters]
         self._velocity = [torch.zeros_like(one) for one in self._agreed] if self._momentum else []
@@ -131,7 +133,7 @@ class Outer:
         if saved is None or int(saved) != self._hosts.count:
             take_mean(source, self.hold_parameters())
             if saved is not None:
-                say(words_of_mean(int(saved), f"now there are {self._hosts.count}") + _MOMENTS)
+                print_notice(words_of_mean(int(saved), f"now there are {self._hosts.count}") + _MOMENTS)
             self._put(self._agreed)
             return
         self._put(self._agreed)

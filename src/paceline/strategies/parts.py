@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, full_state, sharded_as
 from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.control import Pending, sum_over_ranks
+from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
 
 
@@ -55,11 +55,11 @@ class ModelParts:
                 found.append(replace(one, replicated=False, spare=again or self._copy > 0))
         return found
 
-    def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
+    def norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
         """The norm of the whole model's gradients (a collective)."""
         return norm_of(gradients, self._world)
 
-    def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
+    def after_reduction(self, finite: bool | Deferred[bool] | None) -> bool | Deferred[bool] | None:
         """The gradients of this part were reduced; `finite` is what is known of them."""
         return finite
 
@@ -69,7 +69,7 @@ class ModelParts:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         found = dict(weights())
         held = [one for one in self.lifted(state()) if one.name.removeprefix("model/") in self._shards]
-        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        wholes = {name.removeprefix("model/"): tensor for name, tensor in full_state(held, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several
             if first[id(parameter)] in wholes:
@@ -81,10 +81,10 @@ class ModelParts:
         return ShardedSource(source, self._shards)
 
 
-def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
+def norm_of(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:
     """Of what all ranks hold together, each element once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:
         if not (held.spare or (held.replicated and world.rank > 0)):
             total += held.tensor.double().square().sum()
-    return Pending(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))
+    return Deferred(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from paceline.checkpoint.export import state_names
-from paceline.checkpoint.shards import parameter_of, whole
+from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
-from paceline.collectives.control import Pending, gather_words, together
-from paceline.collectives.torch_collectives import labelled
+from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
+from paceline.collectives.torch_collectives import name_collective
 from paceline.errors import UsageError
 from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
@@ -56,14 +56,14 @@ def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world:
     """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
 
     Raises:
-        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ToldElsewhere on the others.
+        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ReportedByPeer on the others.
     """
     mine = None
-    with together(world):
+    with raise_on_all_ranks(world):
         if world.rank == 0:
             found = make()
             mine = msgspec.to_builtins(Division(found, best_splits(found, stages, names)))
-    return msgspec.convert(gather_words(mine, world)[0], Division)
+    return msgspec.convert(all_gather_object(mine, world)[0], Division)
 
 
 def pipelined(
@@ -135,11 +135,11 @@ class _Stage(ModelParts):
         super().__init__(model, world, {}, is_elsewhere)
         self._called, self._shared = called, shared
 
-    def after_reduction(self, finite: bool | Pending[bool] | None) -> None:
+    def after_reduction(self, finite: bool | Deferred[bool] | None) -> None:
         """See ModelParts."""
         for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
-            dist.all_reduce(labelled(flat, "gradients of shared parameters"), group=group)
+            dist.all_reduce(name_collective(flat, "gradients of shared parameters"), group=group)
             unpack(flat, parameters, [p.grad is not None for p in parameters])
 
     def weights(
@@ -150,7 +150,7 @@ class _Stage(ModelParts):
         for name, buffer in self._model.named_buffers():
             again = self._world.data.rank > 0 or self._is_elsewhere(name)
             held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
-        found = whole(held, self._world)
+        found = full_state(held, self._world)
         return {name: found[f"model/{first}"] for name, first in self._called.items()}
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
-from paceline.collectives.across import Across
+from paceline.collectives.across import InterHostSum
 from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import fit_in_memory, make_communicator, say
-from paceline.collectives.control import told_once
+from paceline.collectives.communicator import fit_in_memory, make_communicator, print_notice
+from paceline.collectives.control import report_on_one_rank
 from paceline.collectives.hosts import Hosts
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import sum_on_each_host
@@ -41,7 +41,7 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     """None where nothing was asked for, or there is one host: then that is said."""
     asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
     if error := network_error(asked):
-        raise told_once(error, world)
+        raise report_on_one_rank(error, world)
     given = [name for name in ("compress", "local_steps") if asked[name] is not None]
     if not given:
         return None
@@ -50,9 +50,11 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     if place is not None and fit_in_memory(parameters):
         return place
     if world.size > 1 and exchange.kind != "shared":
-        raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
+        raise report_on_one_rank(
+            UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world
+        )
     words = " ".join(flag(name, asked[name]) for name in given)
-    say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")
+    print_notice(f"{words} has no effect: all ranks are on one node, which sends nothing to another")
     return None
 
 
@@ -74,13 +76,13 @@ class BetweenHosts(Strategy):
         """`hosts` are those of `world`, `between` is what they do."""
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
-        self._across = Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
+        self._across = InterHostSum(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
         self._division = torch.tensor([hosts.count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
         reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, between))
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> InterHostSum | None:
         """What sums gradients over hosts in each step, if anything does."""
         return self._across
 
@@ -108,7 +110,7 @@ class BetweenHosts(Strategy):
             held_back = self._across.state().items()
             self._across.load({name: needed(there, name, tensor) for name, tensor in held_back})
         elif saved is not None:
-            say(
+            print_notice(
                 f"the checkpoint is of {hosts_of(saved)}, now there are {hosts_of(self._division)}: what they held "
                 "back is dropped, and they begin with nothing held back"
             )
@@ -117,7 +119,7 @@ class BetweenHosts(Strategy):
 class LocalSteps(BetweenHosts):
     """Each host takes its steps by itself; see `outer`."""
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> InterHostSum | None:
         self._outer = Outer(model, optimizer, self._hosts, between, self._across)
         self.host = self._hosts
         return None

@@ -4,14 +4,14 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending
-from paceline.collectives.norm import SharedNorm
-from paceline.collectives.reducer import sum_to_shares
+from paceline.collectives.control import Deferred
+from paceline.collectives.norm import ShardedNorm
+from paceline.collectives.reducer import sum_to_shards
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import forest_of
+from paceline.strategies.buffers import partition_of
 from paceline.strategies.held import hold_pieces, load_pieces
 from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
 
@@ -43,9 +43,9 @@ class Zero(Strategy):
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
         shards.shard(optimizer)
-        reducer = sum_to_shares(shards, forest_of(world, virtual_ranks or world.size))
+        reducer = sum_to_shards(shards, partition_of(world, virtual_ranks or world.size))
         sizes, shares = [p.numel() for p in parameters], shards.shares(parameters)
-        self._norm = SharedNorm(sizes, shares, world.rank, world.device)
+        self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
         super().__init__(
@@ -56,7 +56,7 @@ class Zero(Strategy):
         own = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
         return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in own if g is not None]
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
     def _hold_optimizer(self) -> list[TensorShard]:

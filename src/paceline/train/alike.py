@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import gather_words, told_once
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
 from paceline.train.numbers import settings_of
@@ -31,7 +31,7 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimiz
 
     Raises:
         TrainingError: with DIVERGED if a tensor differs, naming it and the rank in the minority (a tie accuses none),
-            and a setting of the `optimizers` that differs; ToldElsewhere on the other ranks.
+            and a setting of the `optimizers` that differs; ReportedByPeer on the other ranks.
     """
     compared = held if world.mesh is not None else [h for h in held if h.replicated]
     if world.size == 1 or not (compared or world.mesh):
@@ -39,11 +39,11 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimiz
     mine: list[int] = torch.stack([checksum(h.tensor) for h in compared]).tolist() if compared else []
     found: dict[str, dict[int, int]] = {}
     if world.mesh is None:
-        for h, prints in zip(compared, zip(*gather_words(mine, world), strict=True), strict=True):
+        for h, prints in zip(compared, zip(*all_gather_object(mine, world), strict=True), strict=True):
             found[h.name] = dict(enumerate(prints))
     else:  # ranks hold different parts: of two that hold the same piece each must have the same
         names = [f"{h.name}{f' from element {h.start} on' if h.start else ''}" for h in compared]
-        for rank, prints in enumerate(gather_words(dict(zip(names, mine, strict=True)), world)):
+        for rank, prints in enumerate(all_gather_object(dict(zip(names, mine, strict=True)), world)):
             for name, value in prints.items():
                 found.setdefault(name, {})[rank] = value
     found = {name: prints for name, prints in found.items() if len({*prints.values()}) > 1}
@@ -51,16 +51,16 @@ def check_replicas(held: Sequence[TensorShard], world: World, step: int, optimiz
         return
     if all(name.startswith(REGISTERED) for name in found):
         named = first_few([name.removeprefix(REGISTERED) for name in found], MAX_NAMED)
-        raise told_once(UsageError(code="registered-differs-between-ranks", named=named), world)
+        raise report_on_one_rank(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*found], MAX_NAMED), _odd(found)
     own = [f"{name}={value}" for one in optimizers for group in settings_of(one) for name, value in group.items()]
-    by_rank: list[list[str]] = gather_words(own, world)
+    by_rank: list[list[str]] = all_gather_object(own, world)
     settings = next((", ".join(told) for told in zip(*by_rank, strict=False) if len({*told}) > 1), "")
     error = TrainingError(
         code="replicas-differ-by-settings" if settings else "replicas-differ",
         exit_code=ExitCode.DIVERGED, step=step, names=names, where=where, settings=settings,
     )  # fmt: skip
-    raise told_once(error, world)
+    raise report_on_one_rank(error, world)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def check_code(world: World) -> None:
     Compared are the modules that ranks have in common, as a rank may import more than others.
 
     Raises:
-        UsageError: on one rank, naming the modules that differ, and the ranks; ToldElsewhere on the others.
+        UsageError: on one rank, naming the modules that differ, and the ranks; ReportedByPeer on the others.
     """
-    by_rank: list[dict[str, str]] = gather_words(_own_code(), world)
+    by_rank: list[dict[str, str]] = all_gather_object(_own_code(), world)
     differing: list[str] = []
     for name in sorted({name for rank in by_rank for name in rank}):
         ranks: dict[str, list[int]] = {}
@@ -110,7 +110,7 @@ def check_code(world: World) -> None:
             differing.append(f"{name} ({told})")
     if differing:
         modules = first_few(differing, MAX_MODULES, "; ")
-        raise told_once(UsageError(code="code-differs", modules=modules), world)
+        raise report_on_one_rank(UsageError(code="code-differs", modules=modules), world)
 
 
 def _own_code() -> dict[str, str]:

@@ -27,7 +27,7 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, n
 from paceline.checkpoint.shards import ShardLayout, fill, layout, rank_part
 from paceline.checkpoint.snapshots import OtherHosts, SnapshotWriter, inherited
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import gather_words, together
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard
@@ -169,8 +169,8 @@ class Saver:
         self.settle()
         world = self._world
         shard = layout(rank_part(held, world.rank, world.size))
-        size_bytes = sum(gather_words(shard.total_bytes, world))
-        folder, failure = gather_words(self._prepare(step, size_bytes) if world.rank == 0 else None, world)[0]
+        size_bytes = sum(all_gather_object(shard.total_bytes, world))
+        folder, failure = all_gather_object(self._prepare(step, size_bytes) if world.rank == 0 else None, world)[0]
         if failure:
             self._note(events.Checkpointed(step, failure, time.perf_counter() - began, 0.0, size_bytes))
             return
@@ -230,7 +230,7 @@ class Saver:
         """All ranks have finished writing (a collective); rank 0 publishes in a thread."""
         writing, self._writing = self._writing, None
         assert writing is not None
-        ranks = gather_words([writing.failure, msgspec.to_builtins(writing.shard)], self._world)
+        ranks = all_gather_object([writing.failure, msgspec.to_builtins(writing.shard)], self._world)
         failure = next((failure for failure, _ in ranks if failure), "")
         if self._world.rank != 0:
             return
@@ -285,13 +285,13 @@ class Keeping:
         """A collective.
 
         Raises:
-            UsageError: if the folder of checkpoints cannot be claimed; ToldElsewhere on all ranks but one.
+            UsageError: if the folder of checkpoints cannot be claimed; ReportedByPeer on all ranks but one.
         """
         self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
         self._enter = enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
         self._claim = Claim(place.attempt, place.generation)
-        with together(self._world):
+        with raise_on_all_ranks(self._world):
             if self._world.rank == 0:
                 # Also if none is due: the run may be asked to stop, and a rank of an older generation must not publish.
                 self._checkpoints.claim(*self._claim, place.notices.append)
@@ -309,7 +309,7 @@ class Keeping:
             spared = next((file for file in files[local] if origin and file in origin.files), None)
             size = self._world.local_size
             self._snapshot_writer = SnapshotWriter(files[local], local, size, place.generation, spared=spared)
-        self._takes_snapshots = all(gather_words(self._snapshot_writer is not None, self._world))
+        self._takes_snapshots = all(all_gather_object(self._snapshot_writer is not None, self._world))
         self._other_hosts: OtherHosts | None = None
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self._saved_at = time.monotonic()
@@ -363,7 +363,7 @@ class Keeping:
         if self._snapshots:
             size = self._snapshot_bytes
             self._writer.write(events.Snapshotted(self._snapshots, self._snapshot_seconds, size))
-        self.failed = gather_words(self._saver.failed, self._world)[0]
+        self.failed = all_gather_object(self._saver.failed, self._world)[0]
 
     def settle(self) -> float:
         """Wait until no checkpoint is being written; return the seconds (a collective)."""
@@ -433,7 +433,7 @@ class Keeping:
                 if why := self._other_hosts.why_not:
                     self._takes_snapshots = False
                     self._say(f"no snapshots in memory: {why}. A restart goes on from a checkpoint on disk")
-            others = self._other_hosts.bring(held) if self._takes_snapshots else None
+            others = self._other_hosts.receive(held) if self._takes_snapshots else None
             if others is None:
                 return
             held = [*held, *others]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.collectives.control import gather_words, together
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.compute.compiling import compile_model, graph_model
 from paceline.compute.forward import recompute
 from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
@@ -53,7 +53,7 @@ def take_threads(asked: int | None, world: World, *, write: Write = flag) -> lis
     if asked:
         torch.set_num_threads(asked)
     mine = own_seat(torch.get_num_threads())
-    told = gather_words([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
+    told = all_gather_object([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
     seats = [msgspec.convert(seat, Seat) for seat, _ in told]
     planned = [
         seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, share(seats, rank)))
@@ -78,11 +78,11 @@ def settle(
     A probe step, where one is needed, computes the task's loss on the largest micro-batch, `samples` samples.
 
     Raises:
-        UsageError: what is asked for is not possible here; raised on one rank, ToldElsewhere on the others.
+        UsageError: what is asked for is not possible here; raised on one rank, ReportedByPeer on the others.
     """
     seconds: dict[str, float] = {}
     why = ""
-    with together(world):
+    with raise_on_all_ranks(world):
         check_precision(wish.precision, world.device)
         take_float32(wish.precision, world.device)
         why = lacks_bf16(world.device) if wish.precision == "auto" else ""
@@ -92,11 +92,11 @@ def settle(
             seconds = _probed(model, task, dataset, loading, samples)
     notices = list[str]()
     if wish.precision == "auto":
-        precision, notice = _chosen(gather_words([why, seconds], world))
+        precision, notice = _chosen(all_gather_object([why, seconds], world))
         notices.append(notice)
     else:
         precision = wish.precision
-    with together(world):
+    with raise_on_all_ranks(world):
         if precision == "bf16":
             in_bf16(model, world.device)
         elif precision == "fp16":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.collectives.control import gather_words
+from paceline.collectives.control import all_gather_object
 from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.workers import asks_for_batches
@@ -46,7 +46,7 @@ class Waiting:
 def all_costs(waiting: Waiting, world: World) -> tuple[dict[str, Any], int]:
     """The largest of each over all ranks, as in the summary, and who waited most for its data (a collective)."""
     gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
-    shares, peaks, gpu_peaks = zip(*gather_words([waiting.share() or 0.0, peak_memory(), gpu], world), strict=True)
+    shares, peaks, gpu_peaks = zip(*all_gather_object([waiting.share() or 0.0, peak_memory(), gpu], world), strict=True)
     most = max(shares)
     share = None if waiting.share() is None else round(most, 4)
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}

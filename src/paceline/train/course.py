@@ -14,7 +14,7 @@ from paceline.checkpoint.export import state_names
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import check_equal, told_once
+from paceline.collectives.control import check_equal, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
@@ -88,7 +88,7 @@ class Course(Records):
         `others`: the tensors of what is saved beside the models.
 
         Raises:
-            UsageError: on one rank, if the run's files cannot be written; ToldElsewhere on the others.
+            UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
@@ -210,7 +210,7 @@ class Course(Records):
         if stopped and failed:
             weights = self._replicas[0].weights()
             failed += f"; {rescue(weights, self.place.folder)}" if first else ""
-            raise told_once(TrainingError(code="stopped-unsaved", step=self.step, reason=failed), self._world)
+            raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failed), self._world)
         known: dict[str, Any] = {}
         if not stopped:
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
@@ -222,7 +222,7 @@ class Course(Records):
             for line in lines(self.summarise(code, **known)):
                 self.show(line)
         if failed:
-            raise told_once(TrainingError(code="last-checkpoint-unsaved", reason=failed), self._world)
+            raise report_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failed), self._world)
         return code
 
     def _save_weights(self, place: RunLocation) -> str:

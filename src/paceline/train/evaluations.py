@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.collectives.control import together
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.errors import unknown
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import Guard
@@ -89,7 +89,7 @@ class Evaluations:
         self._judged: Split
         self._judged, *self._unseen = parts.eval_sets
         self._at_end: dict[Split, dict[str, float]] = {}
-        with together(self._world):
+        with raise_on_all_ranks(self._world):
             self.take(course.origin.content.loop if course.origin else {})
 
     def take(self, found: Mapping[str, Any]) -> None:

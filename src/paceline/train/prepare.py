@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert
-from paceline.collectives.control import check_equal, new_group, together, told_once
+from paceline.collectives.control import check_equal, new_group, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import FlopCount
 from paceline.config.settings import (
     BatchShape,
@@ -89,9 +89,9 @@ def prepare(config: TrainConfig, world: World) -> Parts:
 
     Raises:
         UsageError: on one rank, for whatever is wrong with the task, the data, the model or their fit to this world;
-            ToldElsewhere on all others.
+            ReportedByPeer on all others.
     """
-    with together(world):  # first what each rank does alone, above all the user's own code
+    with raise_on_all_ranks(world):  # first what each rank does alone, above all the user's own code
         shape = batch_shape(config.data, world.data.size)
         share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
@@ -123,7 +123,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
             check_loss(task, model, train_set, alone, count=count)
     settled = settle(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=settled.precision))
-    with together(world):
+    with raise_on_all_ranks(world):
         room = Room(largest, config.data.num_workers, world.local_size)
         sample_bytes = check_loss(task, model, train_set, alone, room, None if config.compute.compile else count)
         with preserved_streams():  # an epoch must not be trained in vain
@@ -140,7 +140,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     settled = replace(settled, notices=[*settled.notices, *sharing.lines])
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps
-    with together(world):
+    with raise_on_all_ranks(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
     own = {"make_optimizer": made, "make_schedule": schedule.described}
     own |= defined(str(config.task), task_options(config))
@@ -199,11 +199,13 @@ def make_replica(
         for setting, owner in options_of_others(name).items():
             if setting in asked:
                 flag = setting.replace("_", "-")
-                raise told_once(UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world)
+                raise report_on_one_rank(
+                    UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
+                )
         own = {keyword: asked.get(setting) for setting, keyword in STRATEGY_INFO[name].options.items()}
         return sharing.apply(partial(STRATEGIES[name], **own), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
-        raise told_once(UsageError(str(error)), world) from None
+        raise report_on_one_rank(UsageError(str(error)), world) from None
 
 
 def check_loss(

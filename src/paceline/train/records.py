@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
-from paceline.collectives.control import gather_words
+from paceline.collectives.control import all_gather_object
 from paceline.data.plan import BatchPlan, add, fingerprint
 from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerBirth
@@ -61,7 +61,7 @@ class Records:
         if birth is not None and Path(birth.attempt_dir).resolve().parent == self.place.folder:
             return
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
-        places: list[tuple[int, int, int]] = gather_words((node, world.rank, os.getpid()), world)
+        places: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
             pids = {rank: pid for its, rank, pid in places if its == node}
             self._machine = MachineLog(self.place.folder, node, pids)

@@ -15,7 +15,7 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, run_location
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import check_equal, together, told_once
+from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.config.definition import BITS_ONLY, allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import TrainConfig, dump, load, repeatable, with_defaults
@@ -48,7 +48,7 @@ def train(config: TrainConfig) -> Outcome:
     """Train as `config` says, as the rank that the environment names.
 
     Raises:
-        UsageError: before the first step, on one rank; ToldElsewhere on the others.
+        UsageError: before the first step, on one rank; ReportedByPeer on the others.
         TrainingError: while training, on every rank that notices; StallError where the guard has broken up a
             collective.
     """
@@ -80,7 +80,7 @@ def train(config: TrainConfig) -> Outcome:
                 check_code(world)
                 if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed, steps=parts.total_steps)
-                    raise told_once(error, world)
+                    raise report_on_one_rank(error, world)
                 facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
                 place = replace(place, definition={**settings(config), **facts})
                 if config.strategy in EXACT:
@@ -88,7 +88,7 @@ def train(config: TrainConfig) -> Outcome:
                     check_equal("threads per rank", torch.get_num_threads(), world)
                 origin = _origin(config, place, world)
                 if origin is not None:
-                    with together(world):
+                    with raise_on_all_ranks(world):
                         parts.take_over(origin)
                     begun = origin.content.definition.get("init_sha256")
                 elif (begun := config.model.init_from) is not None:
@@ -140,7 +140,7 @@ def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoin
     c = config.checkpoint
     origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
     if origin is not None:
-        with together(world):
+        with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)
             changes = check_same(origin.content.definition, place.definition, allowed, origin.where)
         place.notices.extend(f"changed, as allowed: {change}" for change in changes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.shards import ShardedParameter
-from paceline.collectives.control import gather_words, together, told_once
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import OF_MODEL
 from paceline.data.loader import Loading, fetch
@@ -95,10 +95,10 @@ def share_model(
     """Share it as the mesh of `world` says (a collective).
 
     Raises:
-        UsageError: on one rank, if it cannot be shared so; ToldElsewhere on the others.
+        UsageError: on one rank, if it cannot be shared so; ReportedByPeer on the others.
     """
     if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
-        raise told_once(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
+        raise report_on_one_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
     loss = partial(_of_first, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
@@ -122,7 +122,7 @@ def _cut(
     """Cut `model` in place along tensor, seeing by the `loss` of the first `samples` that it computes what it did.
 
     Raises:
-        UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ToldElsewhere on all ranks but one.
+        UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ReportedByPeer on all ranks but one.
     """
     from paceline.parallel.tensor import shard_along_tensor  # as share_along_context above
 
@@ -130,7 +130,9 @@ def _cut(
     if wish.strategy == "fsdp" and sharding.used_elsewhere:  # it puts other tensors in the place of these
         words = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
-        raise told_once(UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=words, advice=advice), world)
+        raise report_on_one_rank(
+            UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=words, advice=advice), world
+        )
     lines = sharding.table(model, samples, plan.global_batch // world.data.size)
     along = world.along("tensor")
     if along.local_size < along.size:
@@ -170,7 +172,7 @@ def _compare(expected: float, of_first: OfFirst, made: Strategy) -> None:
         forward, _, loss = of_first()
         run = line.stage.forward(forward)
         line.settle()
-    with together(world):
+    with raise_on_all_ranks(world):
         if line.is_last:
             got = float(loss(run.result))
         if not math.isclose(got, expected, rel_tol=SAME):
@@ -198,7 +200,7 @@ def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, worl
 
 def waited_line(seconds: Sequence[float], world: World) -> str:
     """How long the stages have waited: of each rank's `seconds`, (waiting, in all) (a collective)."""
-    told = gather_words([world.along("pipeline").rank, *seconds], world)
+    told = all_gather_object([world.along("pipeline").rank, *seconds], world)
     shares: dict[int, list[float]] = {}
     for stage, waited, spent in told:
         shares.setdefault(stage, []).append(waited / spent if spent else 0.0)

@@ -5,7 +5,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from paceline.collectives.control import check_equal, gather_words, together, told_once
+from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
@@ -88,7 +88,9 @@ class Stream:
             return None
         states = {str(number): as_json(state) for number, state in at.before.items() if state is not None}
         if world is not None and self._is_split:
-            states = {number: state for of_rank in gather_words(states, world) for number, state in of_rank.items()}
+            states = {
+                number: state for of_rank in all_gather_object(states, world) for number, state in of_rank.items()
+            }
         return {"probe": at.probe, "states": states}
 
     def training(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
@@ -121,7 +123,7 @@ class Stream:
         with closing(self._read(reader)) as chunks:
             for chunk in chunks:
                 if not seen:
-                    self._check_alike(gather_words(chunk.probe, world))
+                    self._check_alike(all_gather_object(chunk.probe, world))
                 if chunk.seen == seen:
                     return
                 if chunk.mine:
@@ -156,11 +158,11 @@ class Stream:
 
     def _agreed(self, chunks: Generator[Stretch], epoch: int, start: int) -> Stretch | None:
         """The first chunk; None where it is not that which was saved."""
-        with nullcontext() if self._trained else together(self._world):
+        with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
             as_json(list(first.before.values()), "stream")  # what cannot be saved is refused before the first step
         is_saved = self.saved.get("probe") in (None, first.probe)
-        told = gather_words([first.mine, bool(first.shares), first.probe, is_saved], self._world)
+        told = all_gather_object([first.mine, bool(first.shares), first.probe, is_saved], self._world)
         if not told[0][3]:
             return None
         if not self._is_split:
@@ -196,4 +198,4 @@ class Stream:
             raise self._refused("streams-differ", ranks=odd)
 
     def _refused(self, code: str, **fields: Any) -> PacelineError:
-        return told_once((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)
+        return report_on_one_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)

@@ -13,15 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.checkpoint.export import of_checkpoint
+from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.manager import Checkpoints, Report
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import check_equal, together
+from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
 from paceline.runs.folder import CHECKPOINTS, WEIGHTS, check_is_run
-from paceline.runs.owners import Unreadable, opened
+from paceline.runs.owners import Unreadable, open_file
 from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
 
@@ -57,7 +57,7 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
 def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
     """What `save` wrote, under all names. OSError: it is not there, damaged or, with `ours`, not to be trusted."""
     try:
-        with opened(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
+        with open_file(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             metadata: dict[str, str] = file.metadata() or {}
             for name in json.loads(metadata.pop(COMPLEX, "[]")):
@@ -111,17 +111,17 @@ def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) ->
     `report` is told what fitted. What does not fit, or is not there, is left as it was initialised.
 
     Raises:
-        UsageError: on one rank: it cannot be read, or nothing of it fits; ToldElsewhere on the others.
+        UsageError: on one rank: it cannot be read, or nothing of it fits; ReportedByPeer on the others.
     """
     held = replica.state()
     if replica.world.data is not replica.world:  # pieces of parameters
-        held = [TensorShard(name, tensor) for name, tensor in whole(held, replica.world).items()]
-    with together(replica.world):
+        held = [TensorShard(name, tensor) for name, tensor in full_state(held, replica.world).items()]
+    with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         fitting = _fitting(replica, held, weights, path, report)
     digest = sha256_of(weights)
     check_equal("weights to begin with", digest, replica.world)
-    with together(replica.world):
+    with raise_on_all_ranks(replica.world):
         replica.load(fitting)
     return digest
 
@@ -141,7 +141,7 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
             if newest is None:
                 raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
             report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
-            return of_checkpoint(*newest)
+            return export_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
             return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)

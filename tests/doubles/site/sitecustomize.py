@@ -36,7 +36,7 @@ def _in_torch(*, late: bool) -> None:
 
 def _in_sums(*, late: bool) -> None:
     module: Any = sys.modules["paceline.collectives.control"]
-    module.costs = lambda device: True  # a step reads as it does on a GPU: once, at its end
+    module.is_async = lambda device: True  # a step reads as it does on a GPU: once, at its end
 
 
 when_imported("paceline.collectives.control", _in_sums)

@@ -56,7 +56,7 @@ def last_chunk_short() -> AbstractContextManager[None]:
     original: Take = SlotLayout.take
 
     def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
-        piece = chunk.pieces[-1]
+        piece = chunk.segments[-1]
         result = results[piece.tensor]
         last = None if result is None or chunk is not self.chunks[-1] else result[piece.stop - 1 : piece.stop]
         before = None if last is None else last.clone()
@@ -84,7 +84,7 @@ def share_of_the_step_before() -> AbstractContextManager[None]:
         original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
-            mine = self._memory.bulk.typed(chunk.dtype)[slot][rank][: self._rooms[chunk.dtype]]
+            mine = self._memory.bulk.typed(chunk.dtype)[slot][rank][: self._lane_sizes[chunk.dtype]]
             of_sum = kept.setdefault(self, {})
             before, of_sum[chunk] = of_sum.get(chunk), mine.clone()
             if before is not None:

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Pending, SummedTotals, Totals
+from paceline.collectives.control import Deferred, SummedTotals, Totals
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
@@ -140,9 +140,9 @@ def wrong_clip(clip: Callable[[Right, float], float]) -> list[Patch]:
     return strategies(lambda right: changed(right, clip_grad_norm=lambda max_norm: known(clip(right, max_norm))))
 
 
-def known(number: float) -> Pending[float]:
+def known(number: float) -> Deferred[float]:
     """One that need not be read."""
-    return Pending(torch.zeros(0), lambda _: number)
+    return Deferred(torch.zeros(0), lambda _: number)
 
 
 def wrong_sync_points(may_sync: Callable[[int, bool], bool], *classes: type[Strategy]) -> list[Patch]:
@@ -528,14 +528,14 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
 
 def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
-    class Normalise(batchnorm._Normalise):
+    class Normalise(batchnorm._Normalize):
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             with patch.object(batchnorm, "dist", SimpleNamespace(is_initialized=lambda: False)):
                 return batchnorm_backward(ctx, grad_output)
 
-    batchnorm_backward = batchnorm._Normalise.backward
-    return planted((batchnorm, "_Normalise", Normalise))
+    batchnorm_backward = batchnorm._Normalize.backward
+    return planted((batchnorm, "_Normalize", Normalise))
 
 
 # ---- scale -------------------------------------------------------------------------------------------------------
@@ -595,7 +595,7 @@ def clipped_before_sync() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def sync_gradients(total_weight: Tensor) -> None:
             scale_gradients(trainable(right.model), right.world.size / total_weight)
-            right.clip_grad_norm(1.0).now()
+            right.clip_grad_norm(1.0).result()
             right.sync_gradients(float(right.world.size))
 
         changed(
@@ -615,7 +615,7 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
             own[0] = nn.utils.get_total_norm(gradients_of(right)) * right.world.size / total_weight
             right.sync_gradients(total_weight)
 
-        def clip_grad_norm(max_norm: float) -> Pending[float]:
+        def clip_grad_norm(max_norm: float) -> Deferred[float]:
             nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
             return known(float(own[0]))
 
@@ -625,7 +625,7 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
 
 
 def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
-    return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm).now()))
+    return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm).result()))
 
 
 def clipped_by_value() -> AbstractContextManager[None]:
@@ -780,8 +780,8 @@ def statistics_unweighted() -> AbstractContextManager[None]:
 
 
 def spread_of_means_ignored() -> AbstractContextManager[None]:
-    original = batchnorm.combined
-    return planted((batchnorm, "combined", lambda a, b: original(a, b)._replace(m2=a.m2 + b.m2)))
+    original = batchnorm.merge_moments
+    return planted((batchnorm, "merge_moments", lambda a, b: original(a, b)._replace(m2=a.m2 + b.m2)))
 
 
 def biased_running_variance() -> AbstractContextManager[None]:

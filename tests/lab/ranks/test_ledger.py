@@ -20,7 +20,7 @@ from paceline.data.plan import BatchPlan, fingerprint, ranks_share
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import Audit, audit
 from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
-from paceline.runs.writers import EventWriter, fold
+from paceline.runs.writers import EventWriter, merge_steps
 
 Place = tuple[int, int, int]
 """(which start, step, rank)"""
@@ -90,7 +90,9 @@ class History:
             for part in range(self.thinned):  # ranks do so at times of their own
                 lines = [line for line in path.read_bytes().split(b"\n") if line]
                 half = max(0, len(lines) - rank - 1) * (part + 2) // (part + 3)
-                path.write_bytes(b"".join(line + b"\n" for line in [*fold(lines[:half], lines[half:]), *lines[half:]]))
+                path.write_bytes(
+                    b"".join(line + b"\n" for line in [*merge_steps(lines[:half], lines[half:]), *lines[half:]])
+                )
 
     def _events(self, number: int, start: Start, rank: int) -> Iterator[Event]:
         n, per_epoch = self.plan.num_samples, self.plan.steps_per_epoch

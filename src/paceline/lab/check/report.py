@@ -13,7 +13,7 @@ from paceline.lab.check.data_rules import data_findings
 from paceline.lab.check.findings import LEVELS, Level, Remark
 from paceline.lab.check.step_rules import joint_steps, session_findings, step_findings
 from paceline.protocol.facts import ScriptFacts
-from paceline.runs.attempt import Noted
+from paceline.runs.attempt import ScriptNotice
 
 WIDTH = 110
 
@@ -50,7 +50,7 @@ KINDS = {
 OTHER = Kind("wrong")
 
 
-def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Remark]:
+def judged(ranks: Sequence[ScriptFacts], noted: Sequence[ScriptNotice] = ()) -> list[Remark]:
     """All findings, what is wrong first; `noted` is what was reported while the script ran.
 
     A rule says one thing of a line, the worst: several loaders, replicas or optimizers may come from there.
@@ -70,7 +70,7 @@ def judged(ranks: Sequence[ScriptFacts], noted: Sequence[Noted] = ()) -> list[Re
     return sorted(told, key=lambda one: LEVELS.index(one.level))
 
 
-def _run_findings(noted: Sequence[Noted], wrong: AbstractSet[str]) -> Iterator[Remark]:
+def _run_findings(noted: Sequence[ScriptNotice], wrong: AbstractSet[str]) -> Iterator[Remark]:
     """One finding for each report on the script; `wrong` are the rules that found a mistake."""
     reported = wrong | {one.kind for one in noted}
     for one in noted:

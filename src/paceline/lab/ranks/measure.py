@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.across import DEFAULT_RANK, LowRank
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import gather_words, together
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import settings as configuration
 from paceline.config.mesh import OF_MODEL, mesh_of, strategy_on
@@ -41,7 +41,7 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import Guard
 from paceline.rank.world import World, device_words, joined, on_mesh
-from paceline.runs.utilization import arithmetic
+from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import loss_scale
 from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
@@ -225,7 +225,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
     world, box = workload.world, Guard.of_process().box
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspected(world.device) if order.memory else nullcontext() as inspection:
-        gather_words(0, world)
+        all_gather_object(0, world)
         began = time.perf_counter()
         training = CandidateTraining(workload, candidate, folder, last, inspection.enter if inspection else ignore)
         replica = training.replica
@@ -241,7 +241,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
             inspection.batch(microbatches)
     with training:
         training.take(order.warmup - m.LOOKED_AT)
-        gather_words(0, world)
+        all_gather_object(0, world)
         began, cpu = time.perf_counter(), sum(os.times()[:2])
         samples = training.take(order.steps)
         mine: dict[str, Any] = {
@@ -251,10 +251,10 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         }  # fmt: skip
         mine["gpu"] = ask_gpus([os.getpid()], wait_seconds=DRIVER_SECONDS).get(os.getpid(), "")  # while it is still hot
         weights = [held for held in replica.state() if held.name.startswith("model/")]
-        digest = sha256_of(whole(weights, world))
+        digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     mine["weights"] = sum(p.numel() * p.element_size() for p in trained)
-    ranks = gather_words(mine, world)
+    ranks = all_gather_object(mine, world)
     one_copy = replica.world.mesh.peers(0, OF_MODEL) if replica.world.mesh else (0,)
     seconds = max(each["seconds"] for each in ranks)
     memory = None
@@ -282,7 +282,7 @@ def _measure(order: MeasureOrder, workload: Workload, candidate: Candidate, laun
         notes=(*workload.notes, *training.notes),
         mesh=candidate.mesh,
         use=training.use.speed(samples / seconds),
-        mfu_words=arithmetic(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
+        mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: each["gpu"] for rank, each in enumerate(ranks) if each["gpu"]},
     )
 
@@ -292,7 +292,7 @@ def _import_lazily(world: World) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, device=world.device))
     parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD([parameter], lr=0.0).step()
-    gather_words(0, world)
+    all_gather_object(0, world)
 
 
 def _most(values: Iterable[Any]) -> Any:
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str]) -> int:
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout):
         make_communicator(config.launch.collectives)
-        with together(world):
+        with raise_on_all_ranks(world):
             workload = load_workload(config, order.candidates, world)
         measure_candidates(order, workload)
     return 0

@@ -13,9 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.checkpoint.shards import sha256_of, whole
+from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.batchnorm import convert
-from paceline.collectives.control import Pending, gather_words, new_group, together
+from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import recompute
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import Loading, MicroBatch, load_steps
@@ -98,7 +98,7 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
     """Choose the samples, and plan the batches (a collective)."""
-    with together(world):
+    with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_data(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
     plan = BatchPlan(samples, global_batch, spec.virtual_ranks, spec.accumulation, spec.seed)
@@ -230,7 +230,7 @@ def _observe(trial: Trial) -> None:
         if batch.work.counted and trial.case.batchnorm != "sync":
             trial.seen.streams[f"{batch.work.virtual_rank}.{batch.work.part}"] = stream_fingerprint()
 
-    def clip_grad_norm(max_norm: float) -> Pending[float]:
+    def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
         gradients = gradients_of(inner)
         trial.gradient_fingerprints = fingerprints(gradients)
@@ -252,7 +252,7 @@ def compare_starts(trial: Trial, reference: Reference | None) -> None:
     if trial.start_differs is None:
         want = dict(reference.model.named_parameters()) if reference else {}
         off = [name for name, parameter in mine.items() if name in want and not torch.equal(parameter, want[name])]
-        trial.start_differs = next(iter(gather_words(off[:1], world)[0]), None)
+        trial.start_differs = next(iter(all_gather_object(off[:1], world)[0]), None)
 
 
 def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]) -> tuple[Observed, RankDifferences]:
@@ -260,8 +260,8 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
     replica, world, got, trial.seen = trial.replica, trial.replica.world, trial.seen, Observed()
     counted = [b.work for b in microbatches if b.work.counted and world.leads]  # others may have the same samples
     mine = [i for work in counted for i in work.indices.tolist()]
-    got.samples = sorted(i for of_rank in gather_words(mine, world) for i in of_rank)
-    got.streams = {k: v for part in gather_words(got.streams, world) for k, v in part.items()}
+    got.samples = sorted(i for of_rank in all_gather_object(mine, world) for i in of_rank)
+    got.streams = {k: v for part in all_gather_object(got.streams, world) for k, v in part.items()}
     got.scalars = {"loss": result.loss, "weight": result.weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
     with replica.merged_buffers():
@@ -279,7 +279,9 @@ def observe(trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
 def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As reference.optimizer_state, wherever the strategy keeps it (a collective)."""
     state: dict[str, Tensor] = {}
-    for full, value in whole([h for h in replica.state() if h.name.startswith("optimizer/")], replica.world).items():
+    for full, value in full_state(
+        [h for h in replica.state() if h.name.startswith("optimizer/")], replica.world
+    ).items():
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value
@@ -288,7 +290,7 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
 
 def _first_difference(mine: Mapping[str, int], world: World) -> str | None:
     """The first tensor whose fingerprint differs between ranks (a collective)."""
-    everybody = gather_words(dict(mine), world)
+    everybody = all_gather_object(dict(mine), world)
     names = dict.fromkeys(name for each in everybody for name in each)
     return next((name for name in names if len({each.get(name) for each in everybody}) > 1), None)
 
@@ -297,7 +299,7 @@ def digests_of(replica: Strategy) -> tuple[str, str]:
     """SHA-256 of weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
-    return weights, sha256_of(whole(replica.state(), replica.world))
+    return weights, sha256_of(full_state(replica.state(), replica.world))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -311,10 +313,10 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
     held = [h for h in replica.state() if h.name.startswith(PARAMETER)]
-    return {name.removeprefix(PARAMETER): tensor for name, tensor in whole(held, replica.world).items()}
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in full_state(held, replica.world).items()}
 
 
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """The step's gradients that there are, whole, by name (a collective if ranks hold shares); no copies."""
     held = replica.gradients()
-    return whole(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}
+    return full_state(held, replica.world) if replica.sharded else {one.name: one.tensor for one in held}

@@ -15,12 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import sha256_of
-from paceline.collectives.control import gather_words, together
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.config.choices import lacks_torch
 from paceline.config.mesh import mesh_of
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
-from paceline.errors import ToldElsewhere, UsageError
+from paceline.errors import ReportedByPeer, UsageError
 from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain
 from paceline.lab.ranks.loop import run_loop
@@ -50,7 +50,7 @@ from paceline.train.step import train_step
 def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
     world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
-    with together(world):
+    with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = trials.build(task, spec.seed, world.device)
         optimizers = trials.optimizers_of(spec, task, model)
@@ -100,12 +100,12 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
     """Let one strategy take a step, compare it on rank 0, and agree on what was found."""
     world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
     try:
-        with together(world):
+        with raise_on_all_ranks(world):
             microbatches = next(trial.batches)
             result = train_step(trial.replica, microbatches, setting.task.loss, max_norm=setting.spec.clip_norm)
-    except (UsageError, ToldElsewhere) as failed:
+    except (UsageError, ReportedByPeer) as failed:
         error = str(failed)
-    errors = [e for e in gather_words(error, world) if e]
+    errors = [e for e in all_gather_object(error, world) if e]
     finding: Diagnosis | None = None
     if errors:
         told = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
@@ -118,7 +118,7 @@ def _step(trial: Trial, number: int, setting: Setting, want: Observed | None, re
             wrong = found or got.samples != want.samples or got.streams != want.streams
             if wrong or any(ranks):
                 finding = Diagnosis(number, *explain(got, want, found, ranks, reference))
-    trial.finding = msgspec.convert(gather_words(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
+    trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
 def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimizer]) -> str | None:
@@ -140,7 +140,7 @@ def _not_run(strategy: str, policy: Policy, world: World, optimizer: type[Optimi
 
 def collect_bits(spec: Spec, world: World) -> BitsReport:
     """Train every strategy with every optimizer, deterministically (a collective); rank 0's report counts."""
-    with together(world):
+    with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = make_model(task, spec.seed, world)
         optimizers = trials.optimizers_of(spec, task, model)
@@ -163,7 +163,7 @@ def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:
         gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digests_of(replica)
-    everybody = gather_words([weights, [msgspec.to_builtins(step) for step in steps]], world)
+    everybody = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
     return Bits(strategy, optimizer, weights, state, steps, all(each == everybody[0] for each in everybody))
 
 

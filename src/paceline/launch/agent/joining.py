@@ -35,7 +35,7 @@ from paceline.launch.agent.cluster import Cluster, RemoteNode
 from paceline.protocol.control import Orders
 from paceline.protocol.job import NodePlan, labels
 from paceline.runs import writing
-from paceline.runs.attempt import NodeNow, NodesNow, NodeState, write_nodes
+from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes
 from paceline.runs.console import MAX_NAMES, say
 from paceline.runs.folder import INVITATION
 
@@ -252,8 +252,8 @@ class JoinQueue:
         self._tried: RemoteNode | None = None  # the one whose connections are being tried
         self._apart: list[str] | None = None  # who cannot reach whom; None: it is not known yet
         self._deadline_seconds = self._sent_seconds = 0.0
-        self._gone: dict[tuple[int, str], NodeNow] = {}  # who is not there any more, and why
-        self._written: NodesNow | None = None
+        self._gone: dict[tuple[int, str], NodeStatus] = {}  # who is not there any more, and why
+        self._written: NodesStatus | None = None
         self._ready: list[RemoteNode] = []
 
     @cached_property
@@ -383,7 +383,7 @@ class JoinQueue:
     # ---- for people, and for `paceline join` ----
 
     def _note(self, one: RemoteNode, state: NodeState, words: str) -> None:
-        found = NodeNow(one.hello.node, one.hello.facts.host, state, words)
+        found = NodeStatus(one.hello.node, one.hello.facts.host, state, words)
         self._gone[found.node, found.host] = found
 
     def _write(self, attempt_dir: Path) -> None:
@@ -393,10 +393,10 @@ class JoinQueue:
         for node, member in cluster.members.items():
             if member.lost and (node, member.hello.facts.host) not in self._gone:
                 self._note(member, "lost", member.lost)
-        told = [NodeNow(0, self._facts.host, "in")]
-        told += [NodeNow(one.hello.node, one.hello.facts.host, "in") for one in cluster.here]
-        told += [NodeNow(one.hello.node, one.hello.facts.host, "waits") for one in cluster.waiting]
-        now = NodesNow(plan.min_nodes, plan.nodes, (*told, *self._gone.values()))
+        told = [NodeStatus(0, self._facts.host, "in")]
+        told += [NodeStatus(one.hello.node, one.hello.facts.host, "in") for one in cluster.here]
+        told += [NodeStatus(one.hello.node, one.hello.facts.host, "waits") for one in cluster.waiting]
+        now = NodesStatus(plan.min_nodes, plan.nodes, (*told, *self._gone.values()))
         if now != self._written:
             self._written = now
             write_nodes(attempt_dir, now)

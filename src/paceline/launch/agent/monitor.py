@@ -38,7 +38,7 @@ from paceline.protocol.evidence import (
     VerdictKind,
 )
 from paceline.runs import writing
-from paceline.runs.attempt import Noted, note
+from paceline.runs.attempt import ScriptNotice, write_notice
 from paceline.runs.console import say
 
 HURRIED_SECONDS = 0.3  # for an answer while the run is dying
@@ -189,7 +189,7 @@ class Monitor:
         if aloud:
             say(words)
         if self._plan.attempt_dir:
-            note(Path(self._plan.attempt_dir), Noted(round(time.time(), 3), words, step, kind))
+            write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), words, step, kind))
 
     def _slow(self, running: Sequence[Sample]) -> str:
         """The warning of a slow rank, with the trouble of its GPU; empty if there is none."""
