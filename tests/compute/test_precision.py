@@ -8,7 +8,7 @@ from tests.compute.models import Convolutions
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_tf32, take_float32
+from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_tf32, set_float32_mode
 from paceline.train.computing import check_precision
 
 CPU = torch.device("cpu")
@@ -102,10 +102,10 @@ def test_on_a_gpu_weights_have_the_format_of_inputs(convert):
 @pytest.mark.usefixtures("tf32_put_back")
 def test_tf32_is_on_for_matrix_products_and_convolutions_or_for_neither():
     for precision, taken in (("tf32", "tf32"), ("fp32", "none"), ("bf16", "none")):
-        take_float32(precision, torch.device("cuda", 0))
+        set_float32_mode(precision, torch.device("cuda", 0))
         assert torch.backends.cuda.matmul.fp32_precision in (taken, "ieee")
         assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cudnn.rnn.fp32_precision == taken
-        take_float32("tf32" if precision == "fp32" else "fp32", CPU)  # the CPU's float32 is left alone
+        set_float32_mode("tf32" if precision == "fp32" else "fp32", CPU)  # the CPU's float32 is left alone
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
     assert "compute capability 8.0" in lacks_tf32(CPU)
     with raises("precision-not-there", value="tf32"):

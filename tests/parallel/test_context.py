@@ -14,7 +14,7 @@ from tests.parallel.test_tensor import compare, one_step, world_of
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.parallel.context import share_along_context
+from paceline.parallel.context import split_along_context
 from paceline.parallel.logits import ShardedLogits
 
 pytestmark = pytest.mark.sample(2)
@@ -87,7 +87,7 @@ def shared(model: nn.Module, world: Any) -> list[str]:
         return float(loss(model(words), targets)[0].sum().detach())
 
     model.eval()
-    return share_along_context(model, world, probe)
+    return split_along_context(model, world, probe)
 
 
 @pytest.mark.ranks
@@ -168,7 +168,7 @@ def refused(rank: int, size: int) -> list[str]:
     for model in (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))):
         takes = torch.ones(2, 2, 2) if isinstance(model[0], nn.Flatten) else torch.ones(3, 3, dtype=torch.int64)
         try:
-            share_along_context(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
+            split_along_context(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found

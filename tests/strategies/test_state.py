@@ -20,7 +20,7 @@ from paceline.checkpoint.shards import ShardFiles, fill, layout, rank_part, read
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import ranks_share
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.held import hold_optimizer, load_optimizer
+from paceline.strategies.optimizer_state import hold_optimizer, load_optimizer
 
 CPU = torch.device("cpu")
 VIRTUAL, SAVED_AT, STEPS = 4, 3, 5

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.forward import matching, subclassed
+from paceline.compute.forward import matching, override_members
 from paceline.config.choices import lacks_torch
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
@@ -32,7 +32,7 @@ LEAST_SHARE = 0.1
 """of a model's parameters in its repeated layers; with less in them the blocks are its children"""
 
 
-def cut_into_blocks(
+def shard_blocks(
     model: nn.Module, rule: str | None, world: World, *, flag: str, rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, FSDPModule]:
     """Shard the model's parameters over the ranks of `world`, with torch's fully_shard (a collective).
@@ -99,7 +99,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
-    subclassed(model, __call__=call)
+    override_members(model, __call__=call)
 
 
 def _policies(
@@ -216,7 +216,7 @@ def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """Its class; `forward.subclassed` makes a class of the same name for each module."""
+    """Its class; `forward.override_members` makes a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 

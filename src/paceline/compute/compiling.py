@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.compute.forward import around_forward, may_record, subclassed
+from paceline.compute.forward import may_record, override_members, wrap_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.rank import recorder
@@ -49,7 +49,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
         raise UsageError(code="compile-not-possible", why=why)
     _keep_results_private()
     # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
-    around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
+    wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     kind: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 raise
             raise TrainingError(code="compile-failed", reason=str(error).strip()[-MAX_REASON_CHARS:]) from error
 
-    subclassed(model, __call__=call)
+    override_members(model, __call__=call)
     model.compile()
 
 
@@ -128,8 +128,8 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
             graphs[key] = _recorded(model, forward, args)
         return graphs[key](*args)
 
-    around_forward(model, around)
-    subclassed(model, records_graphs=True)
+    wrap_forward(model, around)
+    override_members(model, records_graphs=True)
     for parameter in model.parameters():
         # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
         if parameter.requires_grad:

@@ -55,7 +55,7 @@ def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     return {name: modules[name] for name in outer}
 
 
-def around_forward(module: nn.Module, around: Around) -> None:
+def wrap_forward(module: nn.Module, around: Around) -> None:
     """Let `module` compute `around(its own forward, args, kwargs)`; nothing else of it changes.
 
     Its class becomes a subclass, as torch's fully_shard makes it. So names, hooks, state and nn.DataParallel's copies
@@ -72,10 +72,10 @@ def around_forward(module: nn.Module, around: Around) -> None:
         return around(partial(kind.forward, self), args, kwargs)
 
     forward.__dict__["__wrapped__"] = kind.forward  # so that its signature is the model's
-    subclassed(module, forward=forward)
+    override_members(module, forward=forward)
 
 
-def subclassed(module: nn.Module, **members: Any) -> None:
+def override_members(module: nn.Module, **members: Any) -> None:
     """Give `module` a subclass of its class, of the same name, with `members`."""
     kind: Any = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -83,7 +83,7 @@ def subclassed(module: nn.Module, **members: Any) -> None:
 
 
 @contextmanager
-def not_recorded() -> Generator[None]:
+def without_recording() -> Generator[None]:
     """Inside, no CUDA graph is recorded or replayed: a later step must not replay a forward whose result is unused."""
     before = _is_plain.set(True)
     try:
@@ -112,7 +112,7 @@ def recompute(model: nn.Module, rule: str) -> list[str]:
         if hasattr(module, "get_input_embeddings") and "use_cache" in signature(module.forward).parameters:
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for name, module in modules.items():
-        around_forward(module, partial(_checkpointed, module, name))
+        wrap_forward(module, partial(_checkpointed, module, name))
     return [*modules]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.forward import Around, around_forward, subclassed
+from paceline.compute.forward import Around, override_members, wrap_forward
 from paceline.nested import mapped
 
 ROUNDING = (
@@ -34,7 +34,7 @@ def lacks_tf32(device: torch.device) -> str:
     return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
 
 
-def take_float32(precision: str, device: torch.device) -> None:
+def set_float32_mode(precision: str, device: torch.device) -> None:
     """Let float32 on a GPU be tf32 or not, in matrix products and convolutions alike. For the CPU nothing changes."""
     if device.type == "cuda":
         # The older of torch's two ways: it sets both, and torch.compile asks the older one only.
@@ -69,7 +69,7 @@ def in_bf16(model: nn.Module, device: torch.device) -> None:
     Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
     """
     _in_half(model, device, torch.bfloat16)
-    subclassed(model, computes_in_bf16=True)
+    override_members(model, computes_in_bf16=True)
 
 
 def in_fp16(model: nn.Module, device: torch.device) -> None:
@@ -78,7 +78,7 @@ def in_fp16(model: nn.Module, device: torch.device) -> None:
 
 
 def _in_half(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    around_forward(model, half_of(model, device, dtype))
+    wrap_forward(model, half_precision_forward(model, device, dtype))
     if device.type != "cpu" and _convolves(model):  # cuDNN would bring each weight into its inputs' format, each time
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -101,7 +101,7 @@ def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, rounds in known.items() if rounds}
 
 
-def half_of(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
+def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
     """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> its outputs."""
     convolves = _convolves(model)
 

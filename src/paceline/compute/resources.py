@@ -22,7 +22,7 @@ ACTIVATION_BYTES = 2 << 30  # of a step, assumed: not known before the first
 GAPS = 2  # the heap may become so many times as large as what is in it (measured: up to 1.5 times)
 
 
-class Seat(msgspec.Struct, frozen=True):
+class CpuAllocation(msgspec.Struct, frozen=True):
     """The cores of one rank."""
 
     host: str
@@ -42,14 +42,14 @@ def cpu_model() -> str:
     return "unknown"
 
 
-def own_seat(threads: int) -> Seat:
+def current_cpu_allocation(threads: int) -> CpuAllocation:
     """The seat of this process, which has `threads` threads."""
     every = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every
-    return Seat(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
+    return CpuAllocation(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
 
 
-def share(seats: Sequence[Seat], rank: int) -> int:
+def share(seats: Sequence[CpuAllocation], rank: int) -> int:
     """The threads that `rank` should have: its part of the cores that it shares, at least 1.
 
     A wrong number is the largest loss that goes unnoticed (2 ranks x 2 threads on 2 cores: 0.62 of the speed).
@@ -63,7 +63,7 @@ def share(seats: Sequence[Seat], rank: int) -> int:
     return max(1, mine.limit // len(sharing))
 
 
-def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = flag) -> list[str]:
+def thread_warnings(seats: Sequence[CpuAllocation], *, may_idle: bool = False, write: Write = flag) -> list[str]:
     """One line for each kind of host that has more threads than cores, or (a GPU's may) leaves most of them idle."""
     hosts_of: dict[str, list[str]] = {}
     for host in dict.fromkeys(seat.host for seat in seats):
@@ -77,7 +77,7 @@ def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = 
     return lines
 
 
-def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
+def _complaint(seats: Sequence[CpuAllocation], may_idle: bool, write: Write) -> str:
     granted = min(
         len({core for seat in seats for core in seat.cores}),
         sum({seat.cores: seat.limit for seat in seats}.values()),
@@ -99,7 +99,7 @@ def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
     return ""
 
 
-def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
+def _crowded(seats: Sequence[CpuAllocation]) -> tuple[int, int] | None:
     """(ranks, cores): ranks that may run only on these cores, which are fewer than the ranks."""
     for place in seats:
         there = sum(set(seat.cores) <= set(place.cores) for seat in seats)

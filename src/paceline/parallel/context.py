@@ -35,7 +35,7 @@ from paceline.parallel.tensor import compare_losses, run_in_mode
 from paceline.rank.world import World
 
 
-def share_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
+def split_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
     """Let the ranks along `context` share every sequence of `model`, in place (a collective of all ranks).
 
     Args:
@@ -58,9 +58,9 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
     mode = ContextMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            _share_attention(module, mode)
+            _split_attention(module, mode)
         elif is_transposed(module):
-            _share_conv1d(module, mode)
+            _split_conv1d(module, mode)
     run_in_mode(model, mode)
     compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
     with together(world):
@@ -154,7 +154,7 @@ class ContextMode(DTensorMode):
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
 
 
-def _share_conv1d(module: nn.Module, mode: ContextMode) -> None:
+def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
     """Let a linear layer of Hugging Face's, which is none of torch's, compute positions."""
     plain = type(module).forward
 
@@ -165,7 +165,7 @@ def _share_conv1d(module: nn.Module, mode: ContextMode) -> None:
     replace_forward(module, forward)
 
 
-def _share_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
+def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
     """Let nn.MultiheadAttention compute positions and heads; every rank computes attention weights as a whole."""
     plain: Any = type(module).forward
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.compute.forward import subclassed
+from paceline.compute.forward import override_members
 from paceline.parallel.dtensor import Fused, LayerCommunication, full_tensor, replicated
 from paceline.parallel.dtensor_mode import attention, dropout
 
@@ -48,7 +48,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return forward(self, *args, **kwargs)
 
-    subclassed(module, forward=hidden)
+    override_members(module, forward=hidden)
 
 
 def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:

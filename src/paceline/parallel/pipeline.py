@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from paceline.compute.forward import around_forward
+from paceline.compute.forward import wrap_forward
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -72,7 +72,7 @@ def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> l
     return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
 
 
-def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
+def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
     """The part of a step's time in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
 
     If all stages take equally long, (S - 1) / (M + S - 1) for S stages and M micro-batches. Messages take no time.
@@ -187,7 +187,7 @@ class ModelStage:
     def skip(self, modules: Sequence[nn.Module]) -> None:
         """From now on these modules, which are called before the stage begins, return shapes and compute nothing."""
         for module in modules:
-            around_forward(module, partial(self._skipped, {}, module))
+            wrap_forward(module, partial(self._skipped, {}, module))
 
     def forward(self, compute: Callable[[], Any]) -> StageRun:
         """Run `compute()`, which calls the model: receives, computes and sends. The last stage has the result.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import together
 from paceline.collectives.replicate import broadcast_module
-from paceline.compute.forward import around_forward
+from paceline.compute.forward import wrap_forward
 from paceline.errors import UsageError, first_few
 from paceline.parallel import layers
 from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tensor
@@ -146,7 +146,7 @@ def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object]
         # an evaluation reads the outputs of one of these ranks, and a gather needs all of them
         return tree_map(to_caller if torch.is_grad_enabled() else full_tensor, outputs)
 
-    around_forward(model, forward)
+    wrap_forward(model, forward)
 
 
 def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:

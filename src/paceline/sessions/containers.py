@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.sessions.elsewhere import is_cut, own_share, shared_out
-from paceline.sessions.order import put_source, source_state
+from paceline.sessions.order import generator_state, set_generator_state
+from paceline.sessions.sharded_tensors import distribute_like, is_dtensor, local_shard
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-class Container:
+class TensorContainer:
     """A dict or list of tensors, numbers and words; they may be in dicts, lists and tuples inside it."""
 
     def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:
@@ -24,7 +24,7 @@ class Container:
         self.thing, self._name, self._device, self._models = thing, name, device, models
 
     def state_dict(self) -> dict[str, Any]:
-        """See Registered."""
+        """See RegisteredObjects."""
         return self._described(self.thing)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Container:
     @property
     def is_left(self) -> bool:
         """Whether only the session has it, and a tensor of it, so that the loop can no longer change them."""
-        parts = [*parts_of(self.thing)]
+        parts = [*elements_of(self.thing)]
         if sys.getrefcount(self.thing) > 2:
             return False
         # `parts`, the container, the name in the loop and the argument have a tensor
@@ -42,7 +42,7 @@ class Container:
 
     def _described(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
-            return {"tensor": value, "device": value.device.type, "cut": is_cut(value)}
+            return {"tensor": value, "device": value.device.type, "cut": is_dtensor(value)}
         if isinstance(value, dict):
             if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
                 raise UsageError(code="register-dict-key", name=self._name, kind=type(strange[0]).__name__)
@@ -58,7 +58,7 @@ class Container:
             fits = isinstance(now, Tensor) and now.shape == found.shape and now.dtype == found.dtype
             if fits and storage(now) not in self._models:
                 with torch.no_grad():
-                    return now.copy_(shared_out(found, like=now))
+                    return now.copy_(distribute_like(found, like=now))
             if saved["cut"]:
                 raise UsageError(code="register-lost-tensor", name=self._name)
             return found if saved["device"] == "cpu" else found.to(self._device)
@@ -87,15 +87,15 @@ class Generator:
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
-        """See Registered."""
-        return {"generator": source_state(self.thing)}
+        """See RegisteredObjects."""
+        return {"generator": generator_state(self.thing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Registered."""
-        put_source(self.thing, state["generator"])
+        """See RegisteredObjects."""
+        set_generator_state(self.thing, state["generator"])
 
 
-def parts_of(container: Any) -> Iterable[Any]:
+def elements_of(container: Any) -> Iterable[Any]:
     """The values of a dict, the elements of a list or tuple; nothing of anything else."""
     if issubclass(type(container), dict):
         return [*dict.values(container)]
@@ -104,13 +104,13 @@ def parts_of(container: Any) -> Iterable[Any]:
 
 def storage(tensor: Tensor) -> int:
     """Where its memory begins: the same for all views of a tensor."""
-    return own_share(tensor.detach()).untyped_storage().data_ptr()
+    return local_shard(tensor.detach()).untyped_storage().data_ptr()
 
 
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor with memory of its own, as averages are."""
     kind = type(value)
-    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_cut(value)):
+    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False
     return value.layout is torch.strided and not value.is_meta and value.numel() > 0
 
@@ -120,7 +120,7 @@ def storages(tensors: Iterable[Tensor | None]) -> set[int]:
     return {storage(one) for one in tensors if is_plain(one) and one is not None}
 
 
-def held_by(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
     """All their parameters and buffers."""
     for model in models:
         yield from model.parameters()

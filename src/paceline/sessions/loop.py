@@ -28,13 +28,13 @@ from paceline.rank.world import World
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
-from paceline.sessions.gate import SessionStep
-from paceline.sessions.leaves import Leaves
+from paceline.sessions.collectives import SessionCollectives
+from paceline.sessions.foreign_tensors import ForeignTensors
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import COMPARED, PreparedModel
-from paceline.sessions.ranks import Ranks
-from paceline.sessions.registered import Registered, check_no_scaler
-from paceline.sessions.wording import compare, opening, savable, write_session_settings
+from paceline.sessions.registered import RegisteredObjects, check_no_scaler
+from paceline.sessions.session_step import SessionStep
+from paceline.sessions.wording import compare, json_copy, opening, write_session_settings
 from paceline.stepping.totals import Votes
 from paceline.train.alike import check_replicas
 from paceline.train.course import Course
@@ -51,7 +51,7 @@ CHANGED_DATA = (
 )
 
 
-class Loop(Ranks):
+class SessionLoop(SessionCollectives):
     """The part of a session that goes through data."""
 
     _seed: int
@@ -91,8 +91,8 @@ class Loop(Ranks):
     """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
     _loader_states: dict[str, dict[str, Any]]
     """of the checkpoint: the state of samplers between two epochs, by the number of the loader"""
-    _registered: Registered
-    _leaves: Leaves
+    _registered: RegisteredObjects
+    _leaves: ForeignTensors
     _epoch_streams: dict[str, str] | None
     """the random streams with which the epoch at hand began"""
     _phases = 0
@@ -109,11 +109,11 @@ class Loop(Ranks):
 
     @property
     def _moment(self) -> tuple[int, ...]:
-        """See Ranks."""
+        """See SessionCollectives."""
         return self._course.step, self._where["epoch"], int(self._in_epochs)
 
     def _check_all_here(self) -> None:
-        """See Ranks; also in the body of a training loop, of which ranks may run different numbers."""
+        """See SessionCollectives; also in the body of a training loop, of which ranks may run different numbers."""
         super()._check_all_here()
         micro_step, loader = self._steps.micro_step, self._loader
         if self.size == 1 or micro_step is None or micro_step.is_last or loader is None:
@@ -429,7 +429,7 @@ class Loop(Ranks):
             if self._registered.step_ended():
                 self._look_around(self._registered.look_again)
             if self.saved:
-                savable(self.saved, strict=True)
+                json_copy(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
     def _check_periodically(self) -> None:
@@ -502,7 +502,7 @@ class Loop(Ranks):
         if world is not None:
             self._look_around(self._registered.look_around)
         found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
-        found["saved"] = savable(self.saved, strict=world is not None)
+        found["saved"] = json_copy(self.saved, strict=world is not None)
         found["epoch_streams"] = self._epoch_streams
         found["data"], found["registered"] = self._data, self._registered.numbers(world)
         states = {str(n): one.sampler_state for n, one in enumerate(self._loaders) if one is not self._loader}

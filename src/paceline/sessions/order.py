@@ -157,7 +157,7 @@ class SamplerState:
 
     def now(self) -> dict[str, Any]:
         """The state as JSON: of the random streams that are its own, and of attributes that have changed."""
-        found: dict[str, Any] = {name: source_state(one) for name, one in self._sources().items()}
+        found: dict[str, Any] = {name: generator_state(one) for name, one in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _without_tensors(owner.state_dict()) for name, owner in owners.items()}
@@ -168,7 +168,7 @@ class SamplerState:
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
-                put_source(sources[name], value)
+                set_generator_state(sources[name], value)
 
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Take over what `now` gave, after a resume."""
@@ -269,10 +269,10 @@ def _has_state_dict(owner: Any) -> bool:
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def source_state(source: Any) -> Any:
+def generator_state(source: Any) -> Any:
     """Where a random generator stands, as JSON."""
     if isinstance(source, torch.Generator):
-        return text_of(source.get_state())
+        return encode_state(source.get_state())
     if isinstance(source, random.Random):
         return json.dumps(source.getstate())
     if isinstance(source, np.random.Generator):
@@ -302,10 +302,10 @@ def _with_tensors(found: Any) -> Any:
     return [_with_tensors(part) for part in found["list"]] if "list" in found else from_json(found["value"])
 
 
-def put_source(source: Any, value: Any) -> None:
-    """Let it continue from where `source_state` has found it."""
+def set_generator_state(source: Any, value: Any) -> None:
+    """Let it continue from where `generator_state` has found it."""
     if isinstance(source, torch.Generator):
-        source.set_state(tensor_of(value))
+        source.set_state(decode_state(value))
     elif isinstance(source, random.Random):
         version, words, gauss = json.loads(value)
         source.setstate((version, tuple(words), gauss))
@@ -322,29 +322,29 @@ def _array(value: Any) -> Any:
 def global_streams() -> dict[str, str]:
     """Where the random streams of the process stand, as JSON."""
     numpy_state = json.dumps(np.random.get_state(legacy=False), default=_array)
-    return {"torch": text_of(torch.get_rng_state()), "python": json.dumps(random.getstate()), "numpy": numpy_state}
+    return {"torch": encode_state(torch.get_rng_state()), "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
 def put_global_streams(found: Mapping[str, str]) -> None:
     """Let them continue from where `global_streams` has found them."""
-    torch.set_rng_state(tensor_of(found["torch"]))
+    torch.set_rng_state(decode_state(found["torch"]))
     if "python" in found:
         version, words, gauss = json.loads(found["python"])
         random.setstate((version, tuple(words), gauss))
         np.random.set_state(json.loads(found["numpy"]))
 
 
-def text_of(state: Tensor) -> str:
+def encode_state(state: Tensor) -> str:
     """A generator's state."""
     return base64.b85encode(state.numpy().tobytes()).decode()
 
 
-def tensor_of(text: str) -> Tensor:
-    """What `text_of` was given."""
+def decode_state(text: str) -> Tensor:
+    """What `encode_state` was given."""
     return torch.frombuffer(bytearray(base64.b85decode(text)), dtype=torch.uint8)
 
 
-def regrouped(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
+def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
     """`batches` of at least so many samples: a smaller one is joined with the next, or the last with the one before."""
     held: Tensor | None = None
     waiting: Tensor | None = None

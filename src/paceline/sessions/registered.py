@@ -19,16 +19,16 @@ from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.assumptions import STATE
-from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
-from paceline.sessions.elsewhere import is_cut, own_share
+from paceline.sessions.containers import GENERATORS, Generator, TensorContainer, storages, tensors_of
 from paceline.sessions.prepared import PreparedOptimizer
-from paceline.sessions.unsaved import Containers
+from paceline.sessions.sharded_tensors import is_dtensor, local_shard
+from paceline.sessions.unsaved import UnsavedContainers
 from paceline.train.numbers import as_json, from_json
 
 TENSOR = "tensor of the state"
 
 
-class Registered:
+class RegisteredObjects:
     """What `Session.register` was given. To a checkpoint it is one more part of the training's state."""
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class Registered:
         self._saved = dict(saved)
         self._seen: dict[int, tuple[Any, Any]] = {}  # modules that are not saved, and how their tensors were
         self._looks, self._next_look, self._has_said = 0, 0.0, False
-        self._containers = Containers()
+        self._containers = UnsavedContainers()
         self.things: dict[str, Any] = {}
         self.ignored: list[Any] = []
 
@@ -57,7 +57,7 @@ class Registered:
         if missing and isinstance(thing, GENERATORS):
             thing = Generator(thing)
         elif missing and isinstance(thing, (dict, list)):
-            thing = Container(thing, name, device, storages(held_by(models)))  # pyright: ignore[reportUnknownArgumentType]
+            thing = TensorContainer(thing, name, device, storages(tensors_of(models)))  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
             raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
         _split(thing.state_dict(), name)  # raises for what cannot be saved
@@ -112,7 +112,7 @@ class Registered:
         self._look_at_modules(roots, say)
         self._containers.look(roots, optimizers, self._known(), say)
         for name, thing in self.things.items():
-            if isinstance(thing, Container) and thing.is_left:
+            if isinstance(thing, TensorContainer) and thing.is_left:
                 raise UsageError(code="registered-replaced", name=name, kind=type(thing.thing).__name__)
         self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
@@ -135,7 +135,7 @@ class Registered:
     def _known(self) -> list[Any]:
         """What was registered, as it was given."""
         return self.ignored + [
-            one.thing if isinstance(one, (Container, Generator)) else one for one in self.things.values()
+            one.thing if isinstance(one, (TensorContainer, Generator)) else one for one in self.things.values()
         ]
 
     def _look_at_modules(self, roots: Sequence[nn.Module], say: Callable[[str], None]) -> None:
@@ -196,12 +196,12 @@ def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
 
 def _held(path: str, tensor: Any) -> list[TensorShard]:
     """A tensor as this rank has it: whole, or its share of one that is cut over ranks."""
-    if not is_cut(tensor):
+    if not is_dtensor(tensor):
         return [TensorShard(path, tensor)]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    share, start = own_share(tensor).reshape(-1), place[1][0] * tensor.shape[1:].numel()
+    share, start = local_shard(tensor).reshape(-1), place[1][0] * tensor.shape[1:].numel()
     return [TensorShard(path, share, tensor.shape, start, replicated=False)] if share.numel() else []
 
 

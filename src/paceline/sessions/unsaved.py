@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from paceline.rank.sites import LIBRARY, USER, owner
 from paceline.sessions.assumptions import STATE
-from paceline.sessions.containers import held_by, is_plain, parts_of, storage, storages
-from paceline.sessions.elsewhere import own_share
+from paceline.sessions.containers import elements_of, is_plain, storage, storages, tensors_of
+from paceline.sessions.sharded_tensors import local_shard
 from paceline.train.alike import checksum
 
 DEPTH = 3  # of objects and containers, from a name in the user's code
@@ -38,7 +38,7 @@ class _Seen:
     """whether it was seen once only"""
 
 
-class Containers:
+class UnsavedContainers:
     """Those that may be a state of the training, as they were at the last look."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Containers:
         if self._last_look == self._step:
             return
         self._last_look = self._step
-        taken = storages([*held_by(models), *(p.grad for model in models for p in model.parameters())])
+        taken = storages([*tensors_of(models), *(p.grad for model in models for p in model.parameters())])
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         taken |= storages(value for state in states for value in state.values())
         wanted = [shapes for model in models for shapes in _shapes_of(model) if len(shapes) > 1 or any(shapes[0][0])]
@@ -78,7 +78,7 @@ class Containers:
             tensors = [one for one in tensors if storage(one) not in taken]
             if not tensors or _shapes(tensors) not in wanted:
                 continue
-            sums = [int(checksum(own_share(one))) for one in tensors]
+            sums = [int(checksum(local_shard(one))) for one in tensors]
             kind = type(value).__name__
             if before is None:
                 seen[id(value)] = _Seen(value, sums, is_late=self._step > 0)
@@ -153,10 +153,10 @@ def _is_users_file(module: str) -> bool:
 
 def _tensors(container: Any, most: int) -> list[Tensor]:
     """The plain tensors in it and in containers in it; none if there are more than `most`."""
-    parts = parts_of(container)
+    parts = elements_of(container)
     found: list[Tensor] = []
     for part in parts if len([*parts]) <= MOST_PARTS + most else ():
-        found += filter(is_plain, parts_of(part) or [part])
+        found += filter(is_plain, elements_of(part) or [part])
         if len(found) > 4 * most:
             return []
     return found

@@ -33,7 +33,7 @@ def keyword(option: str, value: Any = None) -> str:
     return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
 
 
-def savable(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """A copy of what a file of JSON gives back as it was.
 
     Raises:

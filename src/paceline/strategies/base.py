@@ -23,14 +23,14 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
-from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
-from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
+from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
+from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
     from paceline.collectives.hosts import Hosts
     from paceline.collectives.reducer import Reducer
     from paceline.parallel.pipeline import Pipeline
-    from paceline.strategies.parts import ModelParts
+    from paceline.strategies.model_parallel import ModelParallel
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -93,19 +93,19 @@ class Strategy:
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
         self.parameters = trainable(model)
-        self.parts: ModelParts | None = None
+        self.parts: ModelParallel | None = None
         """set by `join`"""
         self.average: WeightAverage | None = None
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
         self._inside: ExitStack | None = None
         if not shards_optimizer:
-            refuse_foreign(model, optimizer)
+            check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
-            refuse_max_norm(model)
+            check_no_max_norm(model)
         self.buffers = VirtualBuffers(model, world, self.virtual_ranks)
 
-    def join(self, parts: "ModelParts", world: World) -> None:
+    def join(self, parts: "ModelParallel", world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
@@ -197,7 +197,7 @@ class Strategy:
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
         own = self._gradients()
-        return own if self.parts is None else self.parts.lifted(own)
+        return own if self.parts is None else self.parts.as_shards_of_whole(own)
 
     def _gradients(self) -> list[TensorShard]:
         """The same for this rank's part of the model, under names of the part."""
@@ -259,8 +259,8 @@ class Strategy:
     def state(self) -> list[TensorShard]:
         """All tensors of the state on this rank, not copied. Names do not depend on the strategy."""
         own = self._state()
-        lifted = own if self.parts is None else self.parts.lifted(own)
-        return lifted if self.average is None else [*lifted, *self.average.state()]
+        as_shards_of_whole = own if self.parts is None else self.parts.as_shards_of_whole(own)
+        return as_shards_of_whole if self.average is None else [*as_shards_of_whole, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
         """The state of this rank's part of the model."""
@@ -285,8 +285,8 @@ class Strategy:
         """Restore this rank's part of the model."""
         for held in self._hold_parameters():
             load_into(source, held)
-        if self.host is None and (hosts := take_mean(source, self._hold_parameters())):
-            say(words_of_mean(hosts, "now all agree after each step"))
+        if self.host is None and (hosts := load_mean(source, self._hold_parameters())):
+            say(mean_message(hosts, "now all agree after each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 

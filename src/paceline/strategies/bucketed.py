@@ -14,9 +14,9 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
-from paceline.strategies.outer import Between
-from paceline.strategies.refusals import refuse_lazy, refuse_sparse
-from paceline.strategies.slow import between_hosts, hosts_of
+from paceline.strategies.inter_node import describe_division, inter_node_strategy
+from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 _layout = attrgetter("layout")
 
@@ -28,7 +28,7 @@ def bucketed(
     /,
     *,
     virtual_ranks: int | None = None,
-    **between: Unpack[Between],
+    **between: Unpack[InterNodeOptions],
 ) -> Strategy:
     """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
 
@@ -38,10 +38,10 @@ def bucketed(
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types, or these ranks cannot do what `between` says.
     """
-    refuse_lazy(model)
-    refuse_sparse(model, "bucketed")
+    check_no_lazy_parameters(model)
+    check_no_sparse_gradients(model, "bucketed")
     broadcast_module(model, group=world.group)
-    if (slowly := between_hosts(model, make_optimizer, world, virtual_ranks, between)) is not None:
+    if (slowly := inter_node_strategy(model, make_optimizer, world, virtual_ranks, between)) is not None:
         return slowly
     return Bucketed(model, make_optimizer, world, virtual_ranks=virtual_ranks)
 
@@ -72,4 +72,4 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")
+            say(f"the checkpoint is of {describe_division(saved)}: what they held back is dropped")

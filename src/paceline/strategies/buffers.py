@@ -40,7 +40,7 @@ from paceline.collectives.control import gather_words, told_once
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, labelled
 from paceline.collectives.tree import Forest, added
-from paceline.compute.forward import not_recorded
+from paceline.compute.forward import without_recording
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
@@ -701,7 +701,7 @@ def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[Non
     for module in synchronised:
         module.counted = False
     try:
-        with not_recorded():
+        with without_recording():
             yield
     finally:
         for module in synchronised:

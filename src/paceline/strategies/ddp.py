@@ -15,7 +15,7 @@ from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
-from paceline.strategies.refusals import refuse_lazy
+from paceline.strategies.validation import check_no_lazy_parameters
 
 
 class DDP(Strategy):
@@ -50,7 +50,7 @@ class DDP(Strategy):
             gradient_as_bucket_view: DDP's option: saves a copy of all gradients, but the next step writes over them. A
                 loop of the user's own may want to add to them, or keep them.
         """
-        refuse_lazy(model)
+        check_no_lazy_parameters(model)
         broadcast_module(model)  # DDP would too, but would not name the rank that differs
         # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are
         # needed. (torch 2.13 renamed the option.)

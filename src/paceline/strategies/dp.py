@@ -4,7 +4,7 @@ from torch import nn
 
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.refusals import only_alone, refuse_lazy
+from paceline.strategies.validation import check_no_lazy_parameters, check_single_process
 
 
 class DataParallel(Strategy):
@@ -21,7 +21,7 @@ class DataParallel(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         """See MakeStrategy."""
-        only_alone("dp", world)
-        refuse_lazy(model)
+        check_single_process("dp", world)
+        check_no_lazy_parameters(model)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model))

@@ -10,7 +10,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
-from paceline.strategies.refusals import refuse_lazy, refuse_sparse, refuse_synchronised
+from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients, check_no_sync_batchnorm
 
 
 class Exact(Strategy):
@@ -28,9 +28,9 @@ class Exact(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         """See MakeStrategy."""
-        refuse_synchronised(model, "exact")
-        refuse_lazy(model)
-        refuse_sparse(model, "exact")
+        check_no_sync_batchnorm(model, "exact")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "exact")
         broadcast_module(model)
         reducer = sum_by_leaf(model, forest_of(world, virtual_ranks or world.size))
         # all hold all gradients, so each rank looks at a share of them only

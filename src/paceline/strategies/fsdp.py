@@ -25,16 +25,22 @@ from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Pending, sent, sum_over_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
-from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
+from paceline.compute.blocks import gathered, on_backward, shard_blocks
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.held import hold_pieces, load_pieces
-from paceline.strategies.parts import norm_of
-from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
+from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.validation import (
+    check_element_wise,
+    check_no_gradient_hooks,
+    check_no_lazy_parameters,
+    check_no_sparse_gradients,
+    check_optimizer_parameters,
+)
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
@@ -81,26 +87,26 @@ class FSDP(Strategy):
             wrap: the blocks, by name or class; by default those of `compute.blocks`. What is in none of them is
                 gathered for the whole forward and backward.
         """
-        refuse_lazy(model)
-        refuse_sparse(model, "fsdp")
-        refuse_hooks(model, "fsdp")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "fsdp")
+        check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
-        refuse_whole("fsdp", optimizer)
-        refuse_foreign(model, optimizer)
+        check_element_wise("fsdp", optimizer)
+        check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        self._blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
+        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the types of what it takes are in a private module of torch
             custom.set_custom_all_gather(_AllGather(name))
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
-        self._shares = shares = _Shares(model, world)
+        self._shares = shares = _LocalShards(model, world)
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
         optimizer.register_step_pre_hook(shares.take_gradients)
         optimizer.register_step_post_hook(shares.forget_gradients)
-        self._used, self._reduced_among = _Used(model, self._blocks, shares.uncut), world
+        self._used, self._reduced_among = _UsedParameters(model, self._blocks, shares.unsharded), world
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
@@ -136,10 +142,10 @@ class FSDP(Strategy):
 
     def _hold_optimizer(self) -> list[TensorShard]:
         shares = self._shares
-        return shares.spared(hold_pieces(shares.pieces, self.optimizer, shares.uncut))
+        return shares.spared(hold_pieces(shares.pieces, self.optimizer, shares.unsharded))
 
     def _load_optimizer(self, source: Source) -> None:
-        load_pieces(self._shares.pieces, self.optimizer, source, self._shares.uncut)
+        load_pieces(self._shares.pieces, self.optimizer, source, self._shares.unsharded)
 
 
 class _Collective:
@@ -172,8 +178,8 @@ class _ReduceScatter(_Collective):
         communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
 
 
-class _Shares:
-    """What this rank holds of a model that is cut: `pieces` of its parameters, and those that are `uncut`."""
+class _LocalShards:
+    """What this rank holds of a model that is cut: `pieces` of its parameters, and those that are `unsharded`."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.tensor import DTensor
@@ -183,11 +189,11 @@ class _Shares:
         over = world.along("shard") if hybrid else world
         self._again = hybrid and world.along("data").rank > 0
         self.pieces: dict[str, Piece] = {}
-        self.uncut: dict[str, nn.Parameter] = {}
+        self.unsharded: dict[str, nn.Parameter] = {}
         self._cut: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
-                self.uncut[name] = parameter
+                self.unsharded[name] = parameter
                 continue
             local: Tensor = parameter.to_local()
             shape = parameter.shape
@@ -200,7 +206,7 @@ class _Shares:
 
     def trained(self, name: str) -> nn.Parameter | None:
         """What the optimizer updates of it here."""
-        return self.pieces[name].parameter if name in self.pieces else self.uncut.get(name)
+        return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
 
     def take_gradients(self, *_: object) -> None:
         """For an update: the model's .grad, as it is now, becomes the pieces'."""
@@ -219,7 +225,7 @@ class _Shares:
 
     def gradients(self) -> list[TensorShard]:
         """See Strategy."""
-        held = [TensorShard(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
+        held = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
                 held.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
@@ -231,11 +237,11 @@ class _Shares:
 
     def gradient_norm(self) -> Pending[float]:
         """The same on all ranks (a collective)."""
-        return norm_of(self.gradients(), self._world)
+        return global_norm(self.gradients(), self._world)
 
     def parameters(self) -> list[TensorShard]:
         """For a checkpoint."""
-        held = whole_parameters(self.uncut.items())
+        held = whole_parameters(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
             held.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
@@ -272,10 +278,10 @@ def _assign(tensor: Any, values: Any) -> None:
         return
     check_assigned(name, values, tensor)
     with torch.no_grad():
-        tensor.copy_(_shared_out(values, tensor))
+        tensor.copy_(_distribute_like(values, tensor))
 
 
-def _shared_out(values: Any, like: Any) -> Any:
+def _distribute_like(values: Any, like: Any) -> Any:
     """`values`, cut as the DTensor `like` is (a collective if they are cut in another way)."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -284,21 +290,23 @@ def _shared_out(values: Any, like: Any) -> Any:
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
-class _Used:
+class _UsedParameters:
     """Notes which parameters have got a gradient on this rank, and makes a stand-in's gradients zero.
 
     A gathered parameter is another tensor than the cut one; it is first seen in the first forward.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, FSDPModule], uncut: Mapping[str, nn.Parameter]) -> None:
-        self._uncut = uncut
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, FSDPModule], unsharded: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._uncut = unsharded
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._used: set[str] = set()
         self._watched: set[str] = set()
         self._counted: bool | None = None
         self._called: set[str] = set()
         self._recomputed: set[str] = set()
-        for name, parameter in uncut.items():
+        for name, parameter in unsharded.items():
             self._watch(name, parameter)
         for name, block in blocks.items():
             hook = self._at_forward(f"{name}." if name else "")
@@ -333,18 +341,18 @@ class _Used:
             self._recomputed.add(name)
 
     def agree(self, model: nn.Module, world: World) -> None:
-        """Add up the uncut gradients, and let those that no rank has used be None (a collective)."""
-        uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
+        """Add up the unsharded gradients, and let those that no rank has used be None (a collective)."""
+        unsharded = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
-        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
+        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in unsharded.values()]
         summed = sum_over_ranks(
             torch.cat([sent(flags, world.device), *values]), "who uses which parameter", world.group
         )
         # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
         everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
-        sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))
+        sums = iter(summed[len(flags) :].split([p.numel() for p in unsharded.values()]))
         for name, parameter in model.named_parameters():
-            if name in uncut:
+            if name in unsharded:
                 parameter.grad = next(sums).view(parameter.shape).to(parameter.dtype)
             if not everywhere.get(name):
                 parameter.grad = None

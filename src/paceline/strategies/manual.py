@@ -10,7 +10,7 @@ from paceline.collectives.buckets import check_dense
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.refusals import refuse_lazy, refuse_sparse
+from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 
 class Manual(Strategy):
@@ -24,8 +24,8 @@ class Manual(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         """See MakeStrategy."""
-        refuse_lazy(model)
-        refuse_sparse(model, "manual")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "manual")
         broadcast_module(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
         self._names = {p: name for name, p in model.named_parameters()}

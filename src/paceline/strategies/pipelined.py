@@ -25,10 +25,10 @@ from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.parts import ModelParts
+from paceline.strategies.model_parallel import ModelParallel
 
 
-class Division(msgspec.Struct, frozen=True):
+class StagePlan(msgspec.Struct, frozen=True):
     """A model, and where it is cut: numbers of its cuts."""
 
     found: Chain
@@ -52,7 +52,7 @@ class Division(msgspec.Struct, frozen=True):
         return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.found.users.items()}
 
 
-def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> Division:
+def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
     """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
 
     Raises:
@@ -62,8 +62,8 @@ def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world:
     with together(world):
         if world.rank == 0:
             found = make()
-            mine = msgspec.to_builtins(Division(found, best_splits(found, stages, names)))
-    return msgspec.convert(gather_words(mine, world)[0], Division)
+            mine = msgspec.to_builtins(StagePlan(found, best_splits(found, stages, names)))
+    return msgspec.convert(gather_words(mine, world)[0], StagePlan)
 
 
 def pipelined(
@@ -71,7 +71,7 @@ def pipelined(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
     world: World,
-    division: Division,
+    division: StagePlan,
     /,
     *,
     schedule: Schedule = "1f1b",
@@ -120,7 +120,7 @@ def pipelined(
     return part
 
 
-class _Stage(ModelParts):
+class _Stage(ModelParallel):
     """One stage. A parameter that several stages have gets the sum of its gradients in all of them."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Stage(ModelParts):
         self._called, self._shared = called, shared
 
     def after_reduction(self, finite: bool | Pending[bool] | None) -> None:
-        """See ModelParts."""
+        """See ModelParallel."""
         for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
             dist.all_reduce(labelled(flat, "gradients of shared parameters"), group=group)
@@ -145,8 +145,8 @@ class _Stage(ModelParts):
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        """See ModelParts."""
-        held = [one for one in self.lifted(state()) if one.name.startswith("model/")]
+        """See ModelParallel."""
+        held = [one for one in self.as_shards_of_whole(state()) if one.name.startswith("model/")]
         for name, buffer in self._model.named_buffers():
             again = self._world.data.rank > 0 or self._is_elsewhere(name)
             held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))

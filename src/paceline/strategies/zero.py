@@ -12,8 +12,14 @@ from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import forest_of
-from paceline.strategies.held import hold_pieces, load_pieces
-from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
+from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.validation import (
+    check_element_wise,
+    check_no_lazy_parameters,
+    check_no_sparse_gradients,
+    check_no_sync_batchnorm,
+    check_optimizer_parameters,
+)
 
 
 class Zero(Strategy):
@@ -33,13 +39,13 @@ class Zero(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         """See MakeStrategy."""
-        refuse_synchronised(model, "zero")
-        refuse_lazy(model)
-        refuse_sparse(model, "zero")
+        check_no_sync_batchnorm(model, "zero")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "zero")
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        refuse_whole("zero", optimizer)
-        refuse_foreign(model, optimizer)
+        check_element_wise("zero", optimizer)
+        check_optimizer_parameters(model, optimizer)
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
         shards.shard(optimizer)

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 AS_WHOLE = ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__")
 
 
-class Elsewhere(torch.Tensor):
+class ShardedGradientPlaceholder(torch.Tensor):
     """Stands for a gradient that ranks hold in shares: whoever computes with it would compute with nothing."""
 
     words = (
@@ -38,7 +38,7 @@ class Elsewhere(torch.Tensor):
         raise UsageError(code="sharded-parameter-used", func=func, reason=cls.words)
 
 
-class Replaced(Elsewhere):
+class InvalidatedParameter(ShardedGradientPlaceholder):
     """Stands for a parameter that the model had before it was cut: it would keep its first values for ever."""
 
     words = (
@@ -52,25 +52,25 @@ class Replaced(Elsewhere):
         raise UsageError(code="sharded-gradient-used", reason=self.words)
 
 
-def replace_in_place(given: Iterable[nn.Parameter], model: nn.Module) -> None:
-    """Of the parameters that `model` was given with, make those that it no longer has a `Replaced`, whoever holds them.
+def invalidate_replaced_parameters(given: Iterable[nn.Parameter], model: nn.Module) -> None:
+    """Of the parameters that `model` was given with, make those that it no longer has a `InvalidatedParameter`, whoever holds them.
 
     A model that was cut has no whole copy either.
     """
     own = {id(parameter) for parameter in model.parameters()}
     for parameter in given:
         if id(parameter) not in own:
-            torch.utils.swap_tensors(parameter, Replaced.of(parameter))
-            model.__dict__["__deepcopy__"] = refuse_copy
-            refuse_shares()
+            torch.utils.swap_tensors(parameter, InvalidatedParameter.of(parameter))
+            model.__dict__["__deepcopy__"] = raise_on_copy
+            require_whole_tensors()
 
 
-def refuse_copy(_: object) -> NoReturn:
+def raise_on_copy(_: object) -> NoReturn:
     """In place of a copy."""
     raise UsageError(code="sharded-model-copied")
 
 
-def refuse_shares() -> None:
+def require_whole_tensors() -> None:
     """From now on no share of a DTensor passes for the whole: as a number, an array, or in a file."""
     from torch.distributed.tensor import DTensor
 
@@ -89,19 +89,19 @@ def _only_whole(method: Callable[..., Any]) -> Callable[..., Any]:
     return asked
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor: asked so, as the import costs every other strategy a second."""
     return hasattr(tensor, "device_mesh")
 
 
-def own_share(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's share of it, in the same memory; itself, where it is not cut."""
-    return tensor.to_local() if is_cut(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shared_out(whole: Tensor, *, like: Tensor) -> Tensor:
+def distribute_like(whole: Tensor, *, like: Tensor) -> Tensor:
     """`whole`, which all ranks have, on the device of `like` and cut as it is."""
-    if not is_cut(like):
+    if not is_dtensor(like):
         return whole.to(like.device)
     from torch.distributed.tensor import distribute_tensor
 

@@ -19,12 +19,12 @@ from paceline.config.strategies import SLOW, network_error
 from paceline.errors import UsageError, flag
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.outer import Between, Outer
+from paceline.strategies.outer_optimizer import InterNodeOptions, OuterOptimizer
 
 
-def between_hosts(
-    model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, between: Between
-) -> "BetweenHosts | None":
+def inter_node_strategy(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, between: InterNodeOptions
+) -> "InterNodeStrategy | None":
     """`model` in training on hosts that do what `between` says; None where they do nothing (a collective).
 
     Raises:
@@ -33,11 +33,11 @@ def between_hosts(
     hosts = _hosts_for(between, model, world)
     if hosts is None:
         return None
-    kind = LocalSteps if between.get("local_steps") else BetweenHosts
+    kind = LocalSteps if between.get("local_steps") else InterNodeStrategy
     return kind(model, make_optimizer, world, hosts, virtual_ranks, between)
 
 
-def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None:
+def _hosts_for(between: InterNodeOptions, model: nn.Module, world: World) -> Hosts | None:
     """None where nothing was asked for, or there is one host: then that is said."""
     asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
     if error := network_error(asked):
@@ -56,7 +56,7 @@ def _hosts_for(between: Between, model: nn.Module, world: World) -> Hosts | None
     return None
 
 
-class BetweenHosts(Strategy):
+class InterNodeStrategy(Strategy):
     """Gradients are summed on each host, and compressed between hosts.
 
     What a host holds back of its gradients is a part of the state. A step that is skipped drops its changes, too.
@@ -69,7 +69,7 @@ class BetweenHosts(Strategy):
         world: World,
         hosts: Hosts,
         virtual_ranks: int | None,
-        between: Between,
+        between: InterNodeOptions,
     ) -> None:
         """`hosts` are those of `world`, `between` is what they do."""
         optimizer = make_optimizer(model.parameters())
@@ -80,7 +80,7 @@ class BetweenHosts(Strategy):
         reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, between))
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: InterNodeOptions) -> Across | None:
         """What sums gradients over hosts in each step, if anything does."""
         return self._across
 
@@ -109,16 +109,16 @@ class BetweenHosts(Strategy):
             self._across.load({name: needed(there, name, tensor) for name, tensor in held_back})
         elif saved is not None:
             say(
-                f"the checkpoint is of {hosts_of(saved)}, now there are {hosts_of(self._division)}: what they held "
+                f"the checkpoint is of {describe_division(saved)}, now there are {describe_division(self._division)}: what they held "
                 "back is dropped, and they begin with nothing held back"
             )
 
 
-class LocalSteps(BetweenHosts):
+class LocalSteps(InterNodeStrategy):
     """Each host takes its steps by itself; see `outer`."""
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: Between) -> Across | None:
-        self._outer = Outer(model, optimizer, self._hosts, between, self._across)
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: InterNodeOptions) -> Across | None:
+        self._outer = OuterOptimizer(model, optimizer, self._hosts, between, self._across)
         self.host = self._hosts
         return None
 
@@ -145,7 +145,7 @@ class LocalSteps(BetweenHosts):
         self._outer.load(source)
 
 
-def hosts_of(division: Tensor) -> str:
+def describe_division(division: Tensor) -> str:
     """In words, of (hosts, ranks of each)."""
     count, size = division.tolist()
     return f"{count} hosts of {size} rank{'s' if size > 1 else ''}"

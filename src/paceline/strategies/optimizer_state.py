@@ -66,11 +66,11 @@ def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
 
 
 def hold_pieces(
-    pieces: Mapping[str, Piece], optimizer: Optimizer, uncut: Mapping[str, nn.Parameter] | None = None
+    pieces: Mapping[str, Piece], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `hold_optimizer`, if it trains pieces of parameters, by the names of the parameters, and `uncut` ones."""
+    """As `hold_optimizer`, if it trains pieces of parameters, by the names of the parameters, and `unsharded` ones."""
     held: list[TensorShard] = []
-    for name, parameter in (uncut or {}).items():
+    for name, parameter in (unsharded or {}).items():
         held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
@@ -82,11 +82,14 @@ def hold_pieces(
 
 
 def load_pieces(
-    pieces: Mapping[str, Piece], optimizer: Optimizer, source: Source, uncut: Mapping[str, nn.Parameter] | None = None
+    pieces: Mapping[str, Piece],
+    optimizer: Optimizer,
+    source: Source,
+    unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
-    """As `load_optimizer`, if it trains pieces of parameters and `uncut` ones."""
+    """As `load_optimizer`, if it trains pieces of parameters and `unsharded` ones."""
     optimizer.state.clear()
-    for name, parameter in (uncut or {}).items():
+    for name, parameter in (unsharded or {}).items():
         if state := saved_state(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
@@ -126,7 +129,7 @@ def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
+def load_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Fill trainable parameters with the mean over hosts, of a state that hosts have left between two outer steps.
 
     Returns:
@@ -146,7 +149,7 @@ def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     return len(hosts)
 
 
-def words_of_mean(saved: int, now: str) -> str:
+def mean_message(saved: int, now: str) -> str:
     """That a state of `saved` hosts is taken over by others."""
     mean = "it goes on from the mean of their parameters"
     return f"the checkpoint is of {saved} hosts that took local steps, {now}: {mean}"

@@ -37,11 +37,11 @@ from paceline.rank.guard import Guard
 from paceline.rank.world import World, joined
 from paceline.runs.summary import Summary
 from paceline.runs.trackers import tracker_names
-from paceline.sessions.gate import Notes, SessionStep
-from paceline.sessions.leaves import Leaves
-from paceline.sessions.loop import Loop
+from paceline.sessions.foreign_tensors import ForeignTensors
+from paceline.sessions.loop import SessionLoop
 from paceline.sessions.observer import current_observer
-from paceline.sessions.registered import Registered
+from paceline.sessions.registered import RegisteredObjects
+from paceline.sessions.session_step import Notes, SessionStep
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.train.checkpointing import Rhythm
@@ -57,7 +57,7 @@ CLIPPING = "torch/nn/utils/clip_grad.py"  # raises an error that does not name N
 UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
 
 
-class Life(Loop):
+class SessionLifecycle(SessionLoop):
     """The part of a session that begins and ends it."""
 
     def __init__(
@@ -170,8 +170,8 @@ class Life(Loop):
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
         self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
-        self._leaves = Leaves()
-        self._registered = Registered(loop.get("registered", {}))
+        self._leaves = ForeignTensors()
+        self._registered = RegisteredObjects(loop.get("registered", {}))
         self._steps.saves, self._resumes = place is not None, resume
         self._steps.tensor_hooks = tensor_hooks = TensorHooks()
         self._hooks = [
@@ -321,7 +321,7 @@ class Life(Loop):
             record_failure(instead or error, _code_of(instead or error), traceback=not isinstance(error, PacelineError))
 
 
-open_sessions: list[Life] = []
+open_sessions: list[SessionLifecycle] = []
 
 
 def close_all(error: BaseException | None = None) -> None:

@@ -10,7 +10,7 @@ from paceline.sessions.assumptions import PARAMETERS
 from paceline.sessions.registered import instances
 
 
-class Leaves:
+class ForeignTensors:
     """The tensors that are in no prepared model and that losses depend on, in two steps that follow each other."""
 
     def __init__(self) -> None:

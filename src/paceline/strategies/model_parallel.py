@@ -17,7 +17,7 @@ from paceline.collectives.control import Pending, sum_over_ranks
 from paceline.rank.world import World
 
 
-class ModelParts:
+class ModelParallel:
     """What the ranks that hold the parts of a model add to the strategy of each part; see `Strategy.parts`."""
 
     def __init__(
@@ -40,7 +40,7 @@ class ModelParts:
         self._copy = world.along("tensor").rank + world.along("context").rank  # of what is not sharded; 0 is the first
         self._in_stages = world.mesh.of("pipeline") > 1
 
-    def lifted(self, held: Sequence[TensorShard]) -> list[TensorShard]:
+    def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
         """What this rank holds of its part, as shards of the whole model's tensors."""
         found: list[TensorShard] = []
         for one in held:
@@ -57,7 +57,7 @@ class ModelParts:
 
     def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
         """The norm of the whole model's gradients (a collective)."""
-        return norm_of(gradients, self._world)
+        return global_norm(gradients, self._world)
 
     def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
         """The gradients of this part were reduced; `finite` is what is known of them."""
@@ -68,7 +68,7 @@ class ModelParts:
     ) -> Mapping[str, Tensor]:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         found = dict(weights())
-        held = [one for one in self.lifted(state()) if one.name.removeprefix("model/") in self._shards]
+        held = [one for one in self.as_shards_of_whole(state()) if one.name.removeprefix("model/") in self._shards]
         wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several
@@ -81,7 +81,7 @@ class ModelParts:
         return ShardedSource(source, self._shards)
 
 
-def norm_of(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
+def global_norm(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
     """Of what all ranks hold together, each element once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:

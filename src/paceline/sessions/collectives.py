@@ -14,7 +14,7 @@ from paceline.tasks.metric import is_torchmetric, several
 from paceline.train.metrics import dealt, in_order, result_of, state_of
 
 
-class Ranks:
+class SessionCollectives:
     """The part of a session that knows nothing of training."""
 
     world: World

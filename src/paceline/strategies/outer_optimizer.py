@@ -20,11 +20,11 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import say
 from paceline.collectives.control import sum_over_ranks
 from paceline.collectives.hosts import Hosts
-from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
-from paceline.strategies.refusals import refuse_foreign
+from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
+from paceline.strategies.validation import check_optimizer_parameters
 
 
-class Between(TypedDict, total=False):
+class InterNodeOptions(TypedDict, total=False):
     """What may be asked for between hosts; None is as nothing."""
 
     compress: str | None
@@ -36,15 +36,17 @@ class Between(TypedDict, total=False):
     outer_momentum: float | None
 
 
-class Outer:
+class OuterOptimizer:
     """The outer steps of a training whose hosts step by themselves. It hears each inner step from the optimizer.
 
     Of the state, `model/` is what hosts have agreed on last, `optimizer/` is that of host 0: so any strategy goes on.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, hosts: Hosts, between: Between, across: Across) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, hosts: Hosts, between: InterNodeOptions, across: Across
+    ) -> None:
         """`across` sums how far hosts have gone."""
-        refuse_foreign(model, optimizer)
+        check_optimizer_parameters(model, optimizer)
         self._model, self._optimizer, self._hosts, self._across = model, optimizer, hosts, across
         self._every, self._lr = between.get("local_steps"), between.get("outer_lr") or 1.0
         self._momentum = between.get("outer_momentum") or 0.0
@@ -129,9 +131,9 @@ class Outer:
         there = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self._model, self._optimizer, PrefixedSource(source, prefix) if there else source)
         if saved is None or int(saved) != self._hosts.count:
-            take_mean(source, self.hold_parameters())
+            load_mean(source, self.hold_parameters())
             if saved is not None:
-                say(words_of_mean(int(saved), f"now there are {self._hosts.count}") + _MOMENTS)
+                say(mean_message(int(saved), f"now there are {self._hosts.count}") + _MOMENTS)
             self._put(self._agreed)
             return
         self._put(self._agreed)

@@ -14,11 +14,11 @@ from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.sessions.elsewhere import replace_in_place
-from paceline.sessions.gate import SessionStep
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
+from paceline.sessions.session_step import SessionStep
+from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.optimizer import checked_optimizer
 
@@ -26,7 +26,7 @@ OptimizerLike = Optimizer | MakeOptimizer
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
-def planned(
+def make_loader(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
     run: Run,
     world: World,
@@ -96,7 +96,7 @@ def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers:
         raise UsageError(code="stream-in-processes", value=num_workers)
 
 
-def prepared(
+def prepare_model(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -111,27 +111,27 @@ def prepared(
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
         if not any(p.requires_grad for p in model.parameters()):
             raise UsageError(code="nothing-to-train")
-        make = made_optimizer(model, optimizer)
+        make = optimizer_factory(model, optimizer)
         model = model.to(world.device)
     given = [*model.parameters()]
     replica = strategy(model, make, world)
     with together(world):
-        replace_in_place(given, model)
+        invalidate_replaced_parameters(given, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
         return PreparedModel(replica, scheduler, number, gate)
 
 
-def prepared_again(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
+def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
     """Another optimizer of a model that was prepared already (a collective)."""
     with together(world):
-        made = made_optimizer(part.replica.model, optimizer)(part.replica.model.parameters())
+        made = optimizer_factory(part.replica.model, optimizer)(part.replica.model.parameters())
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(made)
         return part.add_optimizer(made, scheduler)
 
 
-def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+def optimizer_factory(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """What makes the optimizer, from the user's function or from an optimizer that is there already.
 
     Raises:

@@ -17,7 +17,7 @@ ELEMENT_WISE = (
 )  # fmt: skip
 
 
-def only_alone(name: str, world: World) -> None:
+def check_single_process(name: str, world: World) -> None:
     """Refuse a world of several ranks, for a strategy that lives in one process.
 
     Raises:
@@ -27,7 +27,7 @@ def only_alone(name: str, world: World) -> None:
         raise UsageError(code="strategy-of-one-process", value=name, processes=world.size, allowed=[*FOR_SEVERAL])
 
 
-def refuse_lazy(model: nn.Module) -> None:
+def check_no_lazy_parameters(model: nn.Module) -> None:
     """Refuse parameters and buffers that get their shape in the first forward (nn.LazyLinear, nn.LazyBatchNorm2d).
 
     Raises:
@@ -39,7 +39,7 @@ def refuse_lazy(model: nn.Module) -> None:
             raise UsageError(code="lazy-parameter", name=name, kind=kind)
 
 
-def refuse_sparse(model: nn.Module, strategy: str) -> None:
+def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
     """Refuse embeddings that give sparse gradients, for a strategy that only adds up dense ones.
 
     Raises:
@@ -50,7 +50,7 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
             raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
 
 
-def refuse_max_norm(model: nn.Module) -> None:
+def check_no_max_norm(model: nn.Module) -> None:
     """Refuse embeddings that shrink the rows of their own samples in forward, where each rank sees other samples.
 
     Raises:
@@ -62,7 +62,7 @@ def refuse_max_norm(model: nn.Module) -> None:
             raise UsageError(code="embedding-max-norm", module=described, max_norm=module.max_norm)
 
 
-def refuse_hooks(model: nn.Module, strategy: str) -> None:
+def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
     """Refuse hooks on the gradients of parameters, for a strategy that replaces the parameters.
 
     Raises:
@@ -73,7 +73,7 @@ def refuse_hooks(model: nn.Module, strategy: str) -> None:
             raise UsageError(code="hooked-parameter", name=name, strategy=strategy)
 
 
-def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
+def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that trains what is not in the model.
 
     Raises:
@@ -85,7 +85,7 @@ def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
             raise UsageError(code="foreign-parameter", shape=tuple(parameter.shape))
 
 
-def refuse_synchronised(model: nn.Module, name: str) -> None:
+def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
     """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
 
     Raises:
@@ -95,7 +95,7 @@ def refuse_synchronised(model: nn.Module, name: str) -> None:
         raise UsageError(code="exact-with-sync-batchnorm", strategy=name)
 
 
-def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
+def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that may look at more than one element at a time, for a strategy that cuts parameters.
 
     Raises:
