@@ -1,7 +1,7 @@
-"""The base class of all strategies. On its own it trains on one device.
+"""The base class of all strategies. Without a subclass it trains on one device.
 
 A strategy turns a single-device model into this rank's part of a training. A subclass overrides how gradients are
-reduced and what is sharded, so the training step never asks which strategy it is.
+reduced and which state is sharded. The training step itself does not depend on the strategy.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -62,11 +62,11 @@ class Strategy:
     sharded = False
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
-    """whether a forward is a collective: then all ranks compute the same number, some for dummy batches"""
+    """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     host: "Hosts | None" = None
-    """this host, if hosts step separately: only its ranks hold these gradients"""
+    """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
     pipeline: "Pipeline | None" = None
-    """this rank's stage, if ranks share the layers: every forward goes through it"""
+    """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
 
     def __init__(
         self,
@@ -112,7 +112,12 @@ class Strategy:
     # a micro-batch
 
     def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: put the buffers of its virtual rank in the model. `is_last`: of this rank's step."""
+        """Begin a micro-batch: load the buffers of its virtual rank into the model.
+
+        Args:
+            batch: the micro-batch.
+            is_last: whether it is the last one of the step on this rank.
+        """
         work = batch.work
         around = self._around(work, is_last)
         if around is not None or not work.counted:
@@ -135,7 +140,7 @@ class Strategy:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
-        """A context for each micro-batch; None: not needed."""
+        """The context manager for a micro-batch, or None."""
         return None
 
     @contextmanager
@@ -145,7 +150,7 @@ class Strategy:
             yield
 
     def begin_backward(self, work: Work, is_last: bool) -> None:
-        """Begin a backward inside a micro-batch; `is_last`: of the step, on this rank."""
+        """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
         if self.reducer is not None:
             self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.counted)
 
@@ -155,7 +160,7 @@ class Strategy:
             self.reducer.leave(failed=error is not None)
 
     def on_gradient(self, act: Callable[[], None]) -> None:
-        """Call `act` in each backward that reaches the model, also in those of the loop."""
+        """Call `act` in each backward that reaches the model, including backwards of the user's loop."""
         for parameter in {id(p): p for p in (self.parameters[0], self.parameters[-1])}.values():
             parameter.register_post_accumulate_grad_hook(lambda _: act())
 
@@ -173,12 +178,11 @@ class Strategy:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UsageError(code="unfrozen-later", name=name)
-        found = self._reduce(divisor)
-        self.buffers.check()  # after the collectives of gradients, whose order would otherwise differ between ranks
-        return found if self.parts is None else self.parts.after_reduction(found)
+        is_finite = self._reduce(divisor)
+        self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
+        return is_finite if self.parts is None else self.parts.after_reduction(is_finite)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Pending[bool] | None:
-        """See `sync_gradients`."""
         if self.reducer is not None:
             return self.reducer.finish(divisor) or None
         return scale_gradients(self.parameters, 1 / divisor, self.world.device)
@@ -196,11 +200,11 @@ class Strategy:
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
-        own = self._gradients()
-        return own if self.parts is None else self.parts.as_shards_of_whole(own)
+        gradients = self._gradients()
+        return gradients if self.parts is None else self.parts.as_shards_of_whole(gradients)
 
     def _gradients(self) -> list[TensorShard]:
-        """The same for this rank's part of the model, under names of the part."""
+        """The gradients of this rank's part of the model, under the names of that part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float) -> Pending[float]:
@@ -210,14 +214,17 @@ class Strategy:
         """
         tensors = [held.tensor for held in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
-        return norm.then(lambda found: scale_to_norm(tensors, found, max_norm))
+        return norm.then(lambda value: scale_to_norm(tensors, value, max_norm))
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
-        """The global norm of all gradients; `own` are those of this rank. Not finite only if one of them is not."""
-        return total_norm(own)
+    def _gradient_norm(self, tensors: list[Tensor]) -> Pending[float]:
+        """The global norm of all gradients. `tensors` are the gradients of this rank."""
+        return total_norm(tensors)
 
     def all_finite(self) -> bool:
-        """With `host`: whether the gradients of all hosts are finite. Others become NaN on all hosts (a collective)."""
+        """Whether the gradients of all nodes are finite, with local steps (a collective).
+
+        A gradient that is not finite on one node becomes NaN on all nodes.
+        """
         raise NotImplementedError
 
     # buffers
@@ -253,25 +260,22 @@ class Strategy:
         return self.parts.weights(self._weights, self._state)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        """The weights of this rank's part of the model."""
         return self.model.state_dict()
 
     def state(self) -> list[TensorShard]:
         """All tensors of the state on this rank, not copied. Names do not depend on the strategy."""
-        own = self._state()
-        as_shards_of_whole = own if self.parts is None else self.parts.as_shards_of_whole(own)
-        return as_shards_of_whole if self.average is None else [*as_shards_of_whole, *self.average.state()]
+        shards = self._state() if self.parts is None else self.parts.as_shards_of_whole(self._state())
+        return shards if self.average is None else [*shards, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
         """The state of this rank's part of the model."""
         return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
 
     def _hold_parameters(self) -> list[TensorShard]:
-        """The parameters of this rank, to save and to overwrite."""
+        """The parameters of this rank. `load` writes into these tensors."""
         return whole_parameters(self.model.named_parameters())
 
     def _hold_optimizer(self) -> list[TensorShard]:
-        """The state of the optimizer."""
         return hold_optimizer(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
@@ -282,32 +286,34 @@ class Strategy:
 
     @torch.no_grad()
     def _load(self, source: Source) -> None:
-        """Restore this rank's part of the model."""
         for held in self._hold_parameters():
             load_into(source, held)
-        if self.host is None and (hosts := load_mean(source, self._hold_parameters())):
-            say(mean_message(hosts, "now all agree after each step"))
+        if self.host is None and (nodes := load_mean(source, self._hold_parameters())):
+            say(mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 
     def _load_optimizer(self, source: Source) -> None:
-        """Restore the state of the optimizer."""
         load_optimizer(self.model, self.optimizer, source)
 
 
 class MakeStrategy(Protocol):
-    """Makes a Strategy for a model; each entry of `STRATEGIES` is one."""
+    """Creates a Strategy for a model. The entries of `STRATEGIES` have this type."""
 
     def __call__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> Strategy:
-        """Prepare `model`, already on the world's device, for training among the ranks of `world` (a collective).
+        """Prepare `model` for training on the ranks of `world` (a collective).
 
-        `virtual_ranks` is that of the plan whose batches will come; by default the world size.
+        Args:
+            model: on the world's device.
+            make_optimizer: creates the optimizer from the parameters.
+            world: the ranks.
+            virtual_ranks: number of virtual ranks of the batch plan. Default: the world size.
 
         Raises:
             ValueError: if the ranks' models differ in names, shapes or types.
-            UsageError: for a model or optimizer that the strategy cannot train.
+            UsageError: if the strategy does not support the model or the optimizer.
         """
         ...
 
@@ -315,5 +321,5 @@ class MakeStrategy(Protocol):
 def scale_gradients(
     parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
 ) -> bool | Pending[bool]:
-    """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
+    """Multiply all existing gradients by the scalar `factor`. Returns whether they are finite."""
     return scaled([p.grad for p in parameters if p.grad is not None], factor, device)

@@ -1,4 +1,4 @@
-"""Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
+"""Data parallelism in buckets: ranks all-reduce gradients while backward runs, or after it in shared memory."""
 
 from operator import attrgetter
 from typing import Unpack
@@ -28,26 +28,33 @@ def bucketed(
     /,
     *,
     virtual_ranks: int | None = None,
-    **between: Unpack[InterNodeOptions],
+    **options: Unpack[InterNodeOptions],
 ) -> Strategy:
-    """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
+    """All-reduce gradients in buckets, in reverse order of the parameters.
 
-    Ranks that all share memory need none: they add up all gradients after backward, which is faster there. `between`
-    says what is done between hosts on a slow network.
+    Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
+    they sum all gradients after backward, which is faster in memory.
+
+    Args:
+        model: on the world's device.
+        make_optimizer: creates the optimizer from the parameters.
+        world: the ranks.
+        virtual_ranks: see MakeStrategy.
+        options: compression or local steps between nodes on a slow network.
 
     Raises:
-        ValueError: if the ranks' models differ in names, shapes or types, or these ranks cannot do what `between` says.
+        ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
     """
     check_no_lazy_parameters(model)
     check_no_sparse_gradients(model, "bucketed")
     broadcast_module(model, group=world.group)
-    if (slowly := inter_node_strategy(model, make_optimizer, world, virtual_ranks, between)) is not None:
-        return slowly
+    if (strategy := inter_node_strategy(model, make_optimizer, world, virtual_ranks, options)) is not None:
+        return strategy
     return Bucketed(model, make_optimizer, world, virtual_ranks=virtual_ranks)
 
 
 class Bucketed(Strategy):
-    """See `bucketed`. One rank alone has nothing to sum, but raises the errors that several would raise."""
+    """See `bucketed`. A single rank has nothing to sum, but raises the same errors as several ranks."""
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
@@ -72,4 +79,4 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            say(f"the checkpoint is of {describe_division(saved)}: what they held back is dropped")
+            say(f"the checkpoint was saved on {describe_division(saved)}: their compression residuals are dropped")

@@ -1,4 +1,4 @@
-"""One process, many GPUs: torch's nn.DataParallel, kept to show what came before one process per GPU."""
+"""torch's nn.DataParallel: one process, several GPUs. For comparison with one process per GPU."""
 
 from torch import nn
 
@@ -8,10 +8,10 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_singl
 
 
 class DataParallel(Strategy):
-    """Let one process divide each micro-batch over all its GPUs, one thread each.
+    """One process splits each micro-batch over all its GPUs, with one thread for each.
 
-    On a CPU, or on one GPU, nn.DataParallel only calls the module, so this is the same as `single`. Over several
-    GPUs each one normalises its own piece (batch norm) and only the first one's running statistics are kept.
+    On a CPU or a single GPU, nn.DataParallel only calls the module, so the result is that of `single`. On several GPUs
+    batch norm normalises the piece of each GPU separately, and only the statistics of the first GPU are kept.
 
     Raises:
         UsageError: in a world of more than one rank.

@@ -1,4 +1,4 @@
-"""What hosts on a slow network do differently: they send less in each step, or nothing in most (see `outer`)."""
+"""Training of several nodes on a slow network: compressed gradients, or local steps (see `outer_optimizer`)."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,43 +23,43 @@ from paceline.strategies.outer_optimizer import InterNodeOptions, OuterOptimizer
 
 
 def inter_node_strategy(
-    model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, between: InterNodeOptions
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, options: InterNodeOptions
 ) -> "InterNodeStrategy | None":
-    """`model` in training on hosts that do what `between` says; None where they do nothing (a collective).
+    """The strategy for these `options` between nodes; None if no option applies (a collective).
 
     Raises:
-        ValueError: these ranks cannot do it.
+        ValueError: if the ranks do not support the options.
     """
-    hosts = _hosts_for(between, model, world)
+    hosts = _hosts_for(options, model, world)
     if hosts is None:
         return None
-    kind = LocalSteps if between.get("local_steps") else InterNodeStrategy
-    return kind(model, make_optimizer, world, hosts, virtual_ranks, between)
+    strategy = LocalSteps if options.get("local_steps") else InterNodeStrategy
+    return strategy(model, make_optimizer, world, hosts, virtual_ranks, options)
 
 
-def _hosts_for(between: InterNodeOptions, model: nn.Module, world: World) -> Hosts | None:
-    """None where nothing was asked for, or there is one host: then that is said."""
-    asked: dict[str, Any] = {name: between.get(name) for name in SLOW}
-    if error := network_error(asked):
+def _hosts_for(options: InterNodeOptions, model: nn.Module, world: World) -> Hosts | None:
+    """The nodes of `world`. None if no option is set, or if there is one node; then a message explains it."""
+    values: dict[str, Any] = {name: options.get(name) for name in SLOW}
+    if error := network_error(values):
         raise told_once(error, world)
-    given = [name for name in ("compress", "local_steps") if asked[name] is not None]
+    given = [name for name in ("compress", "local_steps") if values[name] is not None]
     if not given:
         return None
     parameters, exchange = trainable(model), make_communicator()
-    place = exchange.hosts()
-    if place is not None and fit_in_memory(parameters):
-        return place
+    hosts = exchange.hosts()
+    if hosts is not None and fit_in_memory(parameters):
+        return hosts
     if world.size > 1 and exchange.kind != "shared":
         raise told_once(UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world)
-    words = " ".join(flag(name, asked[name]) for name in given)
-    say(f"{words} has no effect: all ranks are on one node, which sends nothing to another")
+    flags = " ".join(flag(name, values[name]) for name in given)
+    say(f"{flags} has no effect: all ranks are on one node")
     return None
 
 
 class InterNodeStrategy(Strategy):
-    """Gradients are summed on each host, and compressed between hosts.
+    """Sums gradients on each node, and sends them compressed between nodes.
 
-    What a host holds back of its gradients is a part of the state. A step that is skipped drops its changes, too.
+    The compression residuals of each node are a part of the state. A skipped step also drops its changes of them.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class InterNodeStrategy(Strategy):
         world: World,
         hosts: Hosts,
         virtual_ranks: int | None,
-        between: InterNodeOptions,
+        options: InterNodeOptions,
     ) -> None:
-        """`hosts` are those of `world`, `between` is what they do."""
+        """`hosts`: the nodes of `world`."""
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
-        self._across = Across(trainable(model), hosts, between.get("compress"), between.get("powersgd_rank"))
+        self._across = Across(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
         self._division = torch.tensor([hosts.count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
-        reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, between))
+        reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, options))
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: InterNodeOptions) -> Across | None:
-        """What sums gradients over hosts in each step, if anything does."""
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions) -> Across | None:
+        """The sum of gradients over nodes; None if nodes do not sum gradients in each step."""
         return self._across
 
     def keep_buffers(self) -> None:
@@ -95,36 +95,36 @@ class InterNodeStrategy(Strategy):
         self._across.put_back()
 
     def _state(self) -> list[TensorShard]:
-        held_back = self._across.state().items()
-        own = [TensorShard(self._prefix + name, tensor, replicated=False) for name, tensor in held_back]
-        return [*super()._state(), TensorShard("feedback/division", self._division), *own]
+        residuals = self._across.state().items()
+        shards = [TensorShard(self._prefix + name, tensor, replicated=False) for name, tensor in residuals]
+        return [*super()._state(), TensorShard("feedback/division", self._division), *shards]
 
     def _load(self, source: Source) -> None:
         super()._load(source)
         self._across.forget()
         saved = source.tensor("feedback/division")
         if saved is not None and torch.equal(saved, self._division):
-            there = PrefixedSource(source, self._prefix)
-            held_back = self._across.state().items()
-            self._across.load({name: needed(there, name, tensor) for name, tensor in held_back})
+            of_rank = PrefixedSource(source, self._prefix)
+            residuals = self._across.state().items()
+            self._across.load({name: needed(of_rank, name, tensor) for name, tensor in residuals})
         elif saved is not None:
             say(
-                f"the checkpoint is of {describe_division(saved)}, now there are {describe_division(self._division)}: what they held "
-                "back is dropped, and they begin with nothing held back"
+                f"the checkpoint was saved on {describe_division(saved)}, now there are "
+                f"{describe_division(self._division)}: the compression residuals are dropped and start at zero"
             )
 
 
 class LocalSteps(InterNodeStrategy):
-    """Each host takes its steps by itself; see `outer`."""
+    """Each node trains separately between outer steps; see `outer_optimizer`."""
 
-    def _prepare(self, model: nn.Module, optimizer: Optimizer, between: InterNodeOptions) -> Across | None:
-        self._outer = OuterOptimizer(model, optimizer, self._hosts, between, self._across)
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions) -> Across | None:
+        self._outer = OuterOptimizer(model, optimizer, self._hosts, options, self._across)
         self.host = self._hosts
         return None
 
     def _reduce(self, divisor: float | Tensor) -> bool | None:
         assert self.reducer is not None
-        # the mean of the hosts' steps is then, of plain SGD, the step on the global batch
+        # with plain SGD the mean of the nodes' steps is then the step on the global batch
         return self.reducer.finish(divisor / self._hosts.count) or None
 
     def all_finite(self) -> bool:
@@ -133,7 +133,7 @@ class LocalSteps(InterNodeStrategy):
 
     def merged_buffers(self) -> AbstractContextManager[None]:
         """See Strategy."""
-        return self._outer.shown(super().merged_buffers)
+        return self._outer.averaged(super().merged_buffers)
 
     def _hold_parameters(self) -> list[TensorShard]:
         return self._outer.hold_parameters()
@@ -146,6 +146,6 @@ class LocalSteps(InterNodeStrategy):
 
 
 def describe_division(division: Tensor) -> str:
-    """In words, of (hosts, ranks of each)."""
+    """Describe a division (nodes, ranks of each node) for a message."""
     count, size = division.tolist()
-    return f"{count} hosts of {size} rank{'s' if size > 1 else ''}"
+    return f"{count} nodes of {size} rank{'s' if size > 1 else ''}"

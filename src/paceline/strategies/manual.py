@@ -14,7 +14,7 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_no_sp
 
 
 class Manual(Strategy):
-    """One message per parameter, after backward has ended: right, simple and slow.
+    """One message per parameter, after backward: correct, simple and slow.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
@@ -36,13 +36,13 @@ class Manual(Strategy):
 
     def reset(self) -> None:
         """See Strategy."""
-        all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for ours
+        all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for this rank's gradients
         super().reset()
 
 
 @torch.no_grad()
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], divisor: Tensor | float) -> None:
-    """Replace each .grad by its sum over ranks, divided; None if no rank has one."""
+    """Replace each .grad by its sum over ranks, divided by `divisor`. It stays None if no rank has a gradient."""
     if not parameters:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)

@@ -1,7 +1,8 @@
-"""What makes of the strategy for a part of a model, made among the ranks that hold that part, one for the whole model.
+"""Extends a strategy for one part of a model to the whole model, for tensor, context and pipeline parallelism.
 
-The strategy knows of no other parts: to it the part is the model, and the world those ranks. What is of all parts is
-added here: the norm of all gradients, the state in whole tensors' coordinates, the weights.
+A strategy trains one part of the model, on the ranks that hold this part: to the strategy the part is the model, and
+these ranks are the world. This module adds results of all parts: the gradient norm, the weights, and the state as
+shards of whole tensors.
 """
 
 import math
@@ -18,7 +19,7 @@ from paceline.rank.world import World
 
 
 class ModelParallel:
-    """What the ranks that hold the parts of a model add to the strategy of each part; see `Strategy.parts`."""
+    """Results of all parts of a model, for the strategy of one part; see `Strategy.parts`."""
 
     def __init__(
         self,
@@ -27,40 +28,44 @@ class ModelParallel:
         shards: Mapping[str, ShardedParameter],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Prepare it.
+        """Keep the arguments.
 
         Args:
             model: this rank's part.
-            world: all ranks, laid out in a mesh.
-            shards: by name the parameters of which this rank holds a shard only.
-            is_elsewhere: whether what has this name, and is held here, is another stage's to save.
+            world: all ranks, in a mesh.
+            shards: by name, the parameters of which this rank holds a shard only.
+            is_elsewhere: whether a different stage saves the tensor of this name.
         """
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
-        self._copy = world.along("tensor").rank + world.along("context").rank  # of what is not sharded; 0 is the first
+        self._copy = (
+            world.along("tensor").rank + world.along("context").rank
+        )  # of unsharded tensors; 0 is the first copy
         self._in_stages = world.mesh.of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
-        """What this rank holds of its part, as shards of the whole model's tensors."""
-        found: list[TensorShard] = []
-        for one in held:
-            sharded = sharded_as(one.name, self._shards)
-            # the next along data holds it, too
-            again = one.spare or self._is_elsewhere(one.name) or (one.replicated and self._world.data.rank > 0)
-            if sharded is not None and one.shape == sharded.shape:
-                found += [replace(piece, replicated=False, spare=again) for piece in sharded.held(one)]
-            elif one.replicated and not self._in_stages:
-                found.append(one)
+        """The tensors of this rank's part, as shards of the whole model's tensors."""
+        shards: list[TensorShard] = []
+        for tensor in held:
+            sharded = sharded_as(tensor.name, self._shards)
+            # the ranks along data also hold it
+            is_spare = (
+                tensor.spare or self._is_elsewhere(tensor.name) or (tensor.replicated and self._world.data.rank > 0)
+            )
+            if sharded is not None and tensor.shape == sharded.shape:
+                shards += [replace(piece, replicated=False, spare=is_spare) for piece in sharded.held(tensor)]
+            elif tensor.replicated and not self._in_stages:
+                shards.append(tensor)
             else:
-                found.append(replace(one, replicated=False, spare=again or self._copy > 0))
-        return found
+                shards.append(replace(tensor, replicated=False, spare=is_spare or self._copy > 0))
+        return shards
 
     def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
         """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
     def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
-        """The gradients of this part were reduced; `finite` is what is known of them."""
+        """Called after the reduction of this part's gradients. `finite`: whether they are finite, if known."""
         return finite
 
     def weights(
@@ -68,21 +73,23 @@ class ModelParallel:
     ) -> Mapping[str, Tensor]:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         found = dict(weights())
-        held = [one for one in self.as_shards_of_whole(state()) if one.name.removeprefix("model/") in self._shards]
-        wholes = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        held = [
+            shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
+        ]
+        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several
-            if first[id(parameter)] in wholes:
-                found[name] = wholes[first[id(parameter)]]
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
+            if first[id(parameter)] in full_tensors:
+                found[name] = full_tensors[first[id(parameter)]]
         return found
 
     def source(self, source: Source) -> Source:
-        """A saved state of the whole model, as one of this part."""
+        """A view of a saved state of the whole model as the state of this part."""
         return ShardedSource(source, self._shards)
 
 
 def global_norm(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
-    """Of what all ranks hold together, each element once (a collective)."""
+    """The norm of the gradients of all ranks, with each element counted once (a collective)."""
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     for held in gradients:
         if not (held.spare or (held.replicated and world.rank > 0)):

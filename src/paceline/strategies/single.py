@@ -1,4 +1,4 @@
-"""One process, one device: what all other strategies are compared with."""
+"""One process and one device: the reference for all other strategies."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""What a strategy cannot train, refused before the first step."""
+"""Checks before the first step that a strategy supports the model and the optimizer."""
 
 from torch import nn, optim
 from torch.nn.parameter import is_lazy
@@ -10,7 +10,7 @@ from paceline.config.strategies import FOR_SEVERAL
 from paceline.errors import UsageError
 from paceline.rank.world import World
 
-# Each updates an element by that element's own gradient and history alone.
+# Each element's update depends only on the gradient and the history of that element.
 ELEMENT_WISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
@@ -18,7 +18,7 @@ ELEMENT_WISE = (
 
 
 def check_single_process(name: str, world: World) -> None:
-    """Refuse a world of several ranks, for a strategy that lives in one process.
+    """Check that there is one rank, for a strategy that supports a single process only.
 
     Raises:
         UsageError: if `world` has more than one rank.
@@ -28,10 +28,10 @@ def check_single_process(name: str, world: World) -> None:
 
 
 def check_no_lazy_parameters(model: nn.Module) -> None:
-    """Refuse parameters and buffers that get their shape in the first forward (nn.LazyLinear, nn.LazyBatchNorm2d).
+    """Check for lazy modules (nn.LazyLinear, nn.LazyBatchNorm2d), whose tensors have no shape before the first forward.
 
     Raises:
-        UsageError: naming the first of them.
+        UsageError: for the first lazy parameter or buffer.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -40,10 +40,10 @@ def check_no_lazy_parameters(model: nn.Module) -> None:
 
 
 def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
-    """Refuse embeddings that give sparse gradients, for a strategy that only adds up dense ones.
+    """Check for embeddings with sparse gradients, for a strategy that sums dense gradients only.
 
     Raises:
-        UsageError: naming the module.
+        UsageError: for the first such module.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
@@ -51,10 +51,10 @@ def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
 
 
 def check_no_max_norm(model: nn.Module) -> None:
-    """Refuse embeddings that shrink the rows of their own samples in forward, where each rank sees other samples.
+    """Check for embeddings with max_norm, whose forward changes the rows that this rank's samples use.
 
     Raises:
-        UsageError: naming the module.
+        UsageError: for the first such module.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -63,10 +63,10 @@ def check_no_max_norm(model: nn.Module) -> None:
 
 
 def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
-    """Refuse hooks on the gradients of parameters, for a strategy that replaces the parameters.
+    """Check for gradient hooks on parameters, for a strategy that replaces the parameters.
 
     Raises:
-        UsageError: naming the first parameter that has one.
+        UsageError: for the first parameter with a hook.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
@@ -74,19 +74,19 @@ def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
 
 
 def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that trains what is not in the model.
+    """Check that the optimizer trains parameters of the model only.
 
     Raises:
-        UsageError: naming its shape.
+        UsageError: for the first other parameter.
     """
-    own = set(model.parameters())
+    parameters = set(model.parameters())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in own:
+        if parameter not in parameters:
             raise UsageError(code="foreign-parameter", shape=tuple(parameter.shape))
 
 
 def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
-    """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
+    """Check for synchronised batch norm, for a strategy whose result must not depend on the world size.
 
     Raises:
         UsageError: if `model` has any.
@@ -96,11 +96,11 @@ def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
 
 
 def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that may look at more than one element at a time, for a strategy that cuts parameters.
+    """Check that the optimizer's update is element-wise, for a strategy that shards parameters.
 
     Raises:
-        UsageError: naming those that do not.
+        UsageError: for any other optimizer.
     """
     if type(optimizer) not in ELEMENT_WISE:
-        known, kind = [one.__name__ for one in ELEMENT_WISE], type(optimizer).__name__
+        known, kind = [supported.__name__ for supported in ELEMENT_WISE], type(optimizer).__name__
         raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=kind, known=known)

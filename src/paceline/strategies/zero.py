@@ -1,4 +1,4 @@
-"""The bits of `exact`, with an N-th of the gradients' and of the optimizer's memory on each of N ranks."""
+"""The bits of `exact`, with gradients and optimizer state sharded over ranks (ZeRO stage 2)."""
 
 from torch import Tensor, nn
 
@@ -23,14 +23,14 @@ from paceline.strategies.validation import (
 
 
 class Zero(Strategy):
-    """Gradients are added up as in `exact`; each rank is given its share, and updates that share of the parameters.
+    """Sums gradients as `exact` does. Each rank receives its shard, and updates that shard of the parameters.
 
-    Memory of each rank, for P parameters in N ranks: P weights, P/N gradients, P/N of what the optimizer keeps. While
-    a rank adds up several micro-batches, P gradients exist.
+    Memory of each rank, for P parameters and N ranks: P weights, P/N gradients, P/N of each optimizer state tensor.
+    While a rank accumulates several micro-batches, P gradients exist.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, and for an optimizer that looks at more than one element at a time.
+        UsageError: for synchronised batch norm, and for an optimizer whose update is not element-wise.
     """
 
     sharded = True
@@ -59,10 +59,10 @@ class Zero(Strategy):
         )  # fmt: skip
 
     def _gradients(self) -> list[TensorShard]:
-        own = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
-        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in own if g is not None]
+        shards = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
+        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in shards if g is not None]
 
-    def _gradient_norm(self, own: list[Tensor]) -> Pending[float]:
+    def _gradient_norm(self, tensors: list[Tensor]) -> Pending[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
     def _hold_optimizer(self) -> list[TensorShard]:

@@ -185,7 +185,7 @@ def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, wor
     whole = sum(one.seconds for one in stages)
     lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {plural(most, 'micro-batch', 'micro-batches')}"]
     for number, (one, begin, wait) in enumerate(
-        zip(stages, ["", *(cut.module for cut in division.cuts)], waits, strict=True)
+        zip(stages, ["", *(point.module for point in division.split_points)], waits, strict=True)
     ):
         place = f"stage {number} {f'from {begin}' if begin else 'from the input'}"
         share = f"{one.seconds / whole:.0%} of the time" if whole else "no time"
