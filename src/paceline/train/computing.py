@@ -25,7 +25,7 @@ from paceline.compute.precision import (
     lacks_tf32,
     set_float32_mode,
 )
-from paceline.compute.resources import CpuAllocation, current_cpu_allocation, keep_memory, share, thread_warnings
+from paceline.compute.resources import CpuAllocation, current_cpu_allocation, keep_memory, thread_warnings, threads_for
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError, Write, flag
 from paceline.host.cgroup import free_memory
@@ -65,7 +65,7 @@ def take_threads(asked: int | None, world: World, *, write: Write = flag) -> lis
     told = gather_words([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
     seats = [msgspec.convert(seat, CpuAllocation) for seat, _ in told]
     planned = [
-        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, share(seats, rank)))
+        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, threads_for(seats, rank)))
         for rank, (seat, (_, fixed)) in enumerate(zip(seats, told, strict=True))
     ]
     if planned[world.rank].threads != mine.threads:
