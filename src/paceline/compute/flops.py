@@ -131,14 +131,7 @@ class Utilization:
     def __init__(
         self, world: World, given: float | None = None, count: FlopCount | None = None, precision: str = ""
     ) -> None:
-        """Keep the arguments.
-
-        Args:
-            world: the ranks.
-            given: the peak of one device in TFLOP/s; 0: no utilization.
-            count: the FLOPs of a sample.
-            precision: bf16 or fp16, if it differs from the type in `count`.
-        """
+        """`given`: the peak of one device in TFLOP/s, or 0. `precision`: bf16 or fp16, if it differs from `count`."""
         self.device, self.devices, self.given, self._peak = world.device, world.size, given, given
         self.count, self._half = count or FlopCount(), HALF.get(precision)
         self.tokens = self.samples = 0

@@ -35,13 +35,8 @@ _is_plain = ContextVar("is_plain", default=False)
 def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     """The modules inside `model` whose name or class matches one of the comma-separated patterns, by name.
 
-    If a module and a module inside it match, only the outer one is returned. * and ? match any characters, including
-    dots.
-
-    Args:
-        model: its modules are searched.
-        rule: the patterns.
-        flag: the option of the rule, for the error.
+    If a module and a module inside it match, only the outer one is returned. * and ? also match dots. `flag` is the
+    option of the rule, for the error.
 
     Raises:
         UsageError: if a pattern matches no module.

@@ -19,12 +19,7 @@ class PhaseEvents:
     """The phase times of a rank. Call it at the beginning of each phase; `take` returns the times."""
 
     def __init__(self, event: Callable[[], Any], recording: Callable[[], bool]) -> None:
-        """Keep the arguments.
-
-        Args:
-            event: creates a torch.Event with timing, or an object like it.
-            recording: whether a CUDA graph is being recorded. Then no event is recorded.
-        """
+        """`event` creates a torch.Event with timing. While `recording()` a CUDA graph, no event is recorded."""
         self._event, self._recording = event, recording
         self._marks: deque[tuple[Phase, Any]] = deque()
         self._free: list[Any] = []  # to be reused: creating an event takes longer than recording it

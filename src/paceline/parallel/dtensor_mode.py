@@ -2,10 +2,10 @@
 
 A column-wise layer computes a shard of its outputs, and returns a DTensor. For the model's code this is a tensor of
 the whole shape. So code without knowledge of ranks (`view(B, T, heads, C // heads)`, a softmax, a mask) computes the
-same as on one process. If an operation needs more than the shard, torch gathers it: a bad plan is slow, never wrong.
+same as on one process. If an operation needs more than the shard, torch gathers it: a bad plan is only slow.
 
-`DTensorMode` handles each function that the model's forward calls, and adds to DTensor: Plain tensors among DTensors are
-treated as replicated. Random numbers are drawn for the whole tensor, as on one process, and each rank takes its shard.
+`DTensorMode` handles each function that the model's forward calls. It treats plain tensors among DTensors as
+replicated. Random numbers are drawn for the whole tensor, as on one process, and each rank takes its shard.
 Attention is computed by heads. A fused projection of queries, keys and values is split without communication.
 """
 

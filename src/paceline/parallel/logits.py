@@ -174,7 +174,6 @@ class _LossParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, target: Tensor, shape: Any, mesh: DeviceMesh, options: Any) -> Tensor:
-        """`F.cross_entropy` of logits (N, classes, ...), of which `shard` is this rank's shard."""
         stride = torch.empty(shape, device="meta").stride()
         logits = DTensor.from_local(shard.detach(), mesh, [Shard(1)], shape=shape, stride=stride).requires_grad_()
         with torch.enable_grad(), loss_parallel():

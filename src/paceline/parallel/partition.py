@@ -186,14 +186,12 @@ class _DataFlow(TorchFunctionMode):
         return True
 
     def begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward pre-hook."""
         leaves = enumerate(tree_leaves((args, kwargs)))
         dependent = [(i, t) for i, t in leaves if isinstance(t, Tensor) and self.depends(t)]
         self.called += 1
         self.calls[name].append(_Call(self.called, self.now, dependent))
 
     def end(self, name: str, *_: object) -> None:
-        """A forward hook."""
         self.calls[name][-1].stop = self.now
 
     def points(self) -> list[tuple[str, _Call]]:
@@ -213,7 +211,6 @@ class _DataFlow(TorchFunctionMode):
         )
 
     def split_point(self, name: str, call: _Call) -> SplitPoint:
-        """The point before `call` of module `name`."""
         leaves = [Leaf(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
@@ -269,7 +266,6 @@ class _Clock:
         self._count = len(points) + 1
 
     def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
-        """The shortest time of all passes, for the layers between two points."""
         runs = [self._run(forward, loss) for _ in range(PASSES)]
         return [
             Layers(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)

@@ -44,13 +44,7 @@ class TensorSharding:
         self.sent[layer] = self.sent.get(layer, 0) + size
 
     def table(self, model: nn.Module, samples: int, of_step: int) -> list[str]:
-        """A table of the sharded layers, with the bytes per step of a rank.
-
-        Args:
-            model: the sharded model.
-            samples: number of samples in `sent`.
-            of_step: number of samples in a step.
-        """
+        """A table of the sharded layers and the bytes per step. `samples`: in `sent`; `of_step`: in a step."""
         rows = [("parameters", "shape", "sharding", "bytes per step")]
         layers_of: dict[tuple[str, str, str], list[str]] = {}
         for name, layer in self.plan.items():
@@ -135,7 +129,9 @@ def shard_along_tensor(
 
     run_in_mode(model, mode, after)
     if probe is not None and expected is not None:
-        compare_losses(probe, expected, world, "Say in Task(parallelize=...) which layers are cut, or stay whole")
+        compare_losses(
+            probe, expected, world, "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
+        )
     return sharding
 
 

@@ -112,12 +112,7 @@ class Strategy:
     # a micro-batch
 
     def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: load the buffers of its virtual rank into the model.
-
-        Args:
-            batch: the micro-batch.
-            is_last: whether it is the last one of the step on this rank.
-        """
+        """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
         work = batch.work
         around = self._around(work, is_last)
         if around is not None or not work.counted:
@@ -268,7 +263,6 @@ class Strategy:
         return shards if self.average is None else [*shards, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
-        """The state of this rank's part of the model."""
         return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
 
     def _hold_parameters(self) -> list[TensorShard]:

@@ -33,14 +33,8 @@ def bucketed(
     """All-reduce gradients in buckets, in reverse order of the parameters.
 
     Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
-    they sum all gradients after backward, which is faster in memory.
-
-    Args:
-        model: on the world's device.
-        make_optimizer: creates the optimizer from the parameters.
-        world: the ranks.
-        virtual_ranks: see MakeStrategy.
-        options: compression or local steps between nodes on a slow network.
+    they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
+    nodes on a slow network. For the other arguments see MakeStrategy.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
@@ -59,7 +53,6 @@ class Bucketed(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
         alone = world.size == 1
         reducer = None if alone else sum_by_rank(model, forest_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())

@@ -76,26 +76,20 @@ class VirtualBuffers:
         self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[int, dict[str, Seen]] = {}
-        """by virtual rank: how it has changed the buffers in `_integers`"""
+        self._seen: dict[int, dict[str, Seen]] = {}  # by virtual rank: how it has changed the buffers in `_integers`
         self._counted: dict[tuple[int, int], int] = {}
         """samples of each (virtual rank, part) of this step that `_seen` includes: a phase may compute it again"""
         self._forwarded = False
-        self._assigned: set[str] = set()
-        """buffers that the script has set outside of a step"""
-        self._last_read: dict[str, tuple[Tensor, int]] = {}
-        """the module's tensors at the last read, and their versions"""
+        self._assigned: set[str] = set()  # buffers that the script has set outside of a step
+        self._last_read: dict[str, tuple[Tensor, int]] = {}  # the module's tensors at the last read, and their versions
         self._note_read(self._slots)
         self._checks = 2 if virtual_ranks > 1 and self._open else 0
         """remaining steps with checks: a change by the loop in the first step is visible in the second"""
-        self._independent: set[str] = set()
-        """open floating-point buffers that do not depend on the number of samples"""
+        self._independent: set[str] = set()  # open floating-point buffers that do not depend on the number of samples
         self._synchronised_with: dict[str, tuple[Tensor, int]] = {}
         """`_last_read` when the gradients of the current micro-batch were summed"""
-        self._by_loop: set[str] = set()
-        """buffers that the loop body changed after that"""
-        self._differed: set[str] = set()
-        """integer buffers whose values have differed between virtual ranks"""
+        self._by_loop: set[str] = set()  # buffers that the loop body changed after that
+        self._differed: set[str] = set()  # integer buffers whose values have differed between virtual ranks
         self._inside: tuple[Work, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
         """the current micro-batch, the buffers before it, and `_last_read` before it"""
         self._kept: dict[int, _Buffers] = {}
@@ -307,7 +301,6 @@ class VirtualBuffers:
         return saved != {ranks_share(self._virtual_ranks, rank, self._world.size).start for rank in ranks}
 
     def _merged_in(self, source: Source) -> _Buffers:
-        """The custom buffers of `source`, merged."""
         merged: _Buffers = {}
         for name, (owner, leaf) in self._custom.items():
             initial = self._initial[name]
@@ -325,7 +318,6 @@ class VirtualBuffers:
         return merged
 
     def _start_from(self, values: _Buffers) -> None:
-        """Set the buffers of all virtual ranks to `values`, as if the run started with them."""
         self._seen = {}
         for name, value in values.items():
             self._initial[name] = value.clone()
@@ -417,7 +409,6 @@ class VirtualBuffers:
         return found
 
     def _integer_sums(self, names: Sequence[str]) -> _Buffers:
-        """Sums of integer buffers (a collective, if there are any)."""
         if not names:
             return {}
         initial = [self._initial[name].flatten().long() for name in names]

@@ -87,7 +87,6 @@ class DDP(Strategy):
 
 
 def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
-    """Raise UsageError if a parameter's gradient accumulator is not the one that has DDP's hook."""
     for name, parameter in model.named_parameters():
         if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
             raise UsageError(code="ddp-parameter-replaced", name=name)

@@ -20,7 +20,6 @@ class DataParallel(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
         check_single_process("dp", world)
         check_no_lazy_parameters(model)
         optimizer = make_optimizer(model.parameters())

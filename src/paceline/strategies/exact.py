@@ -27,7 +27,6 @@ class Exact(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
         check_no_sync_batchnorm(model, "exact")
         check_no_lazy_parameters(model)
         check_no_sparse_gradients(model, "exact")

@@ -163,7 +163,6 @@ class _Collective:
         self._name = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer to send or to receive."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -221,13 +220,11 @@ class _LocalShards:
         return None if gradient is None else gradient.to_local().view(-1)
 
     def release_gradients(self, *_: object) -> None:
-        """After an update: free all gradients."""
         for piece in self.pieces.values():
             piece.parameter.grad = None
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[TensorShard]:
-        """See Strategy."""
         held = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
@@ -239,11 +236,9 @@ class _LocalShards:
         return [replace(shard, spare=not shard.replicated) for shard in held] if self._is_copy else held
 
     def gradient_norm(self) -> Pending[float]:
-        """The global norm (a collective)."""
         return global_norm(self.gradients(), self._world)
 
     def parameters(self) -> list[TensorShard]:
-        """The parameters, to save and to load."""
         held = whole_parameters(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
@@ -325,7 +320,6 @@ class _UsedParameters:
             self._called.clear()
 
     def begin_backward(self) -> None:
-        """Called at the beginning of a backward."""
         self._recomputed.clear()
 
     def _check_recomputed(self, name: str) -> None:

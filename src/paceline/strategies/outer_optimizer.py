@@ -57,8 +57,7 @@ class OuterOptimizer:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._common = [p.detach().clone() for p in self._parameters]
         self._velocity = [torch.zeros_like(values) for values in self._common] if self._momentum else []
-        self._steps = torch.zeros(1, dtype=torch.int64)
-        """local steps since the last outer step"""
+        self._steps = torch.zeros(1, dtype=torch.int64)  # local steps since the last outer step
         optimizer.register_step_post_hook(self._stepped)
 
     def all_finite(self) -> bool:

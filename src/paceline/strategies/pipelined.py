@@ -131,20 +131,11 @@ class _Stage(ModelParallel):
         called: Mapping[str, str],
         shared: Sequence[tuple[Any, list[nn.Parameter]]],
     ) -> None:
-        """Keep the arguments.
-
-        Args:
-            model: this stage.
-            world: all ranks, in a mesh.
-            is_elsewhere: see ModelParallel.
-            called: see `_saved_names`.
-            shared: see `_shared_parameters`.
-        """
+        """`called`: see `_saved_names`. `shared`: see `_shared_parameters`."""
         super().__init__(model, world, {}, is_elsewhere)
         self._called, self._shared = called, shared
 
     def after_reduction(self, finite: bool | Pending[bool] | None) -> None:
-        """See ModelParallel."""
         for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
             dist.all_reduce(labelled(flat, "gradients of shared parameters"), group=group)
@@ -153,7 +144,6 @@ class _Stage(ModelParallel):
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        """See ModelParallel."""
         held = [shard for shard in self.as_shards_of_whole(state()) if shard.name.startswith("model/")]
         for name, buffer in self._model.named_buffers():
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)

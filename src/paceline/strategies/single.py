@@ -17,7 +17,6 @@ class Single(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
         check_single_process("single", world)
         check_no_lazy_parameters(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
