@@ -52,7 +52,7 @@ class Gated(Layer):
 
 def test_by_default_the_blocks_are_the_repeated_layers() -> None:
     assert chosen(Transformer()) == ["blocks.0", "blocks.1"]
-    assert chosen(Around(Transformer())) == ["base_model.model.blocks.0", "base_model.model.blocks.1"]
+    assert chosen(Around(Transformer())) == [f"base_model.model.{name}" for name in ("blocks.0", "blocks.1")]
     assert chosen(nn.Sequential(nn.Linear(4, 8), nn.Sequential(Layer(), Layer()))) == ["1.0", "1.1"]  # no experts
     assert chosen(nn.Sequential(nn.Linear(4, 8), nn.ModuleDict({"a": Layer(), "b": Layer()}))) == ["1.a", "1.b"]
 

@@ -169,8 +169,7 @@ BUGS |= OF_CONTEXT
 @pytest.mark.needs("transformers")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("mesh", "bug"),
-    [*(("tensor=2", bug) for bug in OF_TENSOR), *(("context=2", bug) for bug in OF_CONTEXT)],
+    ("mesh", "bug"), [*(("tensor=2", bug) for bug in OF_TENSOR), *(("context=2", bug) for bug in OF_CONTEXT)]
 )
 def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -> None:
     task = GPT if mesh == "tensor=2" else f"{HERE}/models.py:hugging_face"

@@ -103,8 +103,8 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, tuple[str, str]], nam
 SCRIPT = "import paceline\ns = paceline.session()\ns.loader(3, global_batch=2)\n"
 
 
-def test_it_says_what_leaves_such_a_step_out(told: dict[str, tuple[str, str]]) -> None:
-    assert 'session(not_finite="skip")' in told["not_finite"][1]
+def test_the_error_names_the_argument_that_skips_the_step(told: dict[str, tuple[str, str]]) -> None:
+    assert '(not_finite="skip")' in told["not_finite"][1]
 
 
 @pytest.mark.parametrize("launcher", ["python", "paceline"])

@@ -125,8 +125,7 @@ def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
         state_bytes: size of its weights, gradients and optimizer state.
         env: may have the user's settings of the allocator.
 
-    Returns:
-        The reason if malloc was not tuned; otherwise an empty string.
+    Returns the reason if malloc was not tuned; otherwise an empty string.
     """
     setting = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
     if setting is not None:

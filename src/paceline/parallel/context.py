@@ -142,7 +142,6 @@ class ContextMode(DTensorMode):
         return whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
 
     def _check_mesh(self, value: Any) -> Any:
-        """The value. Raises UsageError for a DTensor of fsdp."""
         if isinstance(value, DTensor) and value.device_mesh != self._mesh:
             raise UsageError(code="context-weight-elsewhere", shape=tuple(value.shape))
         return value

@@ -305,7 +305,6 @@ class _Clock:
 
 @contextmanager
 def _hooked(model: nn.Module, begin: Callable[..., None], end: Callable[..., None] | None = None) -> Generator[None]:
-    """Inside, `begin` and `end` are called with each module's name around its forward."""
     handles: list[Any] = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))

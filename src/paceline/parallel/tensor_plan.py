@@ -108,7 +108,6 @@ def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[in
 
 
 def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
-    """By name, the sharding of layers that the task requests. None: not sharded."""
     modules = {name: module for name, module in model.named_modules() if name}
     layers: dict[str, ShardedLayer | None] = {}
     for pattern, way in asked.items():
@@ -232,7 +231,6 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
 
 
 def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
-    """Embeddings, and layers that compute a logit for each word of an embedding."""
     plan: dict[str, ShardedLayer] = {}
     words: set[int] = set()
     for name, module in free:

@@ -154,7 +154,6 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:
-    """Move the initial state of `optimizer` to the device of its parameters."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor):

@@ -197,7 +197,6 @@ class SessionLifecycle(SessionLoop):
             )
 
     def _note_added(self, module: Any, *_: Any) -> None:
-        """Hook of torch, called when a module or parameter is added to `module`."""
         for part in self._parts:
             part.note_added(module)
 

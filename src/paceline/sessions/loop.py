@@ -151,7 +151,6 @@ class SessionLoop(SessionCollectives):
         return fingerprint
 
     def _compare_replicas(self) -> None:
-        """Raise TrainingError if the parameters of prepared models differ between ranks (a collective)."""
         if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
             held = [shard for part in self._parts for shard in part.state()]
             check_replicas(held, self.world, self._course.step, [part.replica.optimizer for part in self._parts])
@@ -211,7 +210,6 @@ class SessionLoop(SessionCollectives):
             self._live -= 1
 
     def _passed(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
-        """The batches of a training loop, from batch `start` on."""
         where, steps, observer = self._where, self._steps, self._observer
         for part in self._parts:
             part.check_parameters()

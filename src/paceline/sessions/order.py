@@ -188,7 +188,6 @@ class SamplerState:
                 _put_attribute(owners[owner], attribute, value)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        """The samplers and the objects in them, by name."""
         seen: set[int] = set()
         waiting: list[tuple[str, Any, int]] = [
             ("batch_sampler", self._loader.batch_sampler, 0), ("sampler", self._loader.sampler, 0),

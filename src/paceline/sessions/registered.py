@@ -195,7 +195,6 @@ def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
 
 
 def _held(path: str, tensor: Any) -> list[TensorShard]:
-    """The tensor, or this rank's shard of a DTensor."""
     if not is_dtensor(tensor):
         return [TensorShard(path, tensor)]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -128,7 +128,6 @@ def _walk(roots: Iterable[tuple[str, Any]], skip: Iterable[int] = ()) -> Iterato
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The elements of a container, or the attributes of an object, by name."""
     if issubclass(type(value), dict):
         items = [] if len(value) > MOST_PARTS else [*dict.items(value)]
         return [(f"{name}[{key!r}]" if isinstance(key, (str, int)) else f"{name}[...]", part) for key, part in items]

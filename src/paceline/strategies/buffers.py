@@ -475,7 +475,6 @@ class VirtualBuffers:
         return may_count_samples(now, before, len(samples), sum(samples))
 
     def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Record a micro-batch, and its changes of the integer buffers."""
         key = (work.virtual_rank, work.part)
         if key in self._counted:
             return

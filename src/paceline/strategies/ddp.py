@@ -38,15 +38,10 @@ class DDP(Strategy):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
-        """See MakeStrategy.
+        """See MakeStrategy for the other arguments. Bind these options with functools.partial.
 
         Args:
-            model: on the world's device.
-            make_optimizer: creates the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: see MakeStrategy.
-            find_unused_parameters: DDP's option for models that do not use all parameters in every forward. Bind it
-                with functools.partial.
+            find_unused_parameters: DDP's option for models that do not use all parameters in every forward.
             gradient_as_bucket_view: DDP's option. It saves a copy of all gradients, but the next step overwrites
                 them. A custom loop may need to keep them, or add to them.
         """

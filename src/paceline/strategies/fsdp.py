@@ -79,14 +79,11 @@ class FSDP(Strategy):
         virtual_ranks: int | None = None,
         wrap: str | None = None,
     ) -> None:
-        """See MakeStrategy.
+        """See MakeStrategy for the other arguments.
 
         Args:
             model: on the world's device. Scalars and empty parameters are not sharded. In bf16, neither are vectors
                 that autocast does not round (those of batch norm).
-            make_optimizer: creates the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: see MakeStrategy.
             wrap: the blocks, by name or class. Default: see `compute.blocks`. Parameters outside of blocks are gathered
                 for the whole forward and backward.
         """
@@ -207,7 +204,6 @@ class _LocalShards:
             _keep_in_place(name, parameter)
 
     def trained(self, name: str) -> nn.Parameter | None:
-        """The parameter that the optimizer updates on this rank, if any."""
         return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
 
     def take_gradients(self, *_: object) -> None:
