@@ -14,13 +14,14 @@ from paceline.train.computing import check_precision
 CPU = torch.device("cpu")
 
 
-def test_forward_computes_in_bf16_channels_last_and_gives_float32():
+@pytest.mark.parametrize(("convert", "dtype"), [(in_bf16, torch.bfloat16), (in_fp16, torch.float16)])
+def test_forward_computes_in_half_precision_channels_last_and_gives_float32(convert, dtype):
     model, seen = Convolutions(), []
-    in_bf16(model, CPU)
+    convert(model, CPU)
     model.body[3].register_forward_hook(lambda _module, inputs, output: seen.append((inputs[0], output)))
     output = model(torch.randn(4, 1, 12, 12))
     inputs, inner = seen[0]
-    assert inner.dtype == torch.bfloat16 and output.dtype == torch.float32
+    assert inner.dtype == dtype and output.dtype == torch.float32
     assert inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
 
 
@@ -74,14 +75,6 @@ def test_the_shortest_time_of_each_counts_and_the_first_try_does_not():
     found = compared({"slow": lambda: step("slow", 0.04), "fast": lambda: step("fast", 0.001)}, CPU)
     assert 0.001 < found["fast"] < found["slow"] < 0.4
     assert turns[:4] == ["slow", "fast"] * 2 and turns.count("slow") == turns.count("fast")
-
-
-def test_fp16_is_computed_in_half_and_gives_float32():
-    model, seen = Convolutions(), []
-    in_fp16(model, CPU)
-    model.body[3].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    output = model(torch.randn(4, 1, 12, 12))
-    assert seen[0].dtype == torch.float16 and output.dtype == torch.float32
 
 
 @pytest.fixture

@@ -89,9 +89,9 @@ def test_what_is_planned_is_never_complained_of_as_too_many_threads(places):
     assert not any("rank slower" in line for line in thread_warnings(planned))
 
 
-def test_this_processs_own_seat():
-    seat = current_cpu_allocation(3)
-    assert seat.threads == 3 and 1 <= seat.limit <= len(seat.cores)
+def test_the_allocation_of_this_process():
+    own = current_cpu_allocation(3)
+    assert own.threads == 3 and 1 <= own.limit <= len(own.cores)
 
 
 # ---- the allocator -------------------------------------------------------------------------------------------------
@@ -127,18 +127,15 @@ def test_the_kernel_gives_each_page_once_and_not_in_every_step():
     ("free", "env", "words"),
     [
         (ACTIVATION_BYTES - 1, {}, "MiB are free for this rank"),
+        (ACTIVATION_BYTES + (10 << 30), {}, "MiB are free for this rank"),
         (None, {"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX is set"),
         (None, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES is set"),
-        (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "another allocator"),
+        (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "different allocator"),
     ],
 )
 def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, env, words):
     """None of these reaches glibc: this very process stays as it is."""
-    assert words in keep_memory(free_bytes=free, state_bytes=0, env=env)
-
-
-def test_more_state_needs_more_room():
-    assert "MiB are free" in keep_memory(free_bytes=ACTIVATION_BYTES + (10 << 30), state_bytes=10 << 30, env={})
+    assert words in keep_memory(free_bytes=free, state_bytes=10 << 30, env=env)
 
 
 def test_the_peak_is_this_processs():

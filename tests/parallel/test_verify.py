@@ -133,7 +133,9 @@ BUGS: dict[str, Bug] = {
         {"loss", "gradient"},
     ),
     "the ranks' weights are drawn apart": (tensor, "broadcast_module", lambda model: None, {"start"}),
-    "each rank clips by its own norm": (model_parallel, "sum_over_ranks", lambda total, name, group: total, {"clipping"}),
+    "each rank clips by its own norm": (
+        model_parallel, "sum_over_ranks", lambda total, name, group: total, {"clipping"},
+    ),
     "what all hold counts twice in the norm": (
         model_parallel, "sum_over_ranks", lambda total, name, group: 2 * RIGHT_SUM(total, name, group), {"clipping"},
     ),

@@ -165,7 +165,8 @@ def test_what_no_checkpoint_can_hold_is_found_in_the_first_step(tmp_path: Path, 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [
-    "generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "evaluated", "stateful",
+    "generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "evaluated",
+    "stateful",
 ])  # fmt: skip
 def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) -> None:
     assert run(2, f"resumed_{kind}", tmp_path)[0] == 1  # as planned

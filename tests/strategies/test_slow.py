@@ -202,10 +202,10 @@ def test_a_state_goes_on_to_the_bit_and_on_other_hosts_with_honest_words(tmp_pat
     assert done == len(RESUMED)
     assert all(text == "" for _, said_there in others for text in said_there)
     held, mean, alone, mean_alone, *others_alone = words
-    assert all(part in held for part in (" 2 hosts of 2 ranks", " 4 hosts of 1 rank", "is dropped"))
-    assert all(part in mean for part in (" 2 hosts ", " 4: ", "the mean"))
-    assert " 2 hosts of 2 ranks" in alone and "is dropped" in alone
-    assert "is dropped" not in mean_alone  # without --compress nothing is held back
+    assert all(part in held for part in (" 2 nodes of 2 ranks", " 4 nodes of 1 rank", "dropped"))
+    assert all(part in mean for part in (" 2 nodes ", " 4: ", "the mean"))
+    assert " 2 nodes of 2 ranks" in alone and "dropped" in alone
+    assert "dropped" not in mean_alone  # without --compress there are no residuals
     assert "the mean" in mean_alone
     assert others_alone == [mean_alone] * 3
 
@@ -240,11 +240,8 @@ def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
         assert torch.equal(weights(clean), weights(hurt)), slow
     put_on(0, rank, world_size, folder)
     made: list[Strategy] = []
-    words = said(
-        lambda: made.extend(
-            [replica(rank, InterNodeOptions(compress="int8")), replica(rank, DILOCO), replica(rank, InterNodeOptions())]
-        )
-    )
+    kinds = InterNodeOptions(compress="int8"), DILOCO, InterNodeOptions()
+    words = said(lambda: made.extend(replica(rank, slow) for slow in kinds))
     for one in made:
         train(one, 0, 4)
     assert torch.equal(weights(made[0]), weights(made[2])) and torch.equal(weights(made[1]), weights(made[2]))
@@ -269,11 +266,8 @@ def converges(rank: int, world_size: int, folder: Path) -> dict[str, float]:
     put_on(rank // 2, rank, world_size, folder)
     start = torch.cat([p.detach().flatten() for p in model().parameters()])
     found: dict[str, Tensor] = {}
-    for name, slow in {
-        "plain": InterNodeOptions(),
-        **{n: RESUMED[n] for n in ("bf16", "int8", "powersgd", "local")},
-    }.items():
-        trained = replica(rank, slow, sgd)
+    for name in ("plain", "bf16", "int8", "powersgd", "local"):
+        trained = replica(rank, RESUMED.get(name, InterNodeOptions()), sgd)
         train(trained, 0, 60)
         found[name] = weights(trained)
     gone = (found["plain"] - start).norm()

@@ -157,17 +157,17 @@ def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.
     Raises:
         UsageError: if `rule` matches nothing, or one of its blocks has a parameter that is also used outside.
     """
-    found = _by_default(model) if rule is None else matching(model, rule, flag=flag)
-    if rule is not None and not any(_has_parameters(block) for block in found.values()):
-        raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(found))
-    found = {name: block for name, block in found.items() if _has_parameters(block)}
-    for name in [*found]:
+    blocks = _by_default(model) if rule is None else matching(model, rule, flag=flag)
+    if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
+        raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(blocks))
+    blocks = {name: block for name, block in blocks.items() if _has_parameters(block)}
+    for name in [*blocks]:
         shared = _used_outside(model, name)
         if shared and rule is not None:
             raise UsageError(code="block-shares-parameter", setting=flag, rule=rule, name=name, shared=shared)
         if shared:
-            del found[name]
-    return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
+            del blocks[name]
+    return dict(sorted(blocks.items(), key=lambda item: -item[0].count(".")))
 
 
 def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
@@ -231,16 +231,16 @@ def _children(model: nn.Module) -> dict[str, nn.Module]:
             break
         ((leaf, inner),) = children
         base += f"{leaf}."
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in inner.named_modules():
         parent = inner.get_submodule(name.rpartition(".")[0]) if name else None
         # a module without a forward, for example a list, is not a block: its owner calls the modules inside
         called = type(module).forward is not nn.Module.forward
         if called and (parent is inner or isinstance(parent, nn.ModuleList)):
-            found[base + name] = module
+            blocks[base + name] = module
         elif isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
-            found[base + name] = module  # a direct child that only holds others
-    return found
+            blocks[base + name] = module  # a direct child that only holds others
+    return blocks
 
 
 def _has_parameters(module: nn.Module) -> bool:

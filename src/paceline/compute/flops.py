@@ -95,10 +95,10 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         forward = flop_counter.conv_flop_count([*x.shape], [*w.shape], [*grad.shape], transposed=others[4])
         return forward * sum(others[7][:2])  # for the inputs, for the weights
 
-    aten, found = torch.ops.aten, dict[Any, Callable[..., int]](flop_counter.flop_registry)
+    aten, formulas = torch.ops.aten, dict[Any, Callable[..., int]](flop_counter.flop_registry)
     for name in (f"_scaled_dot_product_{kind}" for kind in ATTENTION if hasattr(aten, f"_scaled_dot_product_{kind}")):
-        found |= {getattr(aten, name): attention, getattr(aten, f"{name}_backward"): attention_backward}
-    return found | {aten.convolution_backward: convolution_backward}
+        formulas |= {getattr(aten, name): attention, getattr(aten, f"{name}_backward"): attention_backward}
+    return formulas | {aten.convolution_backward: convolution_backward}
 
 
 def can_count(modules: Iterable[nn.Module]) -> bool:
@@ -168,15 +168,15 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
         tf32 = torch.backends.cuda.matmul.allow_tf32 and dtype == torch.float32
         name = f"{device_words(device)}{', tf32' if tf32 else ''}"
     folder = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache"
-    path, key, found = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
+    path, key, peaks = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):
-        found = decode(path, dict[str, float])
-    if measure and found.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
-        found[key] = max(found.get(key, 0.0), measured_tflops(device, dtype))
+        peaks = decode(path, dict[str, float])
+    if measure and peaks.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
+        peaks[key] = max(peaks.get(key, 0.0), measured_tflops(device, dtype))
         with suppress(OSError):
             make_folder(path.parent, exist_ok=True)
-            replace(path, msgspec.json.encode(found))
-    return found.get(key, 0.0)
+            replace(path, msgspec.json.encode(peaks))
+    return peaks.get(key, 0.0)
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:

@@ -68,7 +68,7 @@ class Chain:
 # ---- the best split ----------------------------------------------------------------------------------------------
 
 
-def best_splits(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
+def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
     """The indices of the split points between `stages` stages: those with these `names`, else the best ones.
 
     The best split has the fastest slowest stage. Among splits of about the same speed, its largest stage needs the
@@ -77,27 +77,27 @@ def best_splits(found: Chain, stages: int, names: Sequence[str] = ()) -> list[in
     Raises:
         UsageError: if the model has too few split points, or none of that name.
     """
-    modules = [point.module for point in found.points]
+    modules = [point.module for point in chain.points]
     shown = first_few(modules, MAX_SHOWN) or "no module"
     if unknown := [name for name in names if name not in modules]:
         raise UsageError(code="stage-cannot-begin", value=unknown[0], shown=shown)
-    seconds = [layers.seconds for layers in found.layers]
+    seconds = [layers.seconds for layers in chain.layers]
     if names:
-        bounds = [0, *sorted(modules.index(name) + 1 for name in names), len(found.layers)]
+        bounds = [0, *sorted(modules.index(name) + 1 for name in names), len(chain.layers)]
     else:
-        fastest, _ = _divided(found, stages, seconds, INFINITE)
-        sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in found.layers]
-        _, bounds = _divided(found, stages, sizes, fastest * SLACK)
+        fastest, _ = _partition(chain, stages, seconds, INFINITE)
+        sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in chain.layers]
+        _, bounds = _partition(chain, stages, sizes, fastest * SLACK)
     if not bounds:
-        most = next((n for n in range(stages - 1, 0, -1) if _divided(found, n, seconds, INFINITE)[1]), 1)
+        most = next((n for n in range(stages - 1, 0, -1) if _partition(chain, n, seconds, INFINITE)[1]), 1)
         raise UsageError(code="too-many-stages", value=stages, most=most, shown=shown)
     for begin, end in pairwise(bounds):
-        if not sum(layers.trained for layers in found.layers[begin:end]):
+        if not sum(layers.trained for layers in chain.layers[begin:end]):
             raise UsageError(code="stage-trains-nothing", begin=modules[begin - 1] if begin else "the input")
     return [bound - 1 for bound in bounds[1:-1]]
 
 
-def _divided(found: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
+def _partition(chain: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
     """The smallest possible cost of the largest stage, and the bounds of the stages; no bounds if there is no split.
 
     Each stage trains a parameter, and takes at most `limit` seconds.
@@ -112,7 +112,7 @@ def _divided(found: Chain, stages: int, costs: Sequence[float], limit: float) ->
                 continue
             cost, seconds, trained = 0.0, 0.0, 0
             for stop in range(start + 1, count + 1):
-                layers = found.layers[stop - 1]
+                layers = chain.layers[stop - 1]
                 cost, seconds, trained = cost + costs[stop - 1], seconds + layers.seconds, trained + layers.trained
                 if seconds > limit:
                     break

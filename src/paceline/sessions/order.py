@@ -212,24 +212,24 @@ class SamplerState:
         return not data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
 
     def _sources(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
         if self._loader.generator is not None:
-            found["generator"] = self._loader.generator
+            sources["generator"] = self._loader.generator
         for name, owner in self._owners():
             for key, value in vars(owner).items() if not _has_state_dict(owner) else ():
                 if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-                    found[f"{name}.{key}"] = value
-        return found
+                    sources[f"{name}.{key}"] = value
+        return sources
 
     def _attributes(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for name, owner in self._owners():
             if _has_state_dict(owner):
                 continue
             for key, value in vars(owner).items():
                 if (text := _attribute(value)) is not None:
-                    found[f"{name}.{key}"] = text
-        return found
+                    attributes[f"{name}.{key}"] = text
+        return attributes
 
 
 def _attribute(value: Any) -> Any:

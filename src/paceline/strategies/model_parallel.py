@@ -72,7 +72,7 @@ class ModelParallel:
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
         """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
-        found = dict(weights())
+        all_weights = dict(weights())
         held = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
         ]
@@ -80,8 +80,8 @@ class ModelParallel:
         first = {id(p): name for name, p in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
             if first[id(parameter)] in full_tensors:
-                found[name] = full_tensors[first[id(parameter)]]
-        return found
+                all_weights[name] = full_tensors[first[id(parameter)]]
+        return all_weights
 
     def source(self, source: Source) -> Source:
         """A view of a saved state of the whole model as the state of this part."""

@@ -148,8 +148,8 @@ class _Stage(ModelParallel):
         for name, buffer in self._model.named_buffers():
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
             held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=is_spare))
-        found = whole(held, self._world)
-        return {name: found[f"model/{first}"] for name, first in self._called.items()}
+        full_tensors = whole(held, self._world)
+        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
 
 
 def _saved_names(model: nn.Module) -> dict[str, str]:
@@ -176,7 +176,7 @@ def _shared_parameters(
     """(process group, parameters of one type) for all parameters that several stages use (a collective)."""
     assert world.mesh is not None
     pipelines = sorted({world.mesh.peers(rank, ("pipeline",)) for rank in range(world.size)})
-    found: list[tuple[Any, list[nn.Parameter]]] = []
+    groups: list[tuple[Any, list[nn.Parameter]]] = []
     for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
         shared = [p for name, p in of_stage.items() if users[name] == stages and p.requires_grad]
         for ranks in pipelines:  # every rank creates all groups, in the same order
@@ -184,5 +184,5 @@ def _shared_parameters(
             group = dist.new_group(members)
             if world.rank in members:
                 types = dict.fromkeys(p.dtype for p in shared)
-                found += [(group, [p for p in shared if p.dtype == dtype]) for dtype in types]
-    return found
+                groups += [(group, [p for p in shared if p.dtype == dtype]) for dtype in types]
+    return groups
