@@ -103,8 +103,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
     assert (found := re.search(r"goes on after step (\d+) of 60, from the snapshot of step (\d+)\n", said)), said
     assert found[1] == found[2] and int(found[1]) >= 20
     if "--local-steps" in options:
-        assert "it goes on from the mean of their parameters" in said
-        assert (weights(run_dir) != expected) and "is dropped" in said
+        assert "from the mean" in said and "dropped" in said and weights(run_dir) != expected
     else:
         assert weights(run_dir) == expected
     clean_ledger(run_dir)

@@ -24,7 +24,7 @@ from paceline.collectives.reducer import sum_to_shards
 from paceline.collectives.shards import ALIGNED, MAX_PENDING_BUCKETS, Shards
 from paceline.collectives.torch_collectives import AllToAll
 from paceline.collectives.tree import LeafPartition
-from paceline.strategies.refusals import ELEMENT_WISE
+from paceline.strategies.validation import ELEMENT_WISE
 
 # ---- shares: pure
 

@@ -52,7 +52,7 @@ class Gated(Layer):
 
 def test_by_default_the_blocks_are_the_repeated_layers() -> None:
     assert chosen(Transformer()) == ["blocks.0", "blocks.1"]
-    assert chosen(Around(Transformer())) == ["base_model.model.blocks.0", "base_model.model.blocks.1"]
+    assert chosen(Around(Transformer())) == [f"base_model.model.{name}" for name in ("blocks.0", "blocks.1")]
     assert chosen(nn.Sequential(nn.Linear(4, 8), nn.Sequential(Layer(), Layer()))) == ["1.0", "1.1"]  # no experts
     assert chosen(nn.Sequential(nn.Linear(4, 8), nn.ModuleDict({"a": Layer(), "b": Layer()}))) == ["1.a", "1.b"]
 
@@ -115,7 +115,7 @@ def test_a_rule_that_cuts_nothing_is_refused(rule: str, code: str) -> None:
 def test_types_may_differ_between_blocks_but_not_within_one() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
     check_types(model, {"a": model["a"], "b": model["b"]})
-    with raises("block-of-several-types", told="a.weight is float32, b.weight is float64"):
+    with raises("block-of-several-types", types="a.weight is float32, b.weight is float64"):
         check_types(model, {})
     model["b"].requires_grad_(False)  # what is not trained does not travel back
     check_types(model, {})

@@ -10,7 +10,7 @@ from tests.compute.models import Model
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.forward import COPIED_BYTES, around_forward, matching, recompute
+from paceline.compute.forward import COPIED_BYTES, matching, recompute, wrap_forward
 from paceline.compute.precision import in_bf16
 
 
@@ -40,7 +40,7 @@ def test_a_changed_forward_changes_nothing_else_of_a_module():
     plain, model = nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 2))
     model.load_state_dict(plain.state_dict())
     seen = []
-    around_forward(model[0], lambda forward, args, kwargs: seen.append(args) or forward(*args, **kwargs))
+    wrap_forward(model[0], lambda forward, args, kwargs: seen.append(args) or forward(*args, **kwargs))
     x = torch.randn(5, 3)
     assert torch.equal(model(x), plain(x)) and seen[0] == (x,)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -50,7 +50,7 @@ def test_a_changed_forward_changes_nothing_else_of_a_module():
 def test_a_copy_of_a_module_computes_with_its_own_weights():
     """As nn.DataParallel makes one for each GPU: of the class, and of a copy of the instance's dictionary."""
     module = nn.Linear(3, 2)
-    around_forward(module, lambda forward, args, kwargs: forward(*args, **kwargs))
+    wrap_forward(module, lambda forward, args, kwargs: forward(*args, **kwargs))
     for other in (copy.deepcopy(module), module._replicate_for_data_parallel()):
         other.weight, other.bias = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.ones(2))
         assert torch.equal(other(torch.randn(1, 3)), torch.ones(1, 2))
@@ -62,7 +62,7 @@ def test_a_forward_that_is_not_the_classs_is_refused():
     model.forward = lambda x: x
     for odd in (model, torch.jit.script(nn.Linear(2, 2))):
         with raises("forward-cannot-change"):
-            around_forward(odd, lambda forward, args, kwargs: None)
+            wrap_forward(odd, lambda forward, args, kwargs: None)
 
 
 # ---- activation checkpointing --------------------------------------------------------------------------------------

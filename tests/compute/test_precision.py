@@ -8,19 +8,20 @@ from tests.compute.models import Convolutions
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_tf32, take_float32
+from paceline.compute.precision import compared, in_bf16, in_fp16, lacks_tf32, set_float32_mode
 from paceline.train.computing import check_precision
 
 CPU = torch.device("cpu")
 
 
-def test_forward_computes_in_bf16_channels_last_and_gives_float32():
+@pytest.mark.parametrize(("convert", "dtype"), [(in_bf16, torch.bfloat16), (in_fp16, torch.float16)])
+def test_forward_computes_in_half_precision_channels_last_and_gives_float32(convert, dtype):
     model, seen = Convolutions(), []
-    in_bf16(model, CPU)
+    convert(model, CPU)
     model.body[3].register_forward_hook(lambda _module, inputs, output: seen.append((inputs[0], output)))
     output = model(torch.randn(4, 1, 12, 12))
     inputs, inner = seen[0]
-    assert inner.dtype == torch.bfloat16 and output.dtype == torch.float32
+    assert inner.dtype == dtype and output.dtype == torch.float32
     assert inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
 
 
@@ -76,14 +77,6 @@ def test_the_shortest_time_of_each_counts_and_the_first_try_does_not():
     assert turns[:4] == ["slow", "fast"] * 2 and turns.count("slow") == turns.count("fast")
 
 
-def test_fp16_is_computed_in_half_and_gives_float32():
-    model, seen = Convolutions(), []
-    in_fp16(model, CPU)
-    model.body[3].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    output = model(torch.randn(4, 1, 12, 12))
-    assert seen[0].dtype == torch.float16 and output.dtype == torch.float32
-
-
 @pytest.fixture
 def tf32_put_back():
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
@@ -102,10 +95,10 @@ def test_on_a_gpu_weights_have_the_format_of_inputs(convert):
 @pytest.mark.usefixtures("tf32_put_back")
 def test_tf32_is_on_for_matrix_products_and_convolutions_or_for_neither():
     for precision, taken in (("tf32", "tf32"), ("fp32", "none"), ("bf16", "none")):
-        take_float32(precision, torch.device("cuda", 0))
+        set_float32_mode(precision, torch.device("cuda", 0))
         assert torch.backends.cuda.matmul.fp32_precision in (taken, "ieee")
         assert torch.backends.cudnn.conv.fp32_precision == torch.backends.cudnn.rnn.fp32_precision == taken
-        take_float32("tf32" if precision == "fp32" else "fp32", CPU)  # the CPU's float32 is left alone
+        set_float32_mode("tf32" if precision == "fp32" else "fp32", CPU)  # the CPU's float32 is left alone
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
     assert "compute capability 8.0" in lacks_tf32(CPU)
     with raises("precision-not-there", value="tf32"):

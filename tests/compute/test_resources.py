@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.compute.resources import ACTIVATION_BYTES, Seat, complaints, keep_memory, own_seat, peak_memory, share
+from paceline.compute.resources import (
+    ACTIVATION_BYTES,
+    CpuAllocation,
+    current_cpu_allocation,
+    keep_memory,
+    peak_memory,
+    thread_warnings,
+    threads_for,
+)
 
 BOTH, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
 
 
 def seats(count, cores, threads=1, *, host="a", limit=None):
-    return [Seat(host, cores, limit or len(cores), threads)] * count
+    return [CpuAllocation(host, cores, limit or len(cores), threads)] * count
 
 
 @pytest.mark.parametrize(
@@ -26,13 +34,13 @@ def seats(count, cores, threads=1, *, host="a", limit=None):
         (seats(3, EIGHT), 2),
         (seats(1, FOUR), 4),
         (seats(4, BOTH), 1),
-        ([Seat("a", BOTH, 2), Seat("a", (2, 3), 2)], 2),  # srun and mpirun: each on its own
+        ([CpuAllocation("a", BOTH, 2), CpuAllocation("a", (2, 3), 2)], 2),  # srun and mpirun: each on its own
         (seats(2, EIGHT) + seats(2, EIGHT, host="b"), 4),
         (seats(2, EIGHT, limit=4), 2),  # a container's quota
     ],
 )
 def test_cores_are_divided_among_those_who_share_them(there, planned):
-    assert share(there, 0) == planned
+    assert threads_for(there, 0) == planned
 
 
 @pytest.mark.parametrize(
@@ -44,16 +52,19 @@ def test_cores_are_divided_among_those_who_share_them(there, planned):
         (seats(4, BOTH, 2), "take turns. Faster: 2 processes and --threads-per-rank 1$"),
         (seats(2, EIGHT, 1), "a: 2 ranks x 1 thread on 8 cores: 6 cores are idle. Use --threads-per-rank 4$"),
         (seats(2, EIGHT, 4, limit=2), "on 2 cores: more threads"),
-        ([Seat("a", (0,), 1, 2), Seat("a", (1,), 1, 2)], "2 ranks x 2 threads on 2 cores: more threads"),
         (
-            [Seat("a", (2,), 1, 1), Seat("a", (2,), 1, 1), Seat("a", (0, 1), 2, 2)],
+            [CpuAllocation("a", (0,), 1, 2), CpuAllocation("a", (1,), 1, 2)],
+            "2 ranks x 2 threads on 2 cores: more threads",
+        ),
+        (
+            [CpuAllocation("a", (2,), 1, 1), CpuAllocation("a", (2,), 1, 1), CpuAllocation("a", (0, 1), 2, 2)],
             "a: 3 ranks x 2 threads on 3 cores: 2 of them are bound to 1 core and take turns. Bind them apart$",
         ),
         (seats(2, BOTH, 2) + seats(2, BOTH, 2, host="b") + seats(2, BOTH, 2, host="c"), "^a and 2 more hosts: "),
     ],
 )
 def test_a_wrong_number_is_told_in_one_line_with_the_right_one(there, words):
-    (line,) = complaints(there)
+    (line,) = thread_warnings(there)
     assert re.search(words, line), line
 
 
@@ -61,26 +72,26 @@ def test_a_wrong_number_is_told_in_one_line_with_the_right_one(there, words):
     "there", [seats(2, BOTH), seats(1, BOTH), seats(2, FOUR, 1), seats(1, EIGHT, 8), seats(3, EIGHT, 2)]
 )
 def test_a_number_that_fits_is_not_spoken_of(there):
-    assert complaints(there) == []
+    assert thread_warnings(there) == []
 
 
 def test_a_gpu_rank_may_leave_cores_idle():
-    assert complaints(seats(1, EIGHT, 1), may_idle=True) == []
-    assert complaints(seats(2, BOTH, 2), may_idle=True) != []
+    assert thread_warnings(seats(1, EIGHT, 1), may_idle=True) == []
+    assert thread_warnings(seats(2, BOTH, 2), may_idle=True) != []
 
 
 @settings(max_examples=500)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.frozensets(st.integers(0, 7), min_size=1)), min_size=1, max_size=6))
 def test_what_is_planned_is_never_complained_of_as_too_many_threads(places):
-    there = [Seat(host, tuple(sorted(cores)), len(cores)) for host, cores in places]
-    planned = [Seat(s.host, s.cores, s.limit, share(there, rank)) for rank, s in enumerate(there)]
+    there = [CpuAllocation(host, tuple(sorted(cores)), len(cores)) for host, cores in places]
+    planned = [CpuAllocation(s.host, s.cores, s.limit, threads_for(there, rank)) for rank, s in enumerate(there)]
     assert all(seat.threads >= 1 for seat in planned)
-    assert not any("rank slower" in line for line in complaints(planned))
+    assert not any("rank slower" in line for line in thread_warnings(planned))
 
 
-def test_this_processs_own_seat():
-    seat = own_seat(3)
-    assert seat.threads == 3 and 1 <= seat.limit <= len(seat.cores)
+def test_the_allocation_of_this_process():
+    own = current_cpu_allocation(3)
+    assert own.threads == 3 and 1 <= own.limit <= len(own.cores)
 
 
 # ---- the allocator -------------------------------------------------------------------------------------------------
@@ -116,18 +127,15 @@ def test_the_kernel_gives_each_page_once_and_not_in_every_step():
     ("free", "env", "words"),
     [
         (ACTIVATION_BYTES - 1, {}, "MiB are free for this rank"),
+        (ACTIVATION_BYTES + (10 << 30), {}, "MiB are free for this rank"),
         (None, {"MALLOC_ARENA_MAX": "2"}, "MALLOC_ARENA_MAX is set"),
         (None, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}, "GLIBC_TUNABLES is set"),
-        (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "another allocator"),
+        (None, {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, "different allocator"),
     ],
 )
 def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, env, words):
     """None of these reaches glibc: this very process stays as it is."""
-    assert words in keep_memory(free_bytes=free, state_bytes=0, env=env)
-
-
-def test_more_state_needs_more_room():
-    assert "MiB are free" in keep_memory(free_bytes=ACTIVATION_BYTES + (10 << 30), state_bytes=10 << 30, env={})
+    assert words in keep_memory(free_bytes=free, state_bytes=10 << 30, env=env)
 
 
 def test_the_peak_is_this_processs():

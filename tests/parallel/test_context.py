@@ -14,7 +14,7 @@ from tests.parallel.test_tensor import compare, one_step, world_of
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.parallel.context import share_along_context
+from paceline.parallel.context import split_along_context
 from paceline.parallel.logits import ShardedLogits
 
 pytestmark = pytest.mark.sample(2)
@@ -87,7 +87,7 @@ def shared(model: nn.Module, world: Any) -> list[str]:
         return float(loss(model(words), targets)[0].sum().detach())
 
     model.eval()
-    return share_along_context(model, world, probe)
+    return split_along_context(model, world, probe)
 
 
 @pytest.mark.ranks
@@ -163,22 +163,19 @@ def test_losses_of_scores_that_are_cut_by_places_are_those_of_whole_ones(tmp_pat
         assert fetched == {"flat, smooth, weighted", "shifted", "of the last", "another", "written into"}
 
 
-def refused(rank: int, size: int) -> list[str]:
-    world, found = world_of(rank, size, "context=2"), list[str]()
+def refused(rank: int, size: int) -> list[tuple[str, str]]:
+    world, found = world_of(rank, size, "context=2"), list[tuple[str, str]]()
     for model in (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))):
         takes = torch.ones(2, 2, 2) if isinstance(model[0], nn.Flatten) else torch.ones(3, 3, dtype=torch.int64)
         try:
-            share_along_context(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
+            split_along_context(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            found.append((type(error).__name__, getattr(error, "code", "")))
     return found
 
 
 @pytest.mark.ranks
 def test_a_model_without_sequences_that_can_be_shared_is_refused(tmp_path: Path) -> None:
     first, second = run_ranks(refused, 2, tmp_path)
-    words = (
-        "no layer of this model takes sequences that 2 ranks can split: words (B, T) or vectors (B, T, C), T a multiple"
-    )
-    assert len(first) == 2 and all(words in one or "ReportedByPeer" in one for one in (*first, *second))
-    assert sum("UsageError" in one for one in (*first, *second)) >= 2
+    assert first == [("UsageError", "context-no-sequence")] * 2
+    assert [error for error, _ in second] == ["ToldElsewhere"] * 2

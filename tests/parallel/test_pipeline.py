@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TrainingError
 from paceline.parallel.partition import Chain, Layers, best_splits, survey
-from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle
+from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle_fractions
 from paceline.seeding import put_stream_states, seed_streams, stream_states
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, stages,
 
 @given(st.sampled_from(get_args(Schedule)), st.integers(1, 5), st.integers(1, 9))
 def test_equal_stages_wait_for_the_share_that_gpipe_has_told(schedule, stages, count):
-    waits = idle(schedule, [(1.0, 2.0)] * stages, count)
+    waits = idle_fractions(schedule, [(1.0, 2.0)] * stages, count)
     assert waits == pytest.approx([(stages - 1) / (count + stages - 1)] * stages)
 
 

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.parallel.tensor_plan import find_plan, shards_of
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES
-from paceline.strategies.parts import ModelParts
+from paceline.strategies.model_parallel import ModelParallel
 
 CPU = torch.device("cpu")
 EVERYTHING = {**OWN, **HUGGING_FACE}
@@ -226,7 +226,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
         shards = shard_along_tensor(model, world).shards
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
-        replica.join(ModelParts(model, world, shards), world)
+        replica.join(ModelParallel(model, world, shards), world)
         held = replica.state()
         together = full_state(held, world)
         weights = replica.weights()

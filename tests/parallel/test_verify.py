@@ -19,7 +19,7 @@ from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Result, Spec
 from paceline.parallel import context, dtensor, dtensor_mode, layers, tensor, tensor_plan
 from paceline.parallel.dtensor import LayerCommunication, full_tensor
-from paceline.strategies import parts
+from paceline.strategies import model_parallel
 
 pytestmark = pytest.mark.sample(3)
 
@@ -95,7 +95,7 @@ def test_meshes_equal_one_process(tmp_path: Path, mesh: str) -> None:
 
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
-RIGHT_SHARD, RIGHT_VOCABULARY, RIGHT_SUM = tensor_plan.even_shard, layers.vocabulary, parts.sum_over_ranks
+RIGHT_SHARD, RIGHT_VOCABULARY, RIGHT_SUM = tensor_plan.even_shard, layers.vocabulary, model_parallel.sum_over_ranks
 
 
 def _bias_on_each_rank(module: Any, comm: Any) -> None:
@@ -133,9 +133,11 @@ BUGS: dict[str, Bug] = {
         {"loss", "gradient"},
     ),
     "the ranks' weights are drawn apart": (tensor, "broadcast_module", lambda model: None, {"start"}),
-    "each rank clips by its own norm": (parts, "sum_over_ranks", lambda total, name, group: total, {"clipping"}),
+    "each rank clips by its own norm": (
+        model_parallel, "sum_over_ranks", lambda total, name, group: total, {"clipping"},
+    ),
     "what all hold counts twice in the norm": (
-        parts, "sum_over_ranks", lambda total, name, group: 2 * RIGHT_SUM(total, name, group), {"clipping"},
+        model_parallel, "sum_over_ranks", lambda total, name, group: 2 * RIGHT_SUM(total, name, group), {"clipping"},
     ),
     "losses are added up over ranks that share them": ALL_ADD_LOSSES,
 }  # fmt: skip
@@ -169,8 +171,7 @@ BUGS |= OF_CONTEXT
 @pytest.mark.needs("transformers")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("mesh", "bug"),
-    [*(("tensor=2", bug) for bug in OF_TENSOR), *(("context=2", bug) for bug in OF_CONTEXT)],
+    ("mesh", "bug"), [*(("tensor=2", bug) for bug in OF_TENSOR), *(("context=2", bug) for bug in OF_CONTEXT)]
 )
 def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -> None:
     task = GPT if mesh == "tensor=2" else f"{HERE}/models.py:hugging_face"

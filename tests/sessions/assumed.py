@@ -50,10 +50,25 @@ def loss_of(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
     return ((model(x) - i[:, None] / COUNT) ** 2).mean()
 
 
+def start(*arguments: Any, model: Any = None, make: Any = sgd, **options: Any) -> tuple[paceline.Session, Any, Any]:
+    """A session with a prepared model."""
+    s = paceline.session(*arguments, **options)
+    return s, *s.prepare(net() if model is None else model, make)
+
+
 def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, i: Tensor) -> None:
     optimizer.zero_grad()
     s.backward(loss_of(model, x, i))
     optimizer.step()
+
+
+def plain_loop(model: nn.Module, optimizer: Any, batches: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+    """The weights after a loop without a session."""
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    return flat(model)
 
 
 def interrupt(s: paceline.Session, step: int, wanted: bool) -> None:
@@ -81,16 +96,18 @@ def seen(s: paceline.Session, mine: list[int]) -> list[int]:
 # ---- the order of samples
 
 
-class Drawn(Sampler[int]):
-    """Each epoch an order of its own, drawn when it is asked for."""
+class Order(Sampler[int]):
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Drawn(Order):
+    """A different order in each epoch, drawn on demand."""
 
     def __init__(self, draw: Callable[["Drawn"], list[int]]) -> None:
         self.draw, self.epoch = draw, 0
         self.python, self.numpy = random.Random(5), np.random.default_rng(5)
         self.state = np.random.RandomState(5)
-
-    def __len__(self) -> int:
-        return COUNT
 
     def __iter__(self) -> Iterator[int]:
         self.epoch += 1
@@ -117,28 +134,22 @@ DRAWS: dict[str, Callable[[Drawn], list[int]]] = {
 }
 
 
-class Hard(Sampler[int]):
+class Hard(Order):
     """Goes on with the samples whose loss was the largest on this rank."""
 
     def __init__(self) -> None:
         self.losses = [0.0] * COUNT
 
-    def __len__(self) -> int:
-        return COUNT
-
     def __iter__(self) -> Iterator[int]:
         yield from sorted(range(COUNT), key=lambda i: -self.losses[i])
 
 
-class Stateful(Sampler[int]):
+class Stateful(Order):
     """As torchdata's: its state says how far it is, and where its generator stands."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(5)
         self.yielded, self.next_yielded = 0, None
-
-    def __len__(self) -> int:
-        return COUNT
 
     def __iter__(self) -> Iterator[int]:
         self.begun = self.generator.get_state()
@@ -188,8 +199,7 @@ def sampler_of(kind: str, s: paceline.Session) -> Any:
 
 
 def drawn(kind: str) -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     sampler = sampler_of(kind, s)
     train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler))
     found: list[Any] = []
@@ -209,8 +219,7 @@ def drawn(kind: str) -> Any:
 
 
 def evaluated(kind: str) -> Any:
-    s = paceline.session()
-    model, _ = s.prepare(net(), sgd)
+    s, model, _ = start()
     model.eval()
     mine = [
         one for _, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s))) for one in i.tolist()
@@ -230,8 +239,7 @@ def resumed(kind: str) -> Any:
     torch.manual_seed(5)
     note = Path("seen.json")
     again = note.exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True, virtual_ranks=2)
     epoch_2 = json.loads(note.read_text()) if again else []
     train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s)))
     for epoch in s.epochs(2):
@@ -252,10 +260,7 @@ for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_sta
 def lazily(workers: int) -> Any:
     """A sampler that draws each sample when it is asked for, beside the plain loader."""
 
-    class Lazy(Sampler[int]):
-        def __len__(self) -> int:
-            return COUNT
-
+    class Lazy(Order):
         def __iter__(self) -> Iterator[int]:
             for _ in range(COUNT):
                 yield random.randrange(COUNT)
@@ -266,8 +271,7 @@ def lazily(workers: int) -> Any:
     random.seed(3)
     wanted = [one for _, i in loader() for one in i.tolist()]
     random.seed(3)
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     found: list[int] = []
     for x, i in s.loader(loader()):
         take_step(s, model, optimizer, x, i)
@@ -284,19 +288,15 @@ def order_shared() -> Any:
     """The sampler holds a list that the loop shuffles in place."""
     order = list(range(COUNT))
 
-    class TensorShard(Sampler[int]):
+    class SharedList(Order):
         def __init__(self) -> None:
             self.order = order
-
-        def __len__(self) -> int:
-            return COUNT
 
         def __iter__(self) -> Iterator[int]:
             yield from self.order
 
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
-    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=TensorShard()))
+    s, model, optimizer = start()
+    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=SharedList()))
     found: list[list[int]] = []
     for epoch in s.epochs(3):
         random.Random(epoch).shuffle(order)
@@ -313,8 +313,7 @@ def resumed_evaluated() -> Any:
     """An evaluation on the training's own loader in the middle of an epoch, then a resume."""
     note = Path("seen.json")
     again = note.exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True, virtual_ranks=2)
     epoch_2 = json.loads(note.read_text()) if again else []
     torch.manual_seed(3)
     train = s.loader(DataLoader(Rows(), batch_size=8, shuffle=True))
@@ -421,11 +420,8 @@ def changing(kind: str) -> Any:
 CASES |= {f"changing_{name}": lambda name=name: changing(name) for name in ("subset", "losses", "dataset", "ended")}
 
 
-class Twice(Sampler[int]):
+class Twice(Order):
     """Another order each time that it is asked, from nothing that could be saved."""
-
-    def __len__(self) -> int:
-        return COUNT
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(COUNT, generator=torch.Generator().manual_seed(len(list(Path().iterdir())))).tolist()
@@ -452,8 +448,7 @@ class Batches:
 
 
 def batches(said: int | None) -> Any:
-    s = paceline.session("run")
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run")
     found = [0, 0]
     for _ in s.epochs(2):
         for x, i in s.loader(DataLoader(Rows(), batch_sampler=Batches(said))):
@@ -463,9 +458,7 @@ def batches(said: int | None) -> Any:
 
 
 CASES |= {
-    "batches_fewer": lambda: batches(6),
-    "batches_more": lambda: batches(12),
-    "batches_unknown": lambda: batches(None),
+    f"batches_{n}": lambda said=said: batches(said) for n, said in (("fewer", 6), ("more", 12), ("unknown", None))
 }
 
 
@@ -479,8 +472,7 @@ class Growing(Rows):
 def growing(by: int, existing: bool) -> Any:
     data = Growing()
     data.count = 20 if by > 0 else COUNT
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     train = s.loader(DataLoader(data, batch_size=5)) if existing else s.loader(data, global_batch=5)
     found: list[int] = []
     for _ in s.epochs(3):
@@ -503,16 +495,12 @@ CASES |= {
 def endless() -> Any:
     """A sampler without end: the first batch comes at once."""
 
-    class Endless(Sampler[int]):
-        def __len__(self) -> int:
-            return COUNT
-
+    class Endless(Order):
         def __iter__(self) -> Iterator[int]:
             while True:
                 yield from range(COUNT)
 
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     for x, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=Endless())):
         take_step(s, model, optimizer, x, i)
         if s.step == 6 and s.last:
@@ -522,8 +510,7 @@ def endless() -> Any:
 
 @case
 def split_by_rank() -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     part, _ = torch.utils.data.random_split(Rows(), [30, 10], generator=torch.Generator().manual_seed(s.rank))
     for x, i in s.loader(part, global_batch=10):
         take_step(s, model, optimizer, x, i)
@@ -531,8 +518,7 @@ def split_by_rank() -> Any:
 
 @case
 def split_by_rank_evaluated() -> Any:
-    s = paceline.session()
-    model, _ = s.prepare(net(), sgd)
+    s, model, _ = start()
     part, _ = torch.utils.data.random_split(Rows(), [30, 10], generator=torch.Generator().manual_seed(s.rank))
     model.eval()
     return [len(x) for x, _ in s.loader(part, global_batch=10)]
@@ -619,19 +605,14 @@ def dropped(
     strategy: str = "bucketed",
     virtual_ranks: int | None = None,
 ) -> Any:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Holes(), batch_size=8, collate_fn=collate)
+
     model = net()
-    optimizer = sgd(model.parameters())
-    for batch in DataLoader(Holes(), batch_size=8, collate_fn=collate):
-        optimizer.zero_grad()
-        loss_of(model, *parts(batch)).backward()
-        optimizer.step()
-    wanted = flat(model)
-    s = paceline.session(strategy=strategy, virtual_ranks=virtual_ranks)
-    model, optimizer = s.prepare(net(), sgd)
+    wanted = plain_loop(model, sgd(model.parameters()), loader(), lambda model, batch: loss_of(model, *parts(batch)))
+    s, model, optimizer = start(strategy=strategy, virtual_ranks=virtual_ranks)
     for _ in s.epochs(1):
-        for batch in s.loader(
-            DataLoader(Holes(), batch_size=8, collate_fn=collate), accumulation=2 if virtual_ranks else 1
-        ):
+        for batch in s.loader(loader(), accumulation=2 if virtual_ranks else 1):
             optimizer.zero_grad()
             s.backward(loss_of(model, *parts(batch)))
             optimizer.step()
@@ -712,8 +693,7 @@ def laid_out(kind: str) -> Any:
 
     plain = net()
     through(plain, sgd(plain.parameters()), loader(), lambda loss: loss.backward())
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     for _ in s.epochs(1):
         through(model, optimizer, s.loader(loader()), s.backward)
     return apart(flat(model), flat(plain))
@@ -781,25 +761,14 @@ def received(kind: str) -> Any:
     return s.step
 
 
-for name in (
-    "before",
-    "exact",
-    "after",
-    "added",
-    "assigned",
-    "added_later",
-    "clipped",
-    "assigned_before",
-    "in_parts",
-    "in_parts_after",
-    "data",
-):
-    CASES[f"gradient_{name}"] = lambda name=name: received(name)
+CASES |= {f"gradient_{name}": lambda name=name: received(name) for name in (
+    "before", "exact", "after", "added", "assigned", "added_later", "clipped", "assigned_before", "in_parts",
+    "in_parts_after", "data",
+)}  # fmt: skip
 
 
 def by_hand(kind: str) -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     own, teacher = torch.zeros(6, requires_grad=True), net()
     for x, i in s.loader(Rows(), global_batch=8):
         optimizer.zero_grad()
@@ -821,8 +790,7 @@ CASES |= {f"by_hand_{name}": lambda name=name: by_hand(name) for name in ("in_pl
 
 @case
 def frozen_by_rank() -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     for x, i in s.loader(Rows(), global_batch=8):
         if s.step == 2 and s.rank == 1:
             model[2].weight.requires_grad_(False)
@@ -832,15 +800,13 @@ def frozen_by_rank() -> Any:
 @case
 def failing_in_parts() -> Any:
     """An error of the loop between s.backward and the end of a micro-batch whose operations are counted."""
-    s = paceline.session(virtual_ranks=4, peak_tflops=1.0)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start(virtual_ranks=4, peak_tflops=1.0)
     trained(s, model, optimizer, lambda x, i: (s.backward(loss_of(model, x, i)), x @ x))
 
 
 @case
 def clipped_in_parts() -> Any:
-    s = paceline.session(virtual_ranks=4)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start(virtual_ranks=4)
     trained(s, model, optimizer, lambda x, i: (
         s.backward(loss_of(model, x, i)), torch.nn.utils.clip_grad_value_(model.parameters(), 0.1),
     ))  # fmt: skip
@@ -912,8 +878,7 @@ CASES["two_optimizers_accumulated"] = lambda: two_optimizers("bucketed", 2)
 
 def unprepared(kind: str) -> Any:
     """Something is trained beside the model, by an optimizer that was not prepared."""
-    s = paceline.session(virtual_ranks=2 if kind == "in_parts" else None)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start(virtual_ranks=2 if kind == "in_parts" else None)
     scale = nn.Parameter(torch.zeros(()))
     noise = torch.zeros(6, requires_grad=True)
     other = torch.optim.SGD([scale if kind != "input" else torch.zeros(6, requires_grad=True)], 0.05)
@@ -932,26 +897,18 @@ for name in ("weights", "in_parts", "input"):
     CASES[f"unprepared_{name}"] = lambda name=name: unprepared(name)
 
 
-def odd_loss(kind: str) -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+@case
+def losses_stacked() -> Any:
+    s, model, optimizer = start()
 
-    def act(x: Tensor, i: Tensor) -> None:
-        loss = loss_of(model, x, i)
-        s.backward(torch.stack([loss, 2 * loss, loss]))
-
-    trained(s, model, optimizer, act)
-
-
-CASES["losses_stacked"] = lambda: odd_loss("stacked")
+    trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i).expand(3)))
 
 
 @case
 def peeked() -> Any:
     """A look at a batch before the epochs, also after a resume."""
     again = Path("run").exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True, virtual_ranks=2)
     train = s.loader(Rows(), global_batch=8)
     x, _ = next(iter(train))
     assert x.shape[1] == 6
@@ -964,16 +921,14 @@ def peeked() -> Any:
 
 @case
 def outside_epochs() -> Any:
-    s = paceline.session("run", resume=True)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True)
     for x, i in s.loader(Rows(), global_batch=8):
         take_step(s, model, optimizer, x, i)
 
 
 @case
 def iterator_kept() -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     batches = iter(s.loader(DataLoader(Rows(), batch_size=8, shuffle=True)))
     for _ in s.epochs(3):
         for _ in range(2):
@@ -1013,8 +968,7 @@ def two_backwards_alone() -> Any:
     wanted = [
         torch.autograd.grad(loss, model[2].bias)[0].item() for loss in ((model(x) ** 2).mean(), (3 * model(x)).mean())
     ]
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     found: list[float] = []
     for x, _ in s.loader(Rows(8), global_batch=8, shuffle=False):
         for scale in (None, 3):
@@ -1040,25 +994,9 @@ def two_backwards_in_parts() -> Any:
 # ---- epochs, state, replicas
 
 
-@case
-def phases() -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
-    found: list[list[int]] = []
-    for count in (2, 3, 2):
-        found.append([])
-        for epoch in s.epochs(count):
-            found[-1].append(epoch)
-            for x, i in s.loader(Rows(), global_batch=8):
-                take_step(s, model, optimizer, x, i)
-    return found
-
-
-@case
-def phases_resumed() -> Any:
-    again = Path("run").exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model, optimizer = s.prepare(net(), sgd)
+def phases(resumes: bool) -> Any:
+    stops = resumes and not Path("run").exists()
+    s, model, optimizer = start("run", resume=True, virtual_ranks=2) if resumes else start()
     train = s.loader(Rows(), global_batch=8)
     found: list[list[int]] = []
     for count in (2, 3, 2):
@@ -1066,16 +1004,18 @@ def phases_resumed() -> Any:
         for epoch in s.epochs(count):
             found[-1].append(epoch)
             for x, i in train:
-                interrupt(s, 17, not again)
+                interrupt(s, 17, stops)
                 take_step(s, model, optimizer, x, i)
-    return [found, s.step]
+    return [found, s.step] if resumes else found
+
+
+CASES |= {"phases": lambda: phases(False), "phases_resumed": lambda: phases(True)}
 
 
 @case
 def two_loops_resumed() -> Any:
     again = Path("run").exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True, virtual_ranks=2)
     loaders = s.loader(Rows(), global_batch=8), s.loader(DataLoader(Rows(20), batch_size=5, shuffle=True))
     for _ in s.epochs(2):
         for train in loaders:
@@ -1158,8 +1098,7 @@ def averaged_by_hand(kind: str, how: str) -> Any:
 
     def run(folder: str, stops: bool) -> Any:
         torch.manual_seed(1)
-        s = paceline.session(folder, resume=True, virtual_ranks=2)
-        model, optimizer = s.prepare(net(), sgd)
+        s, model, optimizer = start(folder, resume=True, virtual_ranks=2)
         values: Any = {n: p.detach().clone() for n, p in model.named_parameters()}
         values = [*values.values()] if kind == "list" else values
         if how != "unknown":
@@ -1191,8 +1130,7 @@ for kind in ("list", "dict", "object"):
 @case
 def average_rebound() -> Any:
     """A list that was registered, in place of which the loop has another in each step."""
-    s = paceline.session("run", resume=True)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", resume=True)
     values = [p.detach().clone() for p in model.parameters()]
     s.register("average", values)
     for _ in s.epochs(2):
@@ -1208,8 +1146,7 @@ def average_best() -> Any:
 
     def run(folder: str, stops: bool) -> Any:
         torch.manual_seed(1)
-        s = paceline.session(folder, resume=True)
-        model, optimizer = s.prepare(net(), sgd)
+        s, model, optimizer = start(folder, resume=True)
         best: dict[str, Any] = {"first": model.state_dict()}  # the model's own memory
         noise: list[Any] = [torch.Generator().manual_seed(2), random.Random(2), np.random.default_rng(2)]
         s.register("best", best)
@@ -1280,7 +1217,7 @@ CASES |= {"average_batch_norm_merged": lambda: average_of_batch_norm(True)}
 
 
 @case
-def group_added_and_resumed() -> Any:
+def group_resumed() -> Any:
     again = Path("run").exists()
     s = paceline.session("run", resume=True, virtual_ranks=2)
     model = net()
@@ -1296,8 +1233,7 @@ def group_added_and_resumed() -> Any:
 
 
 def differing(kind: str) -> Any:
-    s = paceline.session()
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start()
     trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
     model[0].bias.data += 0.01 * s.rank
     if kind == "weights":
@@ -1337,8 +1273,7 @@ CASES |= {"unsavable_state": lambda: unsavable("state"), "unsavable_saved": lamb
 
 
 def few(kind: str) -> Any:
-    s = paceline.session()
-    model, _ = s.prepare(net(), sgd)
+    s, model, _ = start()
     model.eval()
     found: list[Any] = []
     for _, i in s.loader(DataLoader(Rows(1 if kind == "one" else 5), batch_size=1)):
@@ -1385,15 +1320,12 @@ def statistics_instance() -> Any:
             other(torch.stack([x, x], 2))
 
 
-class Counting(Sampler[int]):
+class Counting(Order):
     def __init__(self) -> None:
         self.epochs: list[int] = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return COUNT
 
     def __iter__(self) -> Iterator[int]:
         yield from range(COUNT)
@@ -1417,8 +1349,7 @@ def pickled() -> Any:
 
 
 def scheduled(kind: str) -> Any:
-    s = paceline.session("run", strategy="zero" if kind == "zero" else "bucketed")
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start("run", strategy="zero" if kind == "zero" else "bucketed")
     if kind in ("lost", "registered"):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         if kind == "registered":
@@ -1435,8 +1366,7 @@ CASES |= {f"scheduler_{name}": lambda name=name: scheduled(name) for name in ("l
 
 @case
 def gathered_in_bodies() -> Any:
-    s = paceline.session(virtual_ranks=3)
-    model, optimizer = s.prepare(net(), sgd)
+    s, model, optimizer = start(virtual_ranks=3)
     trained(s, model, optimizer, lambda x, i: (s.gather(i), s.backward(loss_of(model, x, i))))
 
 
@@ -1469,15 +1399,9 @@ def weightless(kind: str) -> Any:
             target = torch.where(i % 8 == 1, -100, i % 3)
         return nn.functional.cross_entropy(outputs, target), weight
 
-    model = net()
-    optimizer = sgd(model.parameters())
-    for x, i in DataLoader(Rows(), batch_size=8):
-        optimizer.zero_grad()
-        loss_and_weight(model, x, i)[0].backward()
-        optimizer.step()
-    wanted = flat(model)
-    s = paceline.session(strategy=sys.argv[2] if len(sys.argv) > 2 else "bucketed")
-    model, optimizer = s.prepare(net(), sgd)
+    model, batches = net(), DataLoader(Rows(), batch_size=8)
+    wanted = plain_loop(model, sgd(model.parameters()), batches, lambda m, batch: loss_and_weight(m, *batch)[0])
+    s, model, optimizer = start(strategy=sys.argv[2] if len(sys.argv) > 2 else "bucketed")
     trained(s, model, optimizer, lambda x, i: s.backward(*loss_and_weight(model, x, i)))
     return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
 
@@ -1510,18 +1434,15 @@ CASES |= {
 
 
 def beside_the_plain_loop(make: Callable[[], nn.Module], optimizer: Any, sets_up: Callable[[Any], Any]) -> Any:
-    wanted, model = make(), make()
-    update = optimizer(wanted.parameters())
-    sets_up(wanted)
-    for x, i in DataLoader(Rows(), batch_size=8):
-        update.zero_grad()
-        loss_of(wanted, x, i).backward()
-        update.step()
+    plain, model = make(), make()
+    sets_up(plain)
+    batches = DataLoader(Rows(), batch_size=8)
+    wanted = plain_loop(plain, optimizer(plain.parameters()), batches, lambda m, batch: loss_of(m, *batch))
     with paceline.session() as s:
         model, update = s.prepare(model, optimizer(model.parameters()))
         sets_up(model)
         trained(s, model, update, lambda x, i: s.backward(loss_of(model, x, i)))
-    return apart(flat(model), flat(wanted))
+    return apart(flat(model), wanted)
 
 
 def hooked_together(mode: Any) -> Callable[[nn.Module], Any]:
@@ -1599,7 +1520,7 @@ def hook_after_dummy_batch() -> Any:
 
 
 @case
-def zero_grad_after_skip() -> Any:
+def zeroed_after_skip() -> Any:
     rows = Rows(12)
     rows.x[5] = float("nan")
     with paceline.session(virtual_ranks=3, strategy="exact", not_finite="skip") as s:

@@ -83,6 +83,16 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def train(s: Any, optimizer: Any, backward: Callable[..., Any], loader: Any = None) -> None:
+    """A loop with one call of `backward` for each batch."""
+    loader = loader or s.loader(data(), global_batch=GLOBAL)
+    for _ in s.epochs(EPOCHS):
+        for batch in loader:
+            optimizer.zero_grad()
+            backward(*batch)
+            optimizer.step()
+
+
 def classic(s: Any) -> nn.Module:
     model, optimizer, scheduler = s.prepare(net(6, 8, 3), adam, lambda o: StepLR(o, 3, 0.8))
     train = s.loader(data(), global_batch=GLOBAL)
@@ -108,57 +118,42 @@ def clear_at_the_end(s: Any) -> nn.Module:
 
 def per_sample(s: Any) -> nn.Module:
     model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y, reduction="none"))
-            optimizer.step()
+    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y, reduction="none")))
     return model
 
 
 def summed(s: Any) -> nn.Module:
     model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y, reduction="sum"), reduction="sum")
-            optimizer.step()
+    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y, reduction="sum"), reduction="sum"))
     return model
 
 
 def tokens(s: Any) -> nn.Module:
     """A mean over what a mask leaves: each rank's share has another number of these."""
     model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            mask = y != 2
-            optimizer.zero_grad()
-            loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
-            s.backward(loss, weight=mask.sum())
-            optimizer.step()
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        mask = y != 2
+        loss = (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+        s.backward(loss, weight=mask.sum())
+
+    train(s, optimizer, backward)
     return model
 
 
-def two_losses(s: Any) -> nn.Module:
+def two_losses(s: Any, more: bool = True) -> nn.Module:
     model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y), more=True)
-            s.backward(model(x).square().mean())
-            optimizer.step()
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        s.backward(F.cross_entropy(model(x), y), more=more)
+        s.backward(model(x).square().mean())
+
+    train(s, optimizer, backward)
     return model
 
 
 def two_rounds(s: Any) -> nn.Module:
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            s.backward(model(x).square().mean())
-            optimizer.step()
-    return model
+    return two_losses(s, more=False)
 
 
 def accumulated(s: Any) -> nn.Module:
@@ -175,38 +170,26 @@ def accumulated(s: Any) -> nn.Module:
     return model
 
 
-def gan(s: Any) -> nn.Module:
+def gan(s: Any, plain: bool = False) -> nn.Module:
     """Two models and optimizers, as DCGAN has them: real, fake, and through the one into the other."""
     d, optimizer_d = s.prepare(net(6, 8, 1), adam)
     g, optimizer_g = s.prepare(net(6, 8, 6, seed=1), adam)
     for _ in s.epochs(EPOCHS):
         for x, _ in s.loader(data(), global_batch=GLOBAL):
             d.zero_grad()
-            s.backward(F.softplus(-d(x)).mean(), more=True)
+            s.backward(F.softplus(-d(x)).mean(), **({} if plain else {"more": True}))
             fake = g(x.flip(1))
             s.backward(F.softplus(d(fake.detach())).mean())
             optimizer_d.step()
             g.zero_grad()
-            s.backward(F.softplus(-d(fake)).mean(), only=optimizer_g)
+            s.backward(F.softplus(-d(fake)).mean(), **({} if plain else {"only": optimizer_g}))
             optimizer_g.step()
     return nn.ModuleList([d, g])
 
 
 def gan_as_it_was(s: Any) -> nn.Module:
-    """The same without a word about whose gradients are wanted."""
-    d, optimizer_d = s.prepare(net(6, 8, 1), adam)
-    g, optimizer_g = s.prepare(net(6, 8, 6, seed=1), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, _ in s.loader(data(), global_batch=GLOBAL):
-            d.zero_grad()
-            s.backward(F.softplus(-d(x)).mean())
-            fake = g(x.flip(1))
-            s.backward(F.softplus(d(fake.detach())).mean())
-            optimizer_d.step()
-            g.zero_grad()
-            s.backward(F.softplus(-d(fake)).mean())
-            optimizer_g.step()
-    return nn.ModuleList([d, g])
+    """The same without arguments about the gradients."""
+    return gan(s, plain=True)
 
 
 def penalty(s: Any) -> nn.Module:
@@ -248,12 +231,8 @@ def streamed(s: Any) -> nn.Module:
             return zip(*data().tensors, strict=True)
 
     model, optimizer = s.prepare(net(6, 8, 3), adam)
-    train = s.loader(DataLoader(Stream(), batch_size=GLOBAL))
-    for _ in s.epochs(EPOCHS):
-        for x, y in train:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
+    loader = s.loader(DataLoader(Stream(), batch_size=GLOBAL))
+    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y)), loader)
     return model
 
 
@@ -299,12 +278,12 @@ class Parts(nn.Module):
 
 def part_by_part(s: Any) -> nn.Module:
     model, optimizer = s.prepare(Parts(), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            code = model.encoder(x) - model.encoder(x.flip(1))
-            s.backward(F.cross_entropy(model.decoder(code), y))
-            optimizer.step()
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        code = model.encoder(x) - model.encoder(x.flip(1))
+        s.backward(F.cross_entropy(model.decoder(code), y))
+
+    train(s, optimizer, backward)
     return model
 
 
@@ -341,11 +320,7 @@ def frozen(s: Any) -> nn.Module:
     model[0].requires_grad_(False)
     groups = [{"params": model[2].parameters(), "lr": 1e-3}, {"params": model[4].parameters()}]
     model, optimizer = s.prepare(model, torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
+    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y)))
     return model
 
 

@@ -90,7 +90,7 @@ class Failing(Counted):
     def __iter__(self) -> Iterator[Any]:
         for number, found in enumerate(super().__iter__()):
             if number == 4 * SIZE + 3:
-                raise ValueError("this one is damaged")
+                raise ValueError("damaged")
             yield found
 
 

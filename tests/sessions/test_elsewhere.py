@@ -13,7 +13,7 @@ from tests.run_ranks import run_ranks
 from tests.run_script import run_script
 
 from paceline.errors import UsageError
-from paceline.sessions.elsewhere import Elsewhere, own_share, refuse_shares
+from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, local_shard, require_whole_tensors
 
 ASKED = ("float(cut.sum())", "bool(cut.sum())", "cut.sum().item()", "cut.tolist()", "pickle.dumps(cut)")
 SCRIPT = """
@@ -41,7 +41,7 @@ with torch.no_grad():
 def of_two(rank: int, size: int) -> tuple[list[str], float, list[float]]:
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-    refuse_shares()
+    require_whole_tensors()
     group = dist.group.WORLD
     assert group is not None
     cut = distribute_tensor(torch.arange(4.0), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
@@ -51,11 +51,11 @@ def of_two(rank: int, size: int) -> tuple[list[str], float, list[float]]:
             eval(asked, {"cut": cut, "pickle": pickle})
         except UsageError as error:
             told.append(str(error))
-    return told, float(cut.sum().full_tensor()), own_share(cut).tolist()
+    return told, float(cut.sum().full_tensor()), local_shard(cut).tolist()
 
 
 def test_what_stands_for_a_gradient_refuses_all_but_its_shape() -> None:
-    standing = Elsewhere.of(torch.ones(2, 3))
+    standing = ShardedGradientPlaceholder.of(torch.ones(2, 3))
     assert standing.shape == (2, 3)
     with raises("sharded-parameter-used"):
         standing.sum()

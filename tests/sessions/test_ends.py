@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,8 @@ def test_a_full_disk_rescues_the_weights_and_says_where_and_the_summary_says_how
     done = warm.run((tmp_path / "loop.py",), cwd=tmp_path)
     rescued = tmp_path / "run" / "run-rescued.safetensors"
     assert done.returncode == 1 and "No space left" in done.stderr, done.stdout + done.stderr
-    assert "rank 0 cannot continue after step 3: [Errno 28] No space left on device: 'events-0.jsonl'" in done.stderr
-    assert f"the weights were rescued to {rescued}" in done.stderr
-    assert rescued.is_file()
+    assert re.search(r"rank 0 .* step 3\b", done.stderr) and "events-0.jsonl" in done.stderr, done.stderr
+    assert rescued.is_file() and str(rescued) in done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["exit"], summary["steps"]) == (1, 3) and "No space left" in summary["failure"]
 

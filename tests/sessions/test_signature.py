@@ -34,7 +34,7 @@ LEFT_OUT = {
         *("cpus_per_rank", "save_before", "sbatch", "follow", "cancel_on_interrupt"),
     },
     "of a run of `paceline train` only": {
-        *("mesh", "sequence_parallel", "schedule_pipeline", "stages_at", "checkpoint_epochs", "fresh", "allow_change"),
+        *("mesh", "sequence_parallel", "schedule_pipeline", "stages_at", "checkpoint_epochs", "fresh", "allow_change")
     },
 }
 

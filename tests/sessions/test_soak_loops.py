@@ -88,11 +88,5 @@ def test_only_loops_that_are_right_count_for_the_share_of_rejections() -> None:
     right, wrong = Case(), Case(wrong="by_hand", ranks=2)
     words = [(right, "equal"), (right, "rejected"), (wrong, "caught"), (wrong, "different"), (right, "hung")]
     found = summary([Outcome(case, word, "words") for case, word in words], SEED, 5)
-    assert found["right loops"] == {
-        "loops": 3,
-        "equal": 1,
-        "rejected": 1,
-        "share rejected": 0.3333,
-        "failures": 1,
-    }
+    assert found["right loops"] == {"loops": 3, "equal": 1, "rejected": 1, "share rejected": 0.3333, "failures": 1}
     assert [one["word"] for one in found["failures"]] == ["different", "hung"]

@@ -16,7 +16,7 @@ from tests.run_script import run_script
 from tests.sessions import wrong
 
 import paceline
-from paceline.sessions.wording import savable
+from paceline.sessions.wording import json_copy
 
 TOLD = {
     "torchs_own_backward": ("torch-backward", "s.backward(loss)"),
@@ -103,8 +103,8 @@ def test_what_is_wrong_is_refused_in_words(told: dict[str, tuple[str, str]], nam
 SCRIPT = "import paceline\ns = paceline.session()\ns.loader(3, global_batch=2)\n"
 
 
-def test_it_says_what_leaves_such_a_step_out(told: dict[str, tuple[str, str]]) -> None:
-    assert 'session(not_finite="skip")' in told["not_finite"][1]
+def test_the_error_names_the_argument_that_skips_the_step(told: dict[str, tuple[str, str]]) -> None:
+    assert '(not_finite="skip")' in told["not_finite"][1]
 
 
 @pytest.mark.parametrize("launcher", ["python", "paceline"])
@@ -139,11 +139,11 @@ with paceline.session("run") as s:
 )
 def test_what_a_file_would_give_back_as_something_else_is_not_saved(value: Any) -> None:
     right = {"best": 0.5, "seen": [1, True, None, "x", {"a": []}]}
-    found = savable(right, strict=True)
+    found = json_copy(right, strict=True)
     assert found == right and found["seen"] is not right["seen"]
     with raises("saved-not-plain", name="odd"):
-        savable({**right, "odd": value}, strict=True)
-    assert savable({**right, "odd": value}, strict=False) == right
+        json_copy({**right, "odd": value}, strict=True)
+    assert json_copy({**right, "odd": value}, strict=False) == right
 
 
 def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_all_models_equal_one_process(size, mesh, tmp_path):
 
 BACKWARD, FROM_BELOW = Pipeline.backward, Pipeline._from_below
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "no bug": (pipelined, "_shared", pipelined._shared),
-    "stages that share a parameter do not add up its gradients": (pipelined, "_shared", lambda *_: []),
+    "no bug": (pipelined, "_shared_parameters", pipelined._shared_parameters),
+    "stages that share a parameter do not add up its gradients": (pipelined, "_shared_parameters", lambda *_: []),
     "a gradient counts twice on its way up": (Pipeline, "_from_below", lambda self, like: 2 * FROM_BELOW(self, like)),
     "the gradient of another micro-batch": (
         Pipeline, "_from_below", lambda self, like: FROM_BELOW(self, like).roll(1, 0),

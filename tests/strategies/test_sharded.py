@@ -272,7 +272,7 @@ def rounded_on_the_way(rank: int, size: int) -> None:
     assert digests["fsdp"] == digests["bucketed"]
     norms = {"1.weight", "1.bias", "4.weight", "4.bias"}
     assert {name for name, kind in types.items() if kind == torch.float32} == norms
-    assert {"0.weight", "3.bias", "inner.in_proj_weight", "inner.out_proj.weight"} <= {*types} - norms
+    assert {"0", "3", "inner", "inner.out_proj"} <= {name.rpartition(".")[0] for name in {*types} - norms}
 
 
 def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
@@ -332,8 +332,8 @@ def what_one_rank_sees_all_know(rank: int, size: int) -> None:
         for max_norm in (None, 1.0):
             (step,) = load_steps(data(), plan, share, Loading(CPU), start=0, stop=1)
             found = train_step(replica, step, squared, max_norm=max_norm, may_leave_out=True).left_out
-            assert found is not None and found.words.startswith("the gradient of odd is not finite"), name
-            assert "their loss is finite" in found.words and len(found.samples) == 10, (name, found)
+            assert found is not None and len(found.samples) == 10, (name, found)
+            assert "gradient of odd" in found.words and "loss is finite" in found.words, (name, found)
             assert sha256_of(full_state(replica.state(), replica.world)) == before
 
 

@@ -28,7 +28,7 @@ from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
 from paceline.strategies.exact import Exact
 from paceline.strategies.fsdp import FSDP
-from paceline.strategies.outer import Between
+from paceline.strategies.outer_optimizer import InterNodeOptions
 from paceline.strategies.zero import Zero
 
 pytestmark = pytest.mark.sample(2)
@@ -36,14 +36,14 @@ pytestmark = pytest.mark.sample(2)
 CPU = torch.device("cpu")
 VIRTUAL, RANKS, BATCH, SAMPLES, STEPS, SAVED_AT = 4, 4, 10, 26, 12, 5
 PLAN = BatchPlan(SAMPLES, BATCH, VIRTUAL)  # the last batch of an epoch has 6: of four shares two of 2, two of 1
-PLAIN, DILOCO = Between(local_steps=3), Between(local_steps=3, outer_lr=0.7, outer_momentum=0.9)
+PLAIN, DILOCO = InterNodeOptions(local_steps=3), InterNodeOptions(local_steps=3, outer_lr=0.7, outer_momentum=0.9)
 RESUMED = {
-    "bf16": Between(compress="bf16"),
-    "int8": Between(compress="int8"),
-    "powersgd": Between(compress="powersgd", powersgd_rank=1),
+    "bf16": InterNodeOptions(compress="bf16"),
+    "int8": InterNodeOptions(compress="int8"),
+    "powersgd": InterNodeOptions(compress="powersgd", powersgd_rank=1),
     "local": PLAIN,
     "diloco": DILOCO,
-    "both": Between(compress="int8", local_steps=3, outer_momentum=0.5),
+    "both": InterNodeOptions(compress="int8", local_steps=3, outer_momentum=0.5),
 }
 
 
@@ -67,7 +67,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def replica(rank: int, slow: Between, make: Any = adamw) -> Strategy:
+def replica(rank: int, slow: InterNodeOptions, make: Any = adamw) -> Strategy:
     return bucketed(model(), make, World(rank, RANKS, rank, RANKS, CPU, "gloo"), virtual_ranks=VIRTUAL, **slow)
 
 
@@ -87,7 +87,7 @@ def weights(trained: Strategy) -> Tensor:
 # ---- the same by hand, in one process
 
 
-def by_hand(hosts: int, slow: Between, make: Any, steps: int) -> Tensor:
+def by_hand(hosts: int, slow: InterNodeOptions, make: Any, steps: int) -> Tensor:
     """Each host's share of every global batch trains a model of its own; then one outer step, of all."""
     models = [model() for _ in range(hosts)]
     optimizers = [make(one.parameters()) for one in models]
@@ -114,7 +114,7 @@ def by_hand(hosts: int, slow: Between, make: Any, steps: int) -> Tensor:
     return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in models]).mean(0)
 
 
-CASES = [(2, PLAIN, adamw), (2, DILOCO, adamw), (1, DILOCO, sgd), (2, Between(local_steps=1), sgd)]
+CASES = [(2, PLAIN, adamw), (2, DILOCO, adamw), (1, DILOCO, sgd), (2, InterNodeOptions(local_steps=1), sgd)]
 
 
 def locally(rank: int, world_size: int, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
@@ -125,7 +125,7 @@ def locally(rank: int, world_size: int, folder: Path) -> tuple[list[Tensor], lis
         train(trained, 0, STEPS - 1)  # in the middle of a round
         found.append(weights(trained))
     put_on(rank // 2, rank, world_size, folder)
-    plain = replica(rank, Between(), sgd)
+    plain = replica(rank, InterNodeOptions(), sgd)
     train(plain, 0, STEPS - 1)
     # here, not in the test's own process: what torch imports for an optimizer outlives it
     wanted = [by_hand(RANKS // size, slow, make, STEPS - 1) for size, slow, make in CASES]
@@ -202,10 +202,10 @@ def test_a_state_goes_on_to_the_bit_and_on_other_hosts_with_honest_words(tmp_pat
     assert done == len(RESUMED)
     assert all(text == "" for _, said_there in others for text in said_there)
     held, mean, alone, mean_alone, *others_alone = words
-    assert all(part in held for part in (" 2 hosts of 2 ranks", " 4 hosts of 1 rank", "is dropped"))
-    assert all(part in mean for part in (" 2 hosts ", " 4: ", "the mean"))
-    assert " 2 hosts of 2 ranks" in alone and "is dropped" in alone
-    assert "is dropped" not in mean_alone  # without --compress nothing is held back
+    assert all(part in held for part in (" 2 nodes of 2 ranks", " 4 nodes of 1 rank", "dropped"))
+    assert all(part in mean for part in (" 2 nodes ", " 4: ", "the mean"))
+    assert " 2 nodes of 2 ranks" in alone and "dropped" in alone
+    assert "dropped" not in mean_alone  # without --compress there are no residuals
     assert "the mean" in mean_alone
     assert others_alone == [mean_alone] * 3
 
@@ -226,7 +226,7 @@ def spoiled(module: torch.nn.Module, now: bool) -> Any:
 def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
     put_on(rank // 2, rank, world_size, folder)
     left_out: list[list[bool]] = []
-    for slow in (PLAIN, Between(compress="int8"), Between(compress="powersgd", powersgd_rank=1)):
+    for slow in (PLAIN, InterNodeOptions(compress="int8"), InterNodeOptions(compress="powersgd", powersgd_rank=1)):
         clean, hurt = replica(rank, slow), replica(rank, slow)
         train(clean, 0, 2)
         train(hurt, 0, 2)
@@ -240,15 +240,14 @@ def trouble(rank: int, world_size: int, folder: Path) -> list[Any]:
         assert torch.equal(weights(clean), weights(hurt)), slow
     put_on(0, rank, world_size, folder)
     made: list[Strategy] = []
-    words = said(
-        lambda: made.extend([replica(rank, Between(compress="int8")), replica(rank, DILOCO), replica(rank, Between())])
-    )
+    kinds = InterNodeOptions(compress="int8"), DILOCO, InterNodeOptions()
+    words = said(lambda: made.extend(replica(rank, slow) for slow in kinds))
     for one in made:
         train(one, 0, 4)
     assert torch.equal(weights(made[0]), weights(made[2])) and torch.equal(weights(made[1]), weights(made[2]))
     put_on(rank // 3, rank, world_size, folder)  # 3 ranks and 1
     with raises("no-shared-memory-on-nodes") if rank == 0 else pytest.raises(ReportedByPeer):
-        replica(rank, Between(compress="int8"))
+        replica(rank, InterNodeOptions(compress="int8"))
     return [left_out, words]
 
 
@@ -267,8 +266,8 @@ def converges(rank: int, world_size: int, folder: Path) -> dict[str, float]:
     put_on(rank // 2, rank, world_size, folder)
     start = torch.cat([p.detach().flatten() for p in model().parameters()])
     found: dict[str, Tensor] = {}
-    for name, slow in {"plain": Between(), **{n: RESUMED[n] for n in ("bf16", "int8", "powersgd", "local")}}.items():
-        trained = replica(rank, slow, sgd)
+    for name in ("plain", "bf16", "int8", "powersgd", "local"):
+        trained = replica(rank, RESUMED.get(name, InterNodeOptions()), sgd)
         train(trained, 0, 60)
         found[name] = weights(trained)
     gone = (found["plain"] - start).norm()

@@ -13,7 +13,7 @@ from tests.errors import raises
 from tests.run_script import run_script
 from torch import Tensor, nn
 
-from paceline.compute.forward import around_forward
+from paceline.compute.forward import wrap_forward
 from paceline.compute.precision import in_bf16, lacks_bf16
 from paceline.data.loader import Loading, fetch
 from paceline.runs.summary import read_summary
@@ -44,7 +44,7 @@ class WholeAndMore(nn.Module):
 
 def changed() -> nn.Module:
     model = Named()
-    around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
+    wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     return model
 
 

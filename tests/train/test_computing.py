@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 from tests.starts import start_steps
 
 from paceline.compute.precision import lacks_bf16
-from paceline.compute.resources import complaints, own_seat
+from paceline.compute.resources import current_cpu_allocation, thread_warnings
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
 from paceline.train.computing import _chosen, take_threads
@@ -57,7 +57,12 @@ def threads_taken(rank: int, world_size: int, asked: int) -> list[object]:
 @pytest.mark.ranks
 def test_all_ranks_are_told_the_same_of_their_threads_and_what_was_asked_for_stays(tmp_path):
     asked = 2 * len(os.sched_getaffinity(0))
-    expected = [complaints([own_seat(1)] * 2), 1, complaints([own_seat(asked)] * 2), asked]
+    expected = [
+        thread_warnings([current_cpu_allocation(1)] * 2),
+        1,
+        thread_warnings([current_cpu_allocation(asked)] * 2),
+        asked,
+    ]
     assert run_ranks(threads_taken, 2, tmp_path, asked) == [expected, expected]
     assert expected[2] != []
 

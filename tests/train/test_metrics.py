@@ -331,9 +331,9 @@ def test_tensors_of_any_kind_and_shape_come_as_they_were(tmp_path: Path) -> None
 
 
 def of_a_loop(rank: int, size: int) -> Any:
-    from paceline.sessions.ranks import Ranks
+    from paceline.sessions.collectives import SessionCollectives
 
-    ranks, found = Ranks(), defaultdict[str, Any](list)
+    ranks, found = SessionCollectives(), defaultdict[str, Any](list)
     ranks.world = world_of(rank, size)
     inputs, targets = data().inputs, data().targets
     for name, metric in torchmetrics_ones().items():

@@ -1,8 +1,8 @@
-"""Shards a model's weights over ranks, in blocks that are gathered one at a time.
+"""Shards the weights of a model over ranks, in blocks that are gathered one at a time.
 
 By default the blocks are the repeated layers: the modules of the largest nn.ModuleList, nn.ModuleDict or nn.Sequential
-of layers of one class, at any depth. What is outside of them (embeddings, a head) is gathered for the whole forward, so
-it may be used anywhere. The blocks of a model without repeated layers are its children.
+of layers of one class, at any depth. Parameters outside of blocks (embeddings, the output layer) are gathered for the
+whole forward, so the model can use them anywhere. The blocks of a model without repeated layers are its children.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.forward import matching, subclassed
+from paceline.compute.forward import matching, override_members
 from paceline.config.choices import lacks_torch
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
@@ -29,26 +29,26 @@ if TYPE_CHECKING:  # imported where used: it would cost every other strategy a s
 MIXED = "mixed torch.Tensor and DTensor"
 MAX_NAMED = 8
 LEAST_SHARE = 0.1
-"""of a model's parameters in its repeated layers; with less in them the blocks are its children"""
+"""The least fraction of parameters in repeated layers. With fewer parameters in them, the blocks are the children."""
 
 
-def cut_into_blocks(
+def shard_blocks(
     model: nn.Module, rule: str | None, world: World, *, flag: str, rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, FSDPModule]:
     """Shard the model's parameters over the ranks of `world`, with torch's fully_shard (a collective).
 
-    In a mesh with `shard`, over those ranks only: along `data` the shards are the same.
+    In a mesh with `shard`, parameters are sharded along `shard` only, and the shards are equal along `data`.
 
-    Scalars and empty parameters stay whole. A block whose parameters are all `rounded` is gathered in bf16, and its
-    gradients, which backward then gives in bf16, are added up in float32. torch takes one type for a block, so the
-    other parameters of a block with rounded weights stay whole if they are vectors (e.g. of batch norm, whose kernels
-    want float32). With any other parameter the block is sent as it is.
+    Scalars and empty parameters are not sharded. A block whose parameters are all `rounded` is gathered in bf16. Its
+    gradients, which backward computes in bf16, are summed in float32. torch gathers a block in one type. Therefore
+    vectors in a block of rounded weights are not sharded (for example of batch norm, whose kernels need float32). If a
+    block has any other parameter, it is gathered in its original type.
 
     Returns:
-        Its blocks by name, inner ones first, the model itself ("") last.
+        The blocks by name: inner ones first, the model itself ("") last.
 
     Raises:
-        UsageError: see `blocks_of` and `check_types`; or torch is too old.
+        UsageError: see `blocks_of` and `check_types`, or if torch is too old.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -58,7 +58,7 @@ def cut_into_blocks(
     blocks = blocks_of(model, rule, flag=flag)
     check_types(model, blocks)
     for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # only such can be cut; each value keeps its place
+        parameter.data = parameter.data.contiguous()  # fully_shard needs contiguous parameters
     group, data, shard = world.group or dist.group.WORLD, world.along("data").group, world.along("shard").group
     assert group is not None  # joined
     if data is not None and shard is not None:
@@ -66,23 +66,23 @@ def cut_into_blocks(
         mesh = DeviceMesh.from_group([data, shard], world.device.type, ranks, mesh_dim_names=("data", "shard"))
     else:
         mesh = DeviceMesh.from_group(group, world.device.type)
-    whole_ones = {p for p in model.parameters() if not (p.ndim and p.numel())}
+    unsharded = {p for p in model.parameters() if not (p.ndim and p.numel())}
     if rounded:
-        whole_ones |= {p for p in model.parameters() if p.ndim == 1} - rounded
-    blocks = {name: block for name, block in blocks.items() if {*block.parameters()} - whole_ones}
-    policies = _policies({**blocks, "": model}, whole_ones, rounded)
+        unsharded |= {p for p in model.parameters() if p.ndim == 1} - rounded
+    blocks = {name: block for name, block in blocks.items() if {*block.parameters()} - unsharded}
+    policies = _policies({**blocks, "": model}, unsharded, rounded)
     _explain_use_outside(model, [*blocks], flag)
-    found: dict[str, FSDPModule] = {}
+    sharded: dict[str, FSDPModule] = {}
     for name, block in {**blocks, "": model}.items():
-        found[name] = cut = fully_shard(
-            block, mesh=mesh, reshard_after_forward=True, ignored_params=whole_ones, mp_policy=policies[name]
+        sharded[name] = module = fully_shard(
+            block, mesh=mesh, reshard_after_forward=True, ignored_params=unsharded, mp_policy=policies[name]
         )
-        cut.set_gradient_divide_factor(1.0)  # a sum: it is divided by the global weight
-        cut.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        cut.set_reduce_scatter_unused_params(True)  # else ranks that use different parameters would mix them up
-    # the first forward, which would do it, may be that of a block: a loop of the user's own calls what it likes
+        module.set_gradient_divide_factor(1.0)  # a sum: the strategy divides it by the global weight
+        module.set_force_sum_reduction_for_comms(True)  # gloo supports sums only
+        module.set_reduce_scatter_unused_params(True)  # else ranks that use different parameters would mix them up
+    # torch would do this in the first forward of the model, but a custom loop may call a block first
     fully_shard.state(model)._lazy_init()  # pyright: ignore[reportPrivateUsage, reportFunctionMemberAccess]
-    return found
+    return sharded
 
 
 def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
@@ -99,30 +99,30 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
-    subclassed(model, __call__=call)
+    override_members(model, __call__=call)
 
 
 def _policies(
-    blocks: Mapping[str, nn.Module], whole_ones: AbstractSet[nn.Parameter], rounded: AbstractSet[nn.Parameter]
+    blocks: Mapping[str, nn.Module], unsharded: AbstractSet[nn.Parameter], rounded: AbstractSet[nn.Parameter]
 ) -> dict[str, MixedPrecisionPolicy]:
-    """The types in which each block is sent. Inner ones come first: their parameters do not belong to outer ones."""
+    """The types in which each block is sent. Inner blocks come first, and include their parameters."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # inputs stay as they are: autocast rounds them where it should, and a leading batch norm needs them in float32
+    # inputs are not cast: autocast rounds them if needed, and a leading batch norm needs float32
     bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    as_it_is = MixedPrecisionPolicy()
+    unchanged = MixedPrecisionPolicy()
     policies: dict[str, MixedPrecisionPolicy] = {}
-    taken: set[nn.Parameter] = {*whole_ones}
+    assigned: set[nn.Parameter] = {*unsharded}
     for name, block in blocks.items():
-        own = {*block.parameters()} - taken
-        taken |= own
-        policies[name] = bf16 if own and own <= rounded else as_it_is
+        parameters = {*block.parameters()} - assigned
+        assigned |= parameters
+        policies[name] = bf16 if parameters and parameters <= rounded else unchanged
     return policies
 
 
 @contextmanager
 def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
-    """Inside, all of the model is whole, and forward and backward send nothing (entering is a collective)."""
+    """Inside, all parameters are gathered; forward and backward do not communicate (entering is a collective)."""
     root = blocks[""]
     for block in blocks.values():
         block.unshard()
@@ -140,7 +140,7 @@ def gathered(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
 
 
 def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> None:
-    """Call `act` in each backward that goes through what a block has given from now on."""
+    """Call `act` in each backward through an output of a block, for all forwards from now on."""
 
     def at_forward(_block: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
@@ -152,56 +152,55 @@ def on_backward(blocks: Mapping[str, FSDPModule], act: Callable[[], None]) -> No
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside the plain `model` by name, inner ones first; `rule` and `flag` as in `forward.matching`.
+    """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `forward.matching`.
 
     Raises:
-        UsageError: if `rule` matches nothing, or a block of it holds a parameter that is also used outside.
+        UsageError: if `rule` matches nothing, or one of its blocks has a parameter that is also used outside.
     """
-    found = _by_default(model) if rule is None else matching(model, rule, flag=flag)
-    if rule is not None and not any(_has_parameters(block) for block in found.values()):
-        raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(found))
-    found = {name: block for name, block in found.items() if _has_parameters(block)}
-    for name in [*found]:
+    blocks = _by_default(model) if rule is None else matching(model, rule, flag=flag)
+    if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
+        raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(blocks))
+    blocks = {name: block for name, block in blocks.items() if _has_parameters(block)}
+    for name in [*blocks]:
         shared = _used_outside(model, name)
         if shared and rule is not None:
             raise UsageError(code="block-shares-parameter", setting=flag, rule=rule, name=name, shared=shared)
         if shared:
-            del found[name]
-    return dict(sorted(found.items(), key=lambda item: -item[0].count(".")))
+            del blocks[name]
+    return dict(sorted(blocks.items(), key=lambda item: -item[0].count(".")))
 
 
 def check_types(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Raise UsageError if a block, or the rest of the model, has parameters of several types: it is sent in one."""
+    """Raise UsageError if a block, or the model outside blocks, has parameters of several types."""
     types: dict[str, dict[torch.dtype, str]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         owner = max((block for block in blocks if name.startswith(f"{block}.")), key=len, default="")
         if parameter.requires_grad:
             types[owner].setdefault(parameter.dtype, name)
-    for owner, kinds in types.items():
-        if len(kinds) > 1:
-            told = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
-            raise UsageError(code="block-of-several-types", block=owner or "the model outside its blocks", told=told)
+    for owner, names in types.items():
+        if len(names) > 1:
+            shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+            raise UsageError(code="block-of-several-types", block=owner or "the model outside its blocks", types=shown)
 
 
 def _by_default(model: nn.Module) -> dict[str, nn.Module]:
-    lists = [one for one in _repeated("", model) if not all(_used_outside(model, name) for name in one)]
-    sizes = [[_size(layer) for layer in one.values()] for one in lists]
+    lists = [layers for layers in _repeated("", model) if not all(_used_outside(model, name) for name in layers)]
+    sizes = [[_size(layer) for layer in layers.values()] for layers in lists]
     # a list that is smaller than one block of the largest list saves less memory than that block takes
     least = max(max(sizes, key=sum)) if sizes else 0
-    found = [one for one, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= least]
-    if sum(map(_size, (layer for one in found for layer in one.values()))) < LEAST_SHARE * _size(model):
-        return _children(model)
-    return {name: layer for one in found for name, layer in one.items()}
+    large = [layers for layers, of_layers in zip(lists, sizes, strict=True) if sum(of_layers) >= least]
+    blocks = {name: layer for layers in large for name, layer in layers.items()}
+    return _children(model) if sum(map(_size, blocks.values())) < LEAST_SHARE * _size(model) else blocks
 
 
 def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
-    """The layers of each list inside `module`, by name; of lists within lists the outer one.
+    """The layers of each list inside `module`, by name. For nested lists, the layers of the outer one.
 
-    In a list at least half of the parameters are in layers whose class occurs again. If one layer has more than half
-    of them, lists inside the layers are preferred: stages of a network that grow in width consist of layers themselves.
+    In a list at least half of the parameters are in layers whose class is repeated. If one layer has more than half of
+    them, inner lists are preferred: the stages of a network with growing width consist of layers themselves.
     """
     prefix = f"{name}." if name else ""
-    inside = [one for leaf, child in module.named_children() for one in _repeated(prefix + leaf, child)]
+    inside = [layers for leaf, child in module.named_children() for layers in _repeated(prefix + leaf, child)]
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return inside
     layers = {leaf: layer for leaf, layer in module.named_children() if _has_parameters(layer)}
@@ -216,7 +215,7 @@ def _repeated(name: str, module: nn.Module) -> list[dict[str, nn.Module]]:
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """Its class; `forward.subclassed` makes a class of the same name for each module."""
+    """The name of its class. `forward.override_members` creates a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 
@@ -225,23 +224,23 @@ def _size(module: nn.Module) -> int:
 
 
 def _children(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the model, or of the module that it only wraps, and the modules of every ModuleList in it."""
+    """The children of the model (or of the only module that it wraps), and the modules of each ModuleList in it."""
     base, inner = "", model
     while len(children := [(n, m) for n, m in inner.named_children() if _has_parameters(m)]) == 1:
         if any(True for _ in inner.parameters(recurse=False)):
             break
         ((leaf, inner),) = children
         base += f"{leaf}."
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in inner.named_modules():
         parent = inner.get_submodule(name.rpartition(".")[0]) if name else None
-        # a module without a forward, e.g. a list, is no block: its owner uses what is in it
+        # a module without a forward, for example a list, is not a block: its owner calls the modules inside
         called = type(module).forward is not nn.Module.forward
         if called and (parent is inner or isinstance(parent, nn.ModuleList)):
-            found[base + name] = module
+            blocks[base + name] = module
         elif isinstance(parent, nn.ModuleDict) and name.count(".") == 1:
-            found[base + name] = module  # a direct child that only holds others
-    return found
+            blocks[base + name] = module  # a direct child that only holds others
+    return blocks
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -249,7 +248,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _used_outside(model: nn.Module, name: str) -> str:
-    """A parameter of the block that has another name outside it; empty if there is none."""
+    """The name outside the block of a parameter that is also in the block; empty if there is none."""
     inside = {id(p) for p in model.get_submodule(name).parameters()}
     everywhere = model.named_parameters(remove_duplicate=False)
     return next((full for full, p in everywhere if id(p) in inside and not full.startswith(f"{name}.")), "")

@@ -1,12 +1,12 @@
 """torch.compile and CUDA graphs for a model.
 
-torch.compile keeps no promise of bits: fused kernels round differently, and which kernels are made may depend on the
-shapes that came first. What it lacks is reported before the first step.
+torch.compile does not guarantee bits: fused kernels round differently, and the choice of kernels may depend on the
+first shapes. paceline reports a missing compiler before the first step.
 
-CUDA graphs: forward and backward of the model are one recording each, replayed without Python and launches. A recording
-is valid for one shape of inputs and for the memory of parameters and buffers. One is made for each such set, at its
-first use in training, and compared once, on the current batch, with the model itself. A forward without gradients,
-e.g. in an evaluation, is not recorded.
+CUDA graphs: the forward and the backward of the model are recorded once and replayed without Python and kernel
+launches. A recording is valid for one shape of inputs and for the memory of parameters and buffers. For each such set
+the first use in training makes a recording, and compares it once with the model on the current batch. A forward without
+gradients, for example in an evaluation, is not recorded.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.compute.forward import around_forward, may_record, subclassed
+from paceline.compute.forward import may_record, override_members, wrap_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.rank import recorder
@@ -29,27 +29,27 @@ from paceline.runs.owners import check_ours
 from paceline.runs.writing import make_folder
 
 MAX_REASON_CHARS = 1500
-MAX_GRAPHS = 8  # each holds memory for all activations of its shape
-TOLERANCE = 1e-3  # relative, between a recording and the model itself: convolutions may choose another algorithm
+MAX_GRAPHS = 8  # each one needs memory for all activations
+TOLERANCE = 1e-3  # relative, between a recording and the model: convolutions may choose a different algorithm
 
 Call = Callable[..., Any]
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
-    """Let torch compile `model` in place, when it is first called; names and state stay as they are.
+    """Compile `model` in place with torch, at its first call. Names and state do not change.
 
     Call it last, after `in_bf16`, and before a strategy is applied. A call that torch cannot compile raises
     TrainingError, with the end of torch's message.
 
     Raises:
-        UsageError: the compiler that torch would use is missing.
+        UsageError: if the compiler that torch needs is missing.
     """
     why = lacks_compiler(device)
     if why:
         raise UsageError(code="compile-not-possible", why=why)
     _keep_results_private()
-    # torch compiles no frame of its own, and the forward of nn.Sequential, say, is one: it needs one of ours around it
-    around_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
+    # torch does not compile frames of torch, such as the forward of nn.Sequential: it needs a frame of ours around it
+    wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     kind: Any = type(model)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,15 +61,15 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 raise
             raise TrainingError(code="compile-failed", reason=str(error).strip()[-MAX_REASON_CHARS:]) from error
 
-    subclassed(model, __call__=call)
+    override_members(model, __call__=call)
     model.compile()
 
 
 def _keep_results_private() -> None:
-    """Have torch keep what it compiles, and unpickles again, in a folder of the user; its default is in /tmp.
+    """Let torch cache compiled code in a folder of the user instead of /tmp, because torch unpickles it.
 
     Raises:
-        UsageError: others could have written there.
+        UsageError: if other users can write to the folder.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
@@ -83,38 +83,40 @@ def _keep_results_private() -> None:
 
 
 def lacks_compiler(device: torch.device) -> str:
-    """Why torch.compile cannot compile here, and what to install; empty if it can."""
+    """Why torch.compile cannot compile here, with the missing package; empty if it can."""
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
             return "torch compiles for GPUs with Triton, which is not installed: pip install triton"
         names = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
-        kind, package = "C", "gcc"
+        language, package = "C", "gcc"
     else:
         names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]  # as torch._inductor looks
-        kind, package = "C++", "g++"
+        language, package = "C++", "g++"
     if any(shutil.which(name) for name in names):
         return ""
     return (
-        f"torch compiles with a {kind} compiler, and there is no {' or '.join(names)} in PATH. Install one (Debian: "
-        f"apt install {package}), name it in {'CXX' if kind == 'C++' else 'CC'}, or leave out --compile"
+        f"torch compiles with a {language} compiler, and PATH has no {' or '.join(names)}. Install one (Debian: "
+        f"apt install {package}), name it in {'CXX' if language == 'C++' else 'CC'}, or leave out --compile"
     )
 
 
 def graph_model(model: nn.Module, device: torch.device) -> None:
-    """Let `model` be recorded and replayed in training. Call it after `in_bf16`, before a strategy is applied.
+    """Record and replay `model` in training. Call it after `in_bf16`, before a strategy is applied.
+
+    A call of the model raises TrainingError for too many shapes, for a recording whose results differ from those of the
+    model, and for a model that cannot be recorded.
 
     Raises:
-        UsageError: `device` is no GPU. Later, from a call, TrainingError: shapes that keep changing, a recording that
-            does not compute what the model computes, or a model that cannot be recorded.
+        UsageError: if `device` is not a GPU.
     """
     if device.type != "cuda":
         raise UsageError(code="cuda-graphs-on-cpu")
     graphs: dict[Any, Call] = {}
-    # torch warns of nodes of another stream that are still alive: a recording keeps those of its own, and is compared
+    # torch warns about live nodes of a different stream: a recording keeps its nodes, and is compared with the model
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def around(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # a dispatch mode looks at each operation, as the search for samples that are not finite does
+        # a dispatch mode needs each operation, for example the search for samples that are not finite
         if not (torch.is_grad_enabled() and model.training) or is_in_torch_dispatch_mode() or not may_record():
             return forward(*args, **kwargs)
         if kwargs or not all(isinstance(argument, Tensor) for argument in args):
@@ -128,16 +130,16 @@ def graph_model(model: nn.Module, device: torch.device) -> None:
             graphs[key] = _recorded(model, forward, args)
         return graphs[key](*args)
 
-    around_forward(model, around)
-    subclassed(model, records_graphs=True)
+    wrap_forward(model, around)
+    override_members(model, records_graphs=True)
     for parameter in model.parameters():
-        # A replay gives memory of the recording, which the next replay overwrites: .grad must not be that memory.
+        # the next replay overwrites the memory of the recording, so .grad must not use it
         if parameter.requires_grad:
             parameter.register_hook(torch.clone)
 
 
 class _Recordable(nn.Module):
-    """The model as torch records it: without hooks, and with a forward that may be replaced."""
+    """The model for the recording: without hooks, and with a replaceable forward."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
         return [total.detach(), *(grad.clone() for grad in grads if grad is not None)]
 
     try:
-        wanted = gradients(forward)
+        expected = gradients(forward)
         restore()
         recorder.capturing.set()
         replay: Any = torch.cuda.make_graphed_callables(recordable, args, allow_unused_input=True)
@@ -178,7 +180,7 @@ def _recorded(model: nn.Module, forward: Call, args: tuple[Tensor, ...]) -> Call
         raise TrainingError(code="cuda-graphs-unrecordable", reason=str(error).splitlines()[0]) from error
     finally:
         recorder.capturing.clear()
-    if len(replayed) != len(wanted) or not all(_is_close(a, b) for a, b in zip(replayed, wanted, strict=True)):
+    if len(replayed) != len(expected) or not all(map(_is_close, replayed, expected)):
         raise TrainingError(code="cuda-graphs-differ")
     return replay
 

@@ -1,9 +1,9 @@
-"""FLOPs and tokens of a sample, and the peak of a device: what MFU and tokens per second are computed from.
+"""FLOPs and tokens of a sample, and the peak of a device, for MFU and tokens per second.
 
-torch's formulas count matrix products, convolutions and attention (`torch.utils.flop_counter`); other operations count
-as 0. The count is that of the model, as in PaLM, nanoGPT and torchtitan. So a forward that backward recomputes does not
-count, the backward of attention counts twice its forward, and each group of a convolution counts once; torch's own
-formulas for these backwards count more.
+torch's formulas count matrix products, convolutions and attention (`torch.utils.flop_counter`). Other operations count
+as 0. These are the FLOPs of the model, as in PaLM, nanoGPT and torchtitan: a forward that backward recomputes does not
+count, the backward of attention counts as two forwards, and each group of a convolution counts once. torch's formulas
+for these backwards count more.
 """
 
 import os
@@ -26,9 +26,9 @@ from paceline.runs.reading import decode
 from paceline.runs.utilization import speed
 from paceline.runs.writing import make_folder, replace
 
-PEAK_SECONDS, SHORT_SECONDS = 0.25, 0.02  # of all products, and of one that is too small to reach the peak
-LEAST_ROWS, MOST_ROWS, MOST_ON_GPU = 512, 4096, 8192  # of a product
-BUSY = {"CI", "PYTEST_CURRENT_TEST"}  # variables that are set on machines that are busy
+PEAK_SECONDS, SHORT_SECONDS = 0.25, 0.02  # for all products; for a product that is too small to reach the peak
+LEAST_ROWS, MOST_ROWS, MOST_ON_GPU = 512, 4096, 8192  # of the matrices
+BUSY = {"CI", "PYTEST_CURRENT_TEST"}  # environment variables of busy machines
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
@@ -36,7 +36,7 @@ ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash
 class FlopCount(TorchDispatchMode):
     """Counts the FLOPs of one forward and backward, by shapes.
 
-    While it is active, autograd computes some backwards in another way (prod, masked_fill): last bits may differ.
+    While it is active, autograd computes some backwards differently (prod, masked_fill), so the last bits may differ.
     """
 
     supports_higher_order_operators = True
@@ -45,17 +45,17 @@ class FlopCount(TorchDispatchMode):
         super().__init__()
         self.flops = self.samples = self._running = 0
         self.dtype = torch.float32
-        """of the operation that was counted last"""
+        """the type of the last counted operation"""
         self.is_active, self._formulas = False, dict[Any, Callable[..., int]]()
 
     @property
     def per_sample(self) -> float:
-        """FLOPs of forward and backward of one sample; 0: not counted."""
+        """FLOPs of the forward and backward of a sample; 0 if they were not counted."""
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager
     def of(self, samples: int) -> Generator[None]:
-        """Inside, the operations up to the last `mark` are those of so many samples. After an error nothing counts."""
+        """Inside, count the operations of `samples` samples, up to the last `mark`. After an error nothing counts."""
         self._formulas = self._formulas or _formulas()
         self.is_active = True
         try:
@@ -66,7 +66,7 @@ class FlopCount(TorchDispatchMode):
         self.samples = samples
 
     def mark(self) -> None:
-        """A backward has ended: what was counted so far is the model's, and not the optimizer's."""
+        """Call it after a backward: later operations belong to the optimizer and do not count."""
         self.flops = self._running
 
     def __torch_dispatch__(
@@ -74,16 +74,16 @@ class FlopCount(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        # with gradients enabled it is a forward; inside a backward one that is recomputed
+        # a forward inside a backward, with gradients enabled, is a recomputation
         if formula and not (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
-            with suppress(Exception):  # arguments that a formula does not know: the operation counts as 0
+            with suppress(Exception):  # a formula may not support the arguments: the operation counts as 0
                 self._running += formula(*args, **(kwargs or {}), out_val=out)
                 self.dtype = args[1].dtype
         return out
 
 
 def _formulas() -> dict[Any, Callable[..., int]]:
-    from torch.utils import flop_counter  # not at the top: it imports Triton, as the first optimizer does later
+    from torch.utils import flop_counter  # not at the top: it imports Triton, which the first optimizer imports later
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
         return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
@@ -92,29 +92,29 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         return 2 * attention(q, k, v)
 
     def convolution_backward(grad: Tensor, x: Tensor, w: Tensor, *others: Any, **_: Any) -> int:
-        once = flop_counter.conv_flop_count([*x.shape], [*w.shape], [*grad.shape], transposed=others[4])
-        return once * sum(others[7][:2])  # for the inputs, for the weights
+        forward = flop_counter.conv_flop_count([*x.shape], [*w.shape], [*grad.shape], transposed=others[4])
+        return forward * sum(others[7][:2])  # for the inputs, for the weights
 
-    aten, found = torch.ops.aten, dict[Any, Callable[..., int]](flop_counter.flop_registry)
+    aten, formulas = torch.ops.aten, dict[Any, Callable[..., int]](flop_counter.flop_registry)
     for name in (f"_scaled_dot_product_{kind}" for kind in ATTENTION if hasattr(aten, f"_scaled_dot_product_{kind}")):
-        found |= {getattr(aten, name): attention, getattr(aten, f"{name}_backward"): attention_backward}
-    return found | {aten.convolution_backward: convolution_backward}
+        formulas |= {getattr(aten, name): attention, getattr(aten, f"{name}_backward"): attention_backward}
+    return formulas | {aten.convolution_backward: convolution_backward}
 
 
 def can_count(modules: Iterable[nn.Module]) -> bool:
     """Whether the operations of a custom loop, over these models, can be counted in its first step.
 
-    torch.compile and CUDA graphs skip what they compile or record while operations are counted, and the threads of
-    nn.DataParallel are not seen.
+    torch.compile and CUDA graphs do not compile or record while operations are counted. The threads of nn.DataParallel
+    cannot be counted.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if any(callable(backend) for backend in getattr(dynamo, "cached_backends", {}).values()):
         return False
-    return not any(hasattr(one, "records_graphs") or len(getattr(one, "device_ids", None) or ()) > 1 for one in modules)
+    return not any(hasattr(m, "records_graphs") or len(getattr(m, "device_ids", None) or ()) > 1 for m in modules)
 
 
 def tokens_of(batch: Any) -> int:
-    """The tokens of a batch: of its `input_ids`, or of its first tensor, if that is (B, T) integers; else 0."""
+    """The number of tokens of a batch: of its `input_ids` or first tensor, if that has (B, T) integers; else 0."""
     while batch is not None and not isinstance(batch, Tensor):
         if isinstance(batch, (tuple, list)):
             batch = batch[0] if batch else None
@@ -126,25 +126,25 @@ def tokens_of(batch: Any) -> int:
 
 
 class Utilization:
-    """What this rank knows of the use that a run makes of its devices."""
+    """The utilization of a run's devices, as far as this rank knows it."""
 
     def __init__(
         self, world: World, given: float | None = None, count: FlopCount | None = None, precision: str = ""
     ) -> None:
-        """`given` is the peak of one device in TFLOP/s, 0 for none; `precision`: if it is not what `count` has seen."""
+        """`given`: the peak of one device in TFLOP/s, or 0. `precision`: bf16 or fp16, if it differs from `count`."""
         self.device, self.devices, self.given, self._peak = world.device, world.size, given, given
         self.count, self._half = count or FlopCount(), HALF.get(precision)
         self.tokens = self.samples = 0
-        """that this rank has computed"""
+        """computed by this rank so far"""
 
     def add(self, consumed: tuple[int, int]) -> None:
-        """This rank has computed a step on so many tokens and samples."""
+        """Add the (tokens, samples) of a step of this rank."""
         self.tokens, self.samples = self.tokens + consumed[0], self.samples + consumed[1]
 
     def peak_tflops(self, *, measure: bool = False, samples_per_second: float | None = None) -> float:
-        """Of one device: given, measured earlier on this node, or measured now if `measure`; 0: not known.
+        """The peak of one device: given, measured earlier on this node, or measured now if `measure`. 0: unknown.
 
-        A peak that the run has reached or exceeded was measured on a busy machine, and is measured again.
+        If the run is faster than a measured peak, the machine was busy then, and the peak is measured again.
         """
         if self.given is None and self.count.per_sample and (self._peak is None or measure):
             reached = self.count.per_sample * (samples_per_second or 0.0) / self.devices / 1e12
@@ -152,15 +152,15 @@ class Utilization:
         return self._peak or 0.0
 
     def speed(self, samples_per_second: float | None) -> dict[str, float]:
-        """See `utilization.speed`; a sample has as many tokens as this rank's on average."""
+        """See `utilization.speed`. The tokens per sample are the average of this rank."""
         tokens = self.tokens / max(1, self.samples)
         return speed(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reached: float = 0.0) -> float:
-    """The peak of `device`, as measured once on this node and kept in the user's cache folder; 0: not known.
+    """The peak of `device`, measured once on this node and stored in the user's cache folder. 0: unknown.
 
-    With `measure` it is measured if none above `reached` is there, for 0.3 s; not in CI and under pytest.
+    With `measure`, this measures for 0.3 s if no stored peak is above `reached`, except in CI and under pytest.
     """
     if device.type == "cpu":
         name = f"{cpu_model()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -168,19 +168,19 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
         tf32 = torch.backends.cuda.matmul.allow_tf32 and dtype == torch.float32
         name = f"{device_words(device)}{', tf32' if tf32 else ''}"
     folder = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache"
-    path, key, found = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
+    path, key, peaks = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):
-        found = decode(path, dict[str, float])
-    if measure and found.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
-        found[key] = max(found.get(key, 0.0), measured_tflops(device, dtype))
+        peaks = decode(path, dict[str, float])
+    if measure and peaks.get(key, 0.0) <= reached and not BUSY & os.environ.keys():
+        peaks[key] = max(peaks.get(key, 0.0), measured_tflops(device, dtype))
         with suppress(OSError):
             make_folder(path.parent, exist_ok=True)
-            replace(path, msgspec.json.encode(found))
-    return found.get(key, 0.0)
+            replace(path, msgspec.json.encode(peaks))
+    return peaks.get(key, 0.0)
 
 
 def measured_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of some matrix products, in TFLOP/s. It draws from no random stream of the run."""
+    """The fastest of several matrix products, in TFLOP/s. It does not use the random streams of the run."""
     draws, best, rows, a = torch.Generator(device).manual_seed(0), 0.0, LEAST_ROWS, torch.empty(0)
     most, began = MOST_ROWS if device.type == "cpu" else MOST_ON_GPU, time.perf_counter()
     with torch.no_grad(), suppress(torch.OutOfMemoryError):

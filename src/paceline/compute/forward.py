@@ -1,8 +1,9 @@
-"""Changes the forward of a model's modules: of those that a rule like `blocks.*,Attention` names; to save memory.
+"""Wraps the forward of modules, and recomputes activations in backward to save memory.
 
-Activation checkpointing: some modules do not keep what backward needs, but compute it again, to the same bits. This
-takes the same random numbers (torch's streams, `random`'s and numpy's) and the same buffers: batch norm, for example,
-must not count a batch twice, and code that reads a buffer must read what the first forward has read.
+Activation checkpointing: the modules that a rule like `blocks.*,Attention` selects do not keep activations. Backward
+computes them again, to the same bits. This needs the same random numbers (of torch, `random` and numpy) and the same
+buffers. For example, batch norm must not count a batch twice, and code that reads a buffer must read the same values as
+in the first forward.
 """
 
 from collections.abc import Callable, Generator
@@ -22,11 +23,11 @@ from paceline.errors import UsageError, first_few
 from paceline.seeding import preserved_streams, remembered_streams
 
 MAX_SHOWN = 20
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward of their own
-COPIED_BYTES = 1 << 20  # larger buffers (masks, tables) are hardly ever written, and only checked
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # have no forward
+COPIED_BYTES = 1 << 20  # larger buffers (masks, tables) are rarely written, and only checked
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(the module's own forward, args, kwargs) -> what forward returns now"""
+"""(the module's original forward, args, kwargs) -> the new outputs"""
 Buffers = list[tuple[nn.Module, str, Tensor]]
 _is_plain = ContextVar("is_plain", default=False)
 
@@ -34,10 +35,11 @@ _is_plain = ContextVar("is_plain", default=False)
 def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     """The modules inside `model` whose name or class matches one of the comma-separated patterns, by name.
 
-    Of a module and those inside it only the outer one. Patterns are a shell's: * and ? match any characters, dots too.
+    If a module and a module inside it match, only the outer one is returned. * and ? also match dots. `flag` is the
+    option of the rule, for the error.
 
     Raises:
-        UsageError: a pattern matches nothing; lists what there is. `flag` is the option of the rule.
+        UsageError: if a pattern matches no module.
     """
     modules = {name: module for name, module in model.named_modules() if name and not isinstance(module, CONTAINERS)}
     chosen: set[str] = set()
@@ -55,14 +57,14 @@ def matching(model: nn.Module, rule: str, *, flag: str) -> dict[str, nn.Module]:
     return {name: modules[name] for name in outer}
 
 
-def around_forward(module: nn.Module, around: Around) -> None:
-    """Let `module` compute `around(its own forward, args, kwargs)`; nothing else of it changes.
+def wrap_forward(module: nn.Module, around: Around) -> None:
+    """Replace the forward of `module` by `around(original forward, args, kwargs)`.
 
-    Its class becomes a subclass, as torch's fully_shard makes it. So names, hooks, state and nn.DataParallel's copies
-    stay what they were; with a wrapper, or a forward bound to one instance, they would not.
+    The module gets a subclass of its class, as with torch's fully_shard. So names, hooks, state and the copies of
+    nn.DataParallel do not change. A wrapper module, or a forward set on the instance, would change them.
 
     Raises:
-        UsageError: for a module whose forward is not its class's.
+        UsageError: if the forward is not that of the module's class.
     """
     kind = type(module)
     if isinstance(module, ScriptModule) or "forward" in vars(module):
@@ -71,20 +73,20 @@ def around_forward(module: nn.Module, around: Around) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(partial(kind.forward, self), args, kwargs)
 
-    forward.__dict__["__wrapped__"] = kind.forward  # so that its signature is the model's
-    subclassed(module, forward=forward)
+    forward.__dict__["__wrapped__"] = kind.forward  # so that the signature does not change
+    override_members(module, forward=forward)
 
 
-def subclassed(module: nn.Module, **members: Any) -> None:
-    """Give `module` a subclass of its class, of the same name, with `members`."""
+def override_members(module: nn.Module, **members: Any) -> None:
+    """Give `module` a subclass of its class with the same name and these `members`."""
     kind: Any = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind)(kind.__name__, (kind,), {**names, **members})
 
 
 @contextmanager
-def not_recorded() -> Generator[None]:
-    """Inside, no CUDA graph is recorded or replayed: a later step must not replay a forward whose result is unused."""
+def without_recording() -> Generator[None]:
+    """Inside, no CUDA graph is recorded or replayed, because the result of the forward may be unused."""
     before = _is_plain.set(True)
     try:
         yield
@@ -98,26 +100,33 @@ def may_record() -> bool:
 
 
 def recompute(model: nn.Module, rule: str) -> list[str]:
-    """Let the modules that `rule` names keep only their inputs, and backward compute the rest again.
+    """Checkpoint activations: the selected modules keep only their inputs, and backward computes the rest again.
 
-    Call it before a strategy is applied; it changes the model in place and returns the names of these modules (see
-    `matching`). Names and state stay as they are, and so do the bits of every result.
+    Call it before a strategy is applied. It changes the model in place. Names, state and the bits of all results do not
+    change.
+
+    Args:
+        model: the model.
+        rule: comma-separated patterns of names or classes of modules, see `matching`.
+
+    Returns:
+        The names of the modules.
 
     Raises:
-        UsageError: a pattern matches nothing.
+        UsageError: if a pattern matches no module.
     """
     modules = matching(model, rule, flag="checkpoint_activations")
     for module in model.modules():
-        # of Hugging Face
+        # a model of Hugging Face
         if hasattr(module, "get_input_embeddings") and "use_cache" in signature(module.forward).parameters:
             module.register_forward_pre_hook(_without_cache, with_kwargs=True)
     for name, module in modules.items():
-        around_forward(module, partial(_checkpointed, module, name))
+        wrap_forward(module, partial(_checkpointed, module, name))
     return [*modules]
 
 
 def _without_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Keys and values that the first forward has put into a cache would be there twice in the second."""
+    """Forward pre-hook: disable the cache of keys and values, which the second forward would fill again."""
     return (args, {**kwargs, "use_cache": False}) if torch.is_grad_enabled() else None
 
 
@@ -129,7 +138,7 @@ def _checkpointed(module: nn.Module, name: str, forward: Any, args: tuple[Any, .
     def run(*inputs: Any) -> Any:
         return forward(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
-    # All arguments by position: torch looks in these for the devices whose random streams it has to keep.
+    # all arguments by position: torch searches them for the devices whose random streams it must preserve
     return checkpoint(
         run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True,
         context_fn=partial(_contexts, module, name),
@@ -137,11 +146,11 @@ def _checkpointed(module: nn.Module, name: str, forward: Any, args: tuple[Any, .
 
 
 def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first forward, and around the second."""
+    """Context managers for the first forward and for the recomputation."""
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= COPIED_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > COPIED_BYTES]
-    return _checking(name, large), _again(small, remembered_streams())
+    return _checking(name, large), _recomputing(small, remembered_streams())
 
 
 @contextmanager
@@ -154,8 +163,8 @@ def _checking(name: str, large: Buffers) -> Generator[None]:
 
 
 @contextmanager
-def _again(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
-    """Inside, buffers and streams are those before the first forward; afterwards those of now."""
+def _recomputing(before: Buffers, restore_streams: Callable[[], None]) -> Generator[None]:
+    """Inside, buffers and random streams are those before the first forward."""
     now = [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in before]
     with preserved_streams():
         restore_streams()
@@ -163,6 +172,6 @@ def _again(before: Buffers, restore_streams: Callable[[], None]) -> Generator[No
             setattr(owner, leaf, buffer.clone())
         try:
             yield
-        finally:  # also when torch stops early, which it does by an exception
+        finally:  # torch may stop early, by an exception
             for owner, leaf, buffer in now:
                 setattr(owner, leaf, buffer)

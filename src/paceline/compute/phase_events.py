@@ -1,9 +1,9 @@
-"""How long each phase takes on a device: by events on its stream, since the host only launches the work.
+"""Times the phases of a step on a device, with events on its stream, because the host only launches the work.
 
     host     |data|forward|backward|sync ....... |optimizer|        times of launches, and then of one long wait
     device        |--- forward ---|---- backward ----|sync|optimizer|
 
-An event marks each border. It is read when the device has passed it, in one of the next phases: nothing waits for it.
+An event marks the beginning of each phase. It is read in a later phase, when the device has passed it. Nothing waits.
 """
 
 from collections import deque
@@ -16,17 +16,17 @@ from paceline.protocol.evidence import Phase
 
 
 class PhaseEvents:
-    """The times of one rank. Call it when a phase begins; it keeps the times of past phases for `take`."""
+    """The phase times of a rank. Call it at the beginning of each phase; `take` returns the times."""
 
     def __init__(self, event: Callable[[], Any], recording: Callable[[], bool]) -> None:
-        """`event` makes a torch.Event with timing, or what acts as one; while `recording` a graph, none is marked."""
+        """`event` creates a torch.Event with timing. While `recording()` a CUDA graph, no event is recorded."""
         self._event, self._recording = event, recording
         self._marks: deque[tuple[Phase, Any]] = deque()
-        self._free: list[Any] = []  # events that were read: to make one takes the driver longer than to record it
+        self._free: list[Any] = []  # to be reused: creating an event takes longer than recording it
         self._spent: dict[str, float] = {}
 
     def __call__(self, phase: Phase) -> list[tuple[Phase, int]]:
-        """`phase` begins. Returns the phases that have passed since the last call, and their nanoseconds."""
+        """Begin `phase`. Returns (phase, nanoseconds) of the phases that have ended since the last call."""
         if not self._recording():
             event = self._free.pop() if self._free else self._event()
             event.record()
@@ -41,13 +41,13 @@ class PhaseEvents:
         return passed
 
     def take(self) -> dict[str, float]:
-        """Seconds by the phase's word that have passed since the last take: about those of the step before."""
+        """Seconds by phase that have ended since the last take: roughly those of the previous step."""
         spent, self._spent = self._spent, {}
         return spent
 
 
 def phase_events(device: torch.device) -> PhaseEvents | None:
-    """For a device that runs behind the host; None for the CPU."""
+    """PhaseEvents for an asynchronous device; None for the CPU."""
     if device.type == "cpu":
         return None
     recording = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False

@@ -1,8 +1,8 @@
-"""bf16 and fp16 as declared fast modes: forward and backward in them where torch's autocast says so, else in float32.
+"""bf16, fp16 and tf32: faster modes that the user selects, because they round differently from fp32.
 
-Weights, gradients, losses and the optimizer stay float32. Convolutions get their inputs channels last, the format that
-their half kernels are written for. It rounds differently from fp32: another run, as docs/speed.md says. So does tf32,
-NVIDIA's float32 with 10 bits of fraction in matrix products and convolutions; torch's own default mixes the two.
+In bf16 and fp16 forward and backward run under torch's autocast. Weights, gradients, losses and the optimizer stay
+float32. Convolutions get channels-last inputs, for which their half-precision kernels are written. tf32 is NVIDIA's
+float32 with 10 bits of fraction in matrix products and convolutions. torch's default uses it for convolutions only.
 """
 
 import platform
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.forward import Around, around_forward, subclassed
+from paceline.compute.forward import Around, override_members, wrap_forward
 from paceline.nested import mapped
 
 ROUNDING = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.MultiheadAttention,
 )  # fmt: skip
-"""whose weights autocast rounds to bf16 wherever they are used"""
+"""Modules whose weights autocast rounds to bf16 at each use."""
 PROBE_SECONDS = 0.3
-GAIN = 1.05  # by which bf16 must be faster to be worth its roundings
+GAIN = 1.05  # precision=auto selects bf16 if it is faster by this factor
 
 
 def lacks_tf32(device: torch.device) -> str:
@@ -34,10 +34,10 @@ def lacks_tf32(device: torch.device) -> str:
     return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
 
 
-def take_float32(precision: str, device: torch.device) -> None:
-    """Let float32 on a GPU be tf32 or not, in matrix products and convolutions alike. For the CPU nothing changes."""
+def set_float32_mode(precision: str, device: torch.device) -> None:
+    """Enable or disable tf32 on a GPU, in both matrix products and convolutions."""
     if device.type == "cuda":
-        # The older of torch's two ways: it sets both, and torch.compile asks the older one only.
+        # the older of torch's two settings: it also sets the newer one, and torch.compile reads only the older one
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
@@ -64,22 +64,22 @@ def lacks_bf16(device: torch.device) -> str:
 
 
 def in_bf16(model: nn.Module, device: torch.device) -> None:
-    """Let `model`'s forward run under bf16 autocast, with four-dimensional inputs channels last, and give float32.
+    """Run `model`'s forward under bf16 autocast, with four-dimensional inputs in channels-last format.
 
-    Call it before a strategy is applied, and after `recompute`. Loss and metrics are then computed in float32.
+    The outputs are float32, and so are loss and metrics. Call it after `recompute`, before a strategy is applied.
     """
     _in_half(model, device, torch.bfloat16)
-    subclassed(model, computes_in_bf16=True)
+    override_members(model, computes_in_bf16=True)
 
 
 def in_fp16(model: nn.Module, device: torch.device) -> None:
-    """As `in_bf16`, for fp16, whose range is so small that losses must be scaled (see `stepping.trained_model`)."""
+    """As `in_bf16`, for fp16. Its range is small, so losses must be scaled (see `stepping.trained_model`)."""
     _in_half(model, device, torch.float16)
 
 
 def _in_half(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    around_forward(model, half_of(model, device, dtype))
-    if device.type != "cpu" and _convolves(model):  # cuDNN would bring each weight into its inputs' format, each time
+    wrap_forward(model, half_precision_forward(model, device, dtype))
+    if device.type != "cpu" and _convolves(model):  # cuDNN would convert each weight at each use
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
@@ -88,21 +88,21 @@ def _convolves(model: nn.Module) -> bool:
 
 
 def rounded_by_autocast(model: nn.Module) -> set[nn.Parameter]:
-    """The float32 weights that `in_bf16` has rounded before each use, so that they may as well be sent rounded.
+    """The float32 weights that autocast rounds before each use after `in_bf16`, so ranks can send them rounded.
 
-    Those of torch's own linear layers, convolutions and attention; a class with a different forward may do
-    anything with them. Empty for a model that does not compute in bf16.
+    These are the weights of torch's linear layers, convolutions and attention. A class with a different forward may use
+    its weights unrounded. Empty for a model that does not compute in bf16.
     """
     known: dict[nn.Parameter, bool] = {}
     for module in model.modules() if getattr(model, "computes_in_bf16", False) else ():
         rounds = isinstance(module, ROUNDING) and type(module).forward.__module__.startswith("torch.nn.")
-        for parameter in module.parameters(recurse=False):  # one tied to an embedding is not rounded there
+        for parameter in module.parameters(recurse=False):  # a weight tied to an embedding is not rounded there
             known[parameter] = rounds and parameter.dtype == torch.float32 and known.get(parameter, True)
     return {parameter for parameter, rounds in known.items() if rounds}
 
 
-def half_of(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
-    """How `in_bf16` and `in_fp16` call `model`: (a forward of it, args, kwargs) -> its outputs."""
+def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Around:
+    """The wrapper of `in_bf16` and `in_fp16`: (a forward of the model, args, kwargs) -> its outputs."""
     convolves = _convolves(model)
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +120,7 @@ def _channels_last(tensor: Tensor) -> Tensor:
     last = tensor.contiguous(memory_format=torch.channels_last)
     if last.stride(1) == 1 or last.requires_grad:
         return last
-    # One channel: both layouts are one, and torch has kept the strides of the other, by which it chooses its kernels.
+    # with one channel both layouts are equal, and torch has kept the other strides, by which it chooses kernels
     _, channels, height, width = last.shape
     return last.as_strided(last.shape, (channels * height * width, 1, channels * width, channels))
 
@@ -130,7 +130,7 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """The shortest seconds of each of `steps`, run in turn for about 0.3 s, after one run that does not count."""
+    """The shortest time of each of `steps` in seconds, run in turn for about 0.3 s after a warm-up run."""
     shortest = dict.fromkeys(steps, float("inf"))
     for step in steps.values():
         step()
@@ -147,6 +147,6 @@ def compared(steps: Mapping[str, Callable[[], object]], device: torch.device) ->
 
 
 def await_device(device: torch.device) -> None:
-    """Wait until all that was begun on `device` has ended."""
+    """Wait until all work on `device` has ended."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,6 +1,6 @@
-"""What a rank takes of its machine: threads, and memory that the allocator keeps.
+"""CPU resources of a rank: its threads, and the memory that the allocator keeps.
 
-No torch here: it may be called before anything is imported.
+This module does not import torch, because it runs before other imports.
 """
 
 import ctypes
@@ -18,56 +18,59 @@ from paceline.host.cgroup import usable_cores
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 << 20
-ACTIVATION_BYTES = 2 << 30  # of a step, assumed: not known before the first
-GAPS = 2  # the heap may become so many times as large as what is in it (measured: up to 1.5 times)
+ACTIVATION_BYTES = 2 << 30  # assumption for a step, because it is unknown before the first step
+GAPS = 2  # assumed size of the heap relative to its contents (measured: up to 1.5)
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """The cores of one rank."""
+class CpuAllocation(msgspec.Struct, frozen=True):
+    """The cores and threads of one rank."""
 
     host: str
     cores: tuple[int, ...]
-    """the numbers of the cores that its threads may run on"""
+    """the numbers of the cores on which its threads may run"""
     limit: int
-    """how many of them it may use at a time: a container's quota, Slurm's grant"""
+    """how many of them it may use at a time, by the quota of a container or of Slurm"""
     threads: int = 0
-    """that it has"""
+    """the number of its threads"""
 
 
 def cpu_model() -> str:
-    """Its vector width alone is not enough: the libraries have kernels for single models."""
+    """The model name of the CPU. The vector width is not enough, because libraries have kernels for single models."""
     with suppress(OSError):
         if match := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return match[1].strip()
     return "unknown"
 
 
-def own_seat(threads: int) -> Seat:
-    """The seat of this process, which has `threads` threads."""
+def current_cpu_allocation(threads: int) -> CpuAllocation:
+    """The allocation of this process, which has `threads` threads."""
     every = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every
-    return Seat(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
+    return CpuAllocation(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
 
 
-def share(seats: Sequence[Seat], rank: int) -> int:
-    """The threads that `rank` should have: its part of the cores that it shares, at least 1.
+def threads_for(allocations: Sequence[CpuAllocation], rank: int) -> int:
+    """The number of threads that `rank` should have: its part of the common cores, at least 1.
 
-    A wrong number is the largest loss that goes unnoticed (2 ranks x 2 threads on 2 cores: 0.62 of the speed).
-    Ranks have exchanged their seats. From these follows which of them share cores, with any launcher:
+    Too many threads are slow (2 ranks x 2 threads on 2 cores: 0.62 of the speed). `allocations` are those of all ranks.
+    They show which ranks have common cores, with any launcher:
 
-        torchrun, our agent: all ranks of a host may run on all its cores      cores / ranks
-        srun --cpus-per-task, mpirun --bind-to: each on cores of its own       these
+        torchrun, our agent: all ranks of a node may run on all its cores      cores / ranks
+        srun --cpus-per-task, mpirun --bind-to: each rank has separate cores   its cores
     """
-    mine = seats[rank]
-    sharing = [seat for seat in seats if seat.host == mine.host and set(seat.cores) & set(mine.cores)]
-    return max(1, mine.limit // len(sharing))
+    own = allocations[rank]
+    sharing = [other for other in allocations if other.host == own.host and set(other.cores) & set(own.cores)]
+    return max(1, own.limit // len(sharing))
 
 
-def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = flag) -> list[str]:
-    """One line for each kind of host that has more threads than cores, or (a GPU's may) leaves most of them idle."""
+def thread_warnings(allocations: Sequence[CpuAllocation], *, may_idle: bool = False, write: Write = flag) -> list[str]:
+    """Warnings about nodes with more threads than cores, or with mostly idle cores unless `may_idle`.
+
+    Nodes with the same problem have one line. `write` formats an option.
+    """
     hosts_of: dict[str, list[str]] = {}
-    for host in dict.fromkeys(seat.host for seat in seats):
-        complaint = _complaint([seat for seat in seats if seat.host == host], may_idle, write)
+    for host in dict.fromkeys(allocation.host for allocation in allocations):
+        complaint = _complaint([allocation for allocation in allocations if allocation.host == host], may_idle, write)
         if complaint:
             hosts_of.setdefault(complaint, []).append(host)
     lines: list[str] = []
@@ -77,20 +80,20 @@ def complaints(seats: Sequence[Seat], *, may_idle: bool = False, write: Write = 
     return lines
 
 
-def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
+def _complaint(allocations: Sequence[CpuAllocation], may_idle: bool, write: Write) -> str:
     granted = min(
-        len({core for seat in seats for core in seat.cores}),
-        sum({seat.cores: seat.limit for seat in seats}.values()),
+        len({core for allocation in allocations for core in allocation.cores}),
+        sum({allocation.cores: allocation.limit for allocation in allocations}.values()),
     )
-    ranks, threads = len(seats), sum(seat.threads for seat in seats)
+    ranks, threads = len(allocations), sum(allocation.threads for allocation in allocations)
     each = max(1, granted // ranks)
-    most = plural(max(seat.threads for seat in seats), "thread")
+    most = plural(max(allocation.threads for allocation in allocations), "thread")
     have = f"{plural(ranks, 'rank')} x {most} on {plural(granted, 'core')}"
     if threads > granted:
         if ranks > granted:
             rest = "" if threads == ranks else f" and {write('threads_per_rank', 1)}"
             return f"{have}: the ranks take turns. Faster: {plural(granted, 'process', 'processes')}{rest}"
-        if crowded := _crowded(seats):
+        if crowded := _crowded(allocations):
             ranks, cores = crowded
             return f"{have}: {ranks} of them are bound to {plural(cores, 'core')} and take turns. Bind them apart"
         return f"{have}: more threads than cores make every rank slower. Use {write('threads_per_rank', each)}"
@@ -99,41 +102,45 @@ def _complaint(seats: Sequence[Seat], may_idle: bool, write: Write) -> str:
     return ""
 
 
-def _crowded(seats: Sequence[Seat]) -> tuple[int, int] | None:
-    """(ranks, cores): ranks that may run only on these cores, which are fewer than the ranks."""
-    for place in seats:
-        there = sum(set(seat.cores) <= set(place.cores) for seat in seats)
-        cores = min(len(place.cores), place.limit)
-        if there > cores:
-            return there, cores
+def _crowded(allocations: Sequence[CpuAllocation]) -> tuple[int, int] | None:
+    """(ranks, cores), if there are ranks that may run only on fewer cores than ranks."""
+    for allocation in allocations:
+        ranks = sum(set(other.cores) <= set(allocation.cores) for other in allocations)
+        cores = min(len(allocation.cores), allocation.limit)
+        if ranks > cores:
+            return ranks, cores
     return None
 
 
 def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
-    """Tune glibc's malloc for a training on the CPU, for this whole process and for good; return why not, or "".
+    """Tune glibc's malloc for training on the CPU, permanently for this process.
 
-    glibc gives large blocks back to the kernel, which zeroes them again: page faults take 11 to 37 % of a CPU step
-    (measured). Three settings keep freed memory in the process: no block has a mapping of its own, the heap never
-    shrinks, and it grows by 64 MiB. The price is memory, as a heap has gaps: so it is done only if there is room, and
-    never with an allocator or a setting of the user.
+    glibc returns large blocks to the kernel, which zeroes them again: page faults take 11 to 37 % of a CPU step
+    (measured). Three settings keep freed memory in the process: large blocks have no separate mapping, the heap never
+    shrinks, and it grows by 64 MiB. A heap has gaps and so needs more memory. Therefore the settings apply only if
+    enough memory is free, and the user has not configured an allocator.
 
-    `free_bytes` is what this rank may still take (None: not known), `state_bytes` what its weights, gradients and
-    optimizer state will take; `env` may hold the user's settings of the allocator.
+    Args:
+        free_bytes: memory that is free for this rank. None: unknown.
+        state_bytes: size of its weights, gradients and optimizer state.
+        env: may have the user's settings of the allocator.
+
+    Returns the reason if malloc was not tuned; otherwise an empty string.
     """
-    own = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
-    if own is not None:
-        return f"{own} is set"
+    setting = next((name for name in env if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"), None)
+    if setting is not None:
+        return f"{setting} is set"
     if re.search("malloc", env.get("LD_PRELOAD", "")):
-        return "LD_PRELOAD names another allocator"
+        return "LD_PRELOAD sets a different allocator"
     needed = ACTIVATION_BYTES + GAPS * state_bytes
     if free_bytes is not None and free_bytes < needed:
-        return f"{free_bytes >> 20:,} MiB are free for this rank, and it wants {needed >> 20:,} MiB of room"
+        return f"{free_bytes >> 20:,} MiB are free for this rank, and it needs {needed >> 20:,} MiB"
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is None or not hasattr(libc, "gnu_get_libc_version"):  # musl, macOS
         return "the C library is not glibc"
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, TOP_PAD_BYTES))
     done = [libc.mallopt(name, value) for name, value in settings]
-    return "" if all(done) else "glibc has refused"
+    return "" if all(done) else "glibc rejected the settings"
 
 
 def peak_memory() -> int:

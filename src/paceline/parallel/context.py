@@ -1,9 +1,9 @@
 """Context parallelism: each rank computes its part of every sequence, from the first layer to the logits of the last.
 
 The model's code sees whole tensors (see `dtensor_mode`). A rank takes its positions of a sequence at an embedding of
-words (B, T) or a linear layer of (B, T, C). Layers that look at each position by itself are computed with plain
-tensors, for these positions only. Attention needs all positions: ranks exchange positions for heads, and back (Ulysses,
-Jacobs et al. 2023). If the heads do not divide, each rank computes its rows, with all keys and values.
+words (B, T) or a linear layer of (B, T, C). Position-wise layers are computed with plain tensors, for these positions
+only. Attention needs all positions: ranks switch from sharding positions to sharding heads, and back (Ulysses, Jacobs
+et al. 2023). If the number of ranks does not divide the heads, each rank computes its rows with all keys and values.
 
 Weights are whole on every rank. Their gradients are summed along context in each backward.
 """
@@ -35,20 +35,19 @@ from paceline.parallel.tensor import compare_losses, run_in_mode
 from paceline.rank.world import World
 
 
-def share_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
-    """Let the ranks along `context` share every sequence of `model`, in place (a collective of all ranks).
+def split_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
+    """Split every sequence of `model` over the ranks along `context`, in place (a collective of all ranks).
 
     Args:
-        model: whole, on every rank, and it stays so.
-        world: with a dimension of that name.
-        probe: a loss of the model on a few samples, the same on all ranks: called before and after.
+        model: whole on every rank, before and after.
+        world: with a dimension `context`.
+        probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
 
     Returns:
-        Lines for the user.
+        Lines to print.
 
     Raises:
-        UsageError: the model has no sequence to share; or it does not give the loss of the whole model. On one rank,
-            ReportedByPeer on the others.
+        UsageError: if the model has no sequence to split, or its loss changes. On one rank; ReportedByPeer elsewhere.
     """
     along = world.along("context")
     assert along.group is not None
@@ -58,9 +57,9 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
     mode = ContextMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            _share_attention(module, mode)
+            _split_attention(module, mode)
         elif is_transposed(module):
-            _share_conv1d(module, mode)
+            _split_conv1d(module, mode)
     run_in_mode(model, mode)
     compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
     with raise_on_all_ranks(world):
@@ -68,17 +67,17 @@ def share_along_context(model: nn.Module, world: World, probe: Callable[[], floa
             raise UsageError(code="context-no-sequence", mesh=world.mesh, size=along.size)
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad) / 1e6
     return [
-        f"sequences are shared over {along.size} ranks along context: each computes its places in "
-        f"{plural(mode.calls, 'layer')}, its {'heads or rows' if mode.by_rows else 'heads'} in attention; after each "
-        f"backward {gradients:.3g} MB of gradients are added up"
+        f"sequences are split over {along.size} ranks along context: each rank computes its positions in "
+        f"{plural(mode.calls, 'layer')} and its {'heads or rows' if mode.by_rows else 'heads'} in attention; after "
+        f"each backward {gradients:.3g} MB of gradients are all-reduced"
     ]
 
 
 class ContextMode(DTensorMode):
-    """Active in a forward of the model."""
+    """Active during a forward of the model."""
 
     calls = 0
-    """how many layers have computed a part of the positions so far"""
+    """number of layers that have computed a part of the positions so far"""
     by_rows = False
     """whether an attention was computed by rows"""
 
@@ -95,25 +94,25 @@ class ContextMode(DTensorMode):
                 return super().__torch_function__(func, types, args, kwargs)
             except torch.OutOfMemoryError:
                 raise
-            except (NotImplementedError, RuntimeError):  # torch cannot share it: each rank computes the whole
+            except (NotImplementedError, RuntimeError):  # torch cannot shard it: each rank computes the whole
                 pass
         return func(*tree_map(self._as_on_one, args), **tree_map(self._as_on_one, kwargs))
 
     def by_position(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
         """The result of a function of the last dimension for this rank's positions; None if there are none."""
         if func is F.embedding:
-            shard, dim = self._own_words(x, *args, **kwargs)
+            shard, dim = self._local_words(x, *args, **kwargs)
         elif func is F.layer_norm and len(args[0] if args else kwargs["normalized_shape"]) > 1:
             return None
         else:
-            shard, dim = self._own_positions(func, x)
+            shard, dim = self._local_positions(func, x)
         if shard is None:
             return None
         self.calls += 1
         args, kwargs = tree_map(self._for_a_part, args), tree_map(self._for_a_part, kwargs)
         return DTensor.from_local(func(shard, *args, **kwargs), self._mesh, [Shard(dim)])
 
-    def _own_words(
+    def _local_words(
         self, words: Any, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> tuple[Tensor | None, int]:  # fmt: skip
@@ -122,7 +121,7 @@ class ContextMode(DTensorMode):
             return None, 0
         return words.chunk(self._mesh.size(), 1)[self._mesh.get_local_rank()], 1
 
-    def _own_positions(self, func: Any, x: Any) -> tuple[Tensor | None, int]:
+    def _local_positions(self, func: Any, x: Any) -> tuple[Tensor | None, int]:
         ranks = self._mesh.size()
         if isinstance(x, DTensor):
             placement = x.placements[0]
@@ -136,26 +135,25 @@ class ContextMode(DTensorMode):
         return local_shard(x if isinstance(x, DTensor) else replicated(x, self._mesh), dim), dim
 
     def _for_a_part(self, value: Any) -> Any:
-        """A weight, for a part of the work: its gradient is summed over ranks."""
+        """A weight as a plain tensor whose gradient is summed over ranks; any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
         whole = self._as_dtensor(self._check_mesh(value))
         return whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
 
     def _check_mesh(self, value: Any) -> Any:
-        """The value, if it is no DTensor of fsdp."""
         if isinstance(value, DTensor) and value.device_mesh != self._mesh:
             raise UsageError(code="context-weight-elsewhere", shape=tuple(value.shape))
         return value
 
     def _as_on_one(self, value: Any) -> Any:
-        """Whole and plain, with the memory layout of one process."""
+        """The value as a whole plain tensor, with the memory layout of one process."""
         whole = full_tensor(self._check_mesh(value))
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
 
 
-def _share_conv1d(module: nn.Module, mode: ContextMode) -> None:
-    """Let a linear layer of Hugging Face's, which is none of torch's, compute positions."""
+def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
+    """Let Hugging Face's Conv1D, a linear layer, compute positions."""
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:
@@ -165,8 +163,8 @@ def _share_conv1d(module: nn.Module, mode: ContextMode) -> None:
     replace_forward(module, forward)
 
 
-def _share_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
-    """Let nn.MultiheadAttention compute positions and heads; every rank computes attention weights as a whole."""
+def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
+    """Let nn.MultiheadAttention compute positions and heads. Attention weights are computed as a whole on each rank."""
     plain: Any = type(module).forward
 
     def forward(
@@ -197,7 +195,7 @@ def _share_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
     replace_forward(module, forward)
 
 
-_OF_NEIGHBOURS = {  # torch cannot share these, or not correctly
+_OF_NEIGHBOURS = {  # torch cannot shard these, or not correctly
     torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
 }  # fmt: skip

@@ -24,8 +24,8 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def local_shard(tensor: DTensor, dim: int) -> Tensor:
     """This rank's shard along `dim`, as a plain contiguous tensor.
 
-    A change from one dimension to another is one all-to-all, forward and backward. The all-to-all of torch leaves gaps
-    in memory, which its views do not accept.
+    A change of the sharded dimension is one all-to-all, forward and backward. torch's all-to-all leaves gaps in memory,
+    which its views do not support.
     """
     placement, ranks = tensor.placements[0], tensor.device_mesh.size()
     if (
@@ -65,7 +65,7 @@ def _all_to_all(shard: Tensor, group: Any, ranks: int, gathered: int, split: int
 
 
 class Fused(Tensor):
-    """The output of a fused projection: several tensors that the model's code sees as one, along the last dimension."""
+    """The output of a fused projection: several tensors that the model's code uses as one, along the last dimension."""
 
     parts: Sequence[DTensor]
 
@@ -82,12 +82,12 @@ class Fused(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises an error: `DTensorMode` takes it apart before."""
+        """Raise an error: `DTensorMode` must split the tensor first."""
         raise NotImplementedError(f"{func} of a fused projection outside the model's forward")
 
 
 def concatenated(parts: Sequence[DTensor], dim: int) -> Tensor:
-    """One tensor of several side by side, whole on every rank."""
+    """The concatenated parts, whole on every rank."""
     return torch.cat([part.redistribute(placements=REPLICATED) for part in parts], dim)
 
 
@@ -99,7 +99,7 @@ def full_tensor(value: Any) -> Any:
 
 @dataclass
 class InputCache:
-    """The last input of a sharded layer. Queries, keys and values have one, and one sum of its gradient."""
+    """The last input of a sharded layer. Queries, keys and values have a common input, and one sum of its gradient."""
 
     inputs: Any = None
     gathered: Tensor | None = None
@@ -115,7 +115,7 @@ class InputCache:
     def gather_again(self, shard: DTensor) -> Tensor:
         """The whole of `shard`, gathered once for all layers with this input."""
         if self.regathered is None or self.regathered[0] is not shard:
-            self.regathered = None  # before there are two
+            self.regathered = None  # free it before the next gather
             self.regathered = (shard, shard.redistribute(placements=REPLICATED).to_local())
         return self.regathered[1]
 
@@ -137,11 +137,11 @@ class LayerCommunication:
         self.mesh, self._count, self._cache, self._sequence = mesh, count, cache, sequence
 
     def gather_input(self, inputs: Any) -> Tensor:
-        """The whole input, of which this rank computes a part of the outputs: its gradient is summed over ranks."""
+        """The whole input, whose gradient is summed over ranks."""
         cache = self._cache
         if cache.inputs is not inputs or cache.gathered is None:
             whole = inputs if isinstance(inputs, DTensor) else replicated(full_tensor(inputs), self.mesh)
-            # the gradient has the placement of the input: a rank that gave a shard gets the sum of that shard only
+            # the gradient has the placement of the input: for a shard, a rank receives the sum of that shard only
             gathered = whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
             if gathered.requires_grad:
                 self._count(gathered.nbytes)
@@ -150,7 +150,7 @@ class LayerCommunication:
         return cache.gathered
 
     def linear(self, inputs: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The linear function of the whole input. For backward, a rank keeps its shard of a sharded input."""
+        """The linear function of the whole input. For backward, a rank keeps only its shard of a sharded input."""
         gathered = self.gather_input(inputs)
         with self._saving_shard(inputs, gathered):
             return F.linear(gathered, weight, bias)

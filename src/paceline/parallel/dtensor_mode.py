@@ -1,14 +1,12 @@
-"""The forward of a model on a mesh: the tensors that its code sees between one sharded layer and the next.
+"""The forward of a model on a mesh: DTensors between sharded layers.
 
-A column-wise layer computes a shard of its outputs, and returns a DTensor: to the model's code a tensor of the whole
-shape, to this rank its shard. So code that knows nothing of ranks (`view(B, T, heads, C // heads)`, a softmax, a mask)
-computes the same as on one process. If an operation needs more than the shard, torch gathers it: an unlucky plan is
-slow, never wrong.
+A column-wise layer computes a shard of its outputs, and returns a DTensor. For the model's code this is a tensor of
+the whole shape. So code without knowledge of ranks (`view(B, T, heads, C // heads)`, a softmax, a mask) computes the
+same as on one process. If an operation needs more than the shard, torch gathers it: a bad plan is only slow.
 
-`DTensorMode` sees each function that the model's forward calls, and completes DTensor. Plain tensors among DTensors are
-equal on all ranks. Random numbers are drawn for the whole tensor, as one process draws them, and each rank
-takes its shard. Attention is computed by heads. A fused projection of queries, keys and values is taken apart without
-communication.
+`DTensorMode` handles each function that the model's forward calls. It treats plain tensors among DTensors as
+replicated. Random numbers are drawn for the whole tensor, as on one process, and each rank takes its shard.
+Attention is computed by heads. A fused projection of queries, keys and values is split without communication.
 """
 
 import weakref
@@ -61,7 +59,7 @@ def attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` of (..., heads, length, width): each rank computes its heads.
 
-    If the heads do not divide, and the rank has a part of the queries, it computes the rows of these.
+    If the heads do not divide, and the rank has a part of the queries, it computes the rows of these queries.
     """
     mesh, heads, length = query.device_mesh, query.ndim - 3, query.ndim - 2
     by_heads = heads >= 0 and all(tensor.shape[heads] % mesh.size() == 0 for tensor in (query, key, value))
@@ -70,7 +68,7 @@ def attention(
     q = _attention_input(query, placement, placement)
     k, v = (_attention_input(tensor, REPLICATED if by_rows else placement, placement) for tensor in (key, value))
     mask = attn_mask
-    if by_rows and is_causal:  # of these rows
+    if by_rows and is_causal:  # only the mask of these rows
         seen = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
         mask, is_causal = replicated(seen, mesh), False
     if isinstance(mask, DTensor):
@@ -97,7 +95,7 @@ def _attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
     mesh: DeviceMesh, placement: list[Any],
 ) -> Tensor:  # fmt: skip
-    """By its definition, as torch computes it with dropout: the noise is drawn for all heads."""
+    """Attention by its definition, as torch computes it with dropout: the noise is drawn for all heads."""
     if k.ndim == 4 and k.shape[1] != q.shape[1]:
         k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
     if is_causal:
@@ -113,7 +111,7 @@ def _attention_with_dropout(
 
 
 class DTensorMode(TorchFunctionMode):
-    """Active in a forward of the model, see the module's docstring."""
+    """Active during a forward of the model, see the module's docstring."""
 
     def __init__(self, mesh: DeviceMesh, shards: Mapping[str, ShardedParameter], model: nn.Module) -> None:
         """`shards`: by name, the parameters of which this rank holds a part."""
@@ -136,7 +134,7 @@ class DTensorMode(TorchFunctionMode):
             parts = _split_fused(func, *args, **kwargs)
             if parts is not None:
                 return parts
-        if func in _CONCATENATES:  # an empty tensor of one dimension concatenates with any: caches of keys begin so
+        if func in _CONCATENATES:  # caches of keys begin with an empty tensor of one dimension
             args = ([tensor for tensor in args[0] if tensor.shape != (0,)], *args[1:])
             if len(args[0]) == 1:
                 return args[0][0]
@@ -178,7 +176,7 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _split_fused(func: Any, fused: Fused, *args: Any, **kwargs: Any) -> Tensor | Sequence[Tensor] | None:
-    """The parts of a fused projection, if `func` asks for these; else None."""
+    """The parts of a fused projection, if `func` splits it exactly so; else None."""
     parts, widths = fused.parts, [part.shape[-1] for part in fused.parts]
     last = fused.ndim - 1
     if func in _SPLITS:
@@ -205,7 +203,7 @@ _SPLITS_FUSED = {*_SPLITS, Tensor.unflatten, Tensor.view, Tensor.reshape, torch.
 _CONCATENATES = {torch.cat, torch.concat, torch.concatenate}
 _DROPOUT = {F.dropout, torch.dropout}
 _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_}
-_NEEDS_WHOLE = {  # each rank computes all of it: random numbers, and results that are no tensors
+_NEEDS_WHOLE = {  # each rank computes the whole: random numbers, and results that are not tensors
     torch.rand_like, torch.randn_like, torch.bernoulli, Tensor.bernoulli, torch.multinomial, F.alpha_dropout,
     F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, Tensor.item,
     Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__,

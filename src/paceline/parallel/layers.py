@@ -1,8 +1,8 @@
-"""The forward of a sharded layer: column-wise, row-wise, by heads, by the words of a vocabulary.
+"""The forward of a sharded layer: column-wise, row-wise, by heads, or by the words of a vocabulary.
 
-Megatron's pairs (Shoeybi et al. 2019): a column-wise layer takes the whole input and computes a shard of its outputs. A
-row-wise one takes such a shard and computes its part of the whole output, which is summed over ranks. Inside a layer
-are plain tensors and torch's kernels. DTensor communicates, forward and backward.
+Pairs of layers as in Megatron (Shoeybi et al. 2019): a column-wise layer takes the whole input and computes a shard of
+its outputs. A row-wise layer takes this shard and computes a summand of the whole output, which is summed over ranks.
+A layer computes with plain tensors and torch's kernels. DTensor communicates, forward and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.compute.forward import subclassed
+from paceline.compute.forward import override_members
 from paceline.parallel.dtensor import Fused, LayerCommunication, full_tensor, replicated
 from paceline.parallel.dtensor_mode import attention, dropout
 
@@ -42,17 +42,17 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give `module` this forward, which `DTensorMode` does not see."""
+    """Replace the forward of `module`. `DTensorMode` does not handle the functions in it."""
 
     def hidden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return forward(self, *args, **kwargs)
 
-    subclassed(module, forward=hidden)
+    override_members(module, forward=hidden)
 
 
 def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:
-    """Let a linear layer compute its shard of the outputs; of a fused layer its shard of each of `parts`."""
+    """Let a linear layer compute its shard of the outputs. A fused layer computes its shard of each of `parts`."""
 
     def forward(self: Any, x: Any) -> Any:
         y = comm.linear(x, _weight(self), self.bias)
@@ -64,7 +64,7 @@ def colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], r
 
 
 def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
-    """Let a linear layer compute its part of the output, and sum it over ranks; the bias is added once."""
+    """Let a linear layer compute its summand of the output, and sum over ranks. The bias is added once."""
 
     def forward(self: Any, x: Any) -> Tensor:
         return comm.reduce_output(F.linear(comm.shard_input(x), _weight(self)), self.bias)
@@ -73,16 +73,16 @@ def rowwise(module: nn.Module, comm: LayerCommunication) -> None:
 
 
 def vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
-    """Let an embedding look up the words from `first` on, which this rank holds, and sum over ranks."""
+    """Let an embedding look up the words of this rank, from `first` on, and sum over ranks."""
 
     def forward(self: Any, words: Tensor) -> Tensor:
         count = len(self.weight)
-        own = full_tensor(words) - first
-        is_own = (own >= 0) & (own < count)
+        local = full_tensor(words) - first
+        is_local = (local >= 0) & (local < count)
         padding: int | None = self.padding_idx
         padding = padding - first if padding is not None and first <= padding < first + count else None
-        vectors = F.embedding(own.clamp(0, count - 1), self.weight, padding)
-        return comm.reduce_output(vectors * is_own.unsqueeze(-1).to(vectors.dtype))
+        vectors = F.embedding(local.clamp(0, count - 1), self.weight, padding)
+        return comm.reduce_output(vectors * is_local.unsqueeze(-1).to(vectors.dtype))
 
     replace_forward(module, forward)
 
@@ -123,7 +123,7 @@ def by_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int
 
 
 def _projected(module: Any, comm: LayerCommunication, *inputs: Tensor) -> list[Tensor]:
-    """(B, this rank's heads, L, width) each."""
+    """Queries, keys and values, each (B, this rank's heads, L, width)."""
     projected: list[Tensor] = []
     for x, weight, bias in zip(inputs, *projections(module), strict=True):
         y = comm.linear(x, weight, bias)
@@ -139,7 +139,7 @@ def projections(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
 
 
 def mask_of_heads(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
-    """What is added to the scores (B or 1, heads or 1, L, S) of all heads, from masks of nn.MultiheadAttention."""
+    """The summand of the scores of all heads, (B or 1, heads or 1, L, S), from masks of nn.MultiheadAttention."""
 
     def as_summand(mask: Tensor) -> Tensor:
         mask = full_tensor(mask)

@@ -1,9 +1,9 @@
 """The output of a model on a mesh: logits, sharded along the vocabulary (`tensor`) or the sequence (`context`).
 
-To the loss they are one tensor of the whole shape. `F.cross_entropy` takes the shards. Along the vocabulary it is
-torch's `loss_parallel`: ranks exchange three numbers for each position, not the logits of all words (Shoeybi et al.
-2019). Along the sequence each rank computes the losses of its positions, and ranks exchange these losses. Any other
-function of the logits gets the whole tensor on each rank.
+The loss function receives one tensor of the whole shape. `F.cross_entropy` computes with the shards. Along the
+vocabulary it is torch's `loss_parallel`: ranks exchange three numbers for each position, not the logits of all words
+(Shoeybi et al. 2019). Along the sequence each rank computes the losses of its positions, and ranks exchange these
+losses. For any other function of the logits, each rank gathers the whole tensor.
 """
 
 import weakref
@@ -23,10 +23,10 @@ from paceline.parallel.dtensor import full_tensor, replicated
 
 
 class ShardedLogits(Tensor):
-    """A tensor of the whole shape, of which this rank has a shard. Its autograd graph is the one of the shard.
+    """A tensor of the whole shape, of which this rank has a shard. Its autograd graph is that of the shard.
 
-    If a function needs the whole, the whole is gathered, and so is each view of the same output that was made before,
-    in order. From then on they are plain tensors, and a write into one changes its views, as on one process.
+    If a function needs the whole tensor, the tensor and all earlier views of the same output are gathered, in order.
+    From then on they are plain tensors, and a write into one changes its views, as on one process.
     """
 
     shard: DTensor
@@ -34,14 +34,14 @@ class ShardedLogits(Tensor):
     fetch: Callable[[], Tensor]
     family: list["weakref.ref[ShardedLogits]"]
     flat: bool
-    """whether it is (B * T, ...) of a shard of (B, T, ...) along T, which a DTensor cannot be"""
+    """whether it is the (B * T, ...) view of a shard of (B, T, ...) along T, which DTensor does not support"""
 
     @staticmethod
     def of(
         shard: DTensor, fetch: Callable[[], Tensor] | None = None,
         family: list["weakref.ref[ShardedLogits]"] | None = None, *, flat: bool = False,
     ) -> "ShardedLogits":  # fmt: skip
-        """The logits with this `shard`; `fetch` returns the whole, `family`: all tensors of the same output."""
+        """The logits with this `shard`. `fetch` gathers the whole; `family` has all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         made = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
         made.shard, made.whole, made.fetch, made.flat = shard, None, fetch or partial(_gathered, shard), flat
@@ -50,7 +50,7 @@ class ShardedLogits(Tensor):
         return made
 
     def become_whole(self) -> Tensor:
-        """The whole, plain and equal on every rank."""
+        """The whole tensor: plain, and equal on every rank."""
         for reference in self.family:  # a tensor comes before its views
             if (member := reference()) is not None and member.whole is None:
                 member.whole = member.fetch()
@@ -59,7 +59,7 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions of the shape, changes of the layout and the loss take the shard; all others the whole."""
+        """Compute shapes, layouts and the loss with the shard, and all other functions with the whole tensor."""
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], ShardedLogits) else None
         if first is not None and first.whole is None:
@@ -70,12 +70,12 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises an error: torch's kernels were called past `__torch_function__`, and would see no numbers."""
-        raise NotImplementedError(f"{func} of scores that ranks share: `scores.clone()` is whole, and plain")
+        """Raise an error: torch called a kernel without `__torch_function__`, and this tensor has no memory."""
+        raise NotImplementedError(f"{func} of sharded logits. Use `logits.clone()`, which is whole and plain")
 
 
 def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
-    """The result of `func` on the shard of its first argument; None if it needs the whole."""
+    """The result of `func` on the shard of its first argument; None if it needs the whole tensor."""
     shard, of_whole = logits.shard, lambda: func(logits.whole, *args[1:], **kwargs)
     if func in _OF_SHAPE and logits.flat:
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
@@ -98,7 +98,7 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
 
 
 def to_caller(value: Any) -> Any:
-    """An output of the model as its caller gets it: logits as their shard, any other tensor whole."""
+    """An output of the model for its caller: logits as a shard, any other tensor whole."""
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 
@@ -108,7 +108,9 @@ def _is_sharded(value: Any) -> bool:
 
 def _gathered(shard: DTensor) -> Tensor:
     whole: Tensor = full_tensor(shard)
-    return whole.clone() if whole.requires_grad else whole  # autograd allows no write into a DTensor's
+    return (
+        whole.clone() if whole.requires_grad else whole
+    )  # autograd does not allow writes into the tensor of a DTensor
 
 
 def _whole(value: Any) -> Any:
@@ -131,7 +133,7 @@ def _cross_entropy(
         target: as one process has it, (B, ...) or (B * T).
 
     Raises:
-        RuntimeError: a target is no class (on a GPU later, as torch's error).
+        RuntimeError: if a target is not a class (on a GPU torch raises it later).
     """
     mesh, placement = shard.device_mesh, shard.placements[0]
     dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
@@ -147,18 +149,18 @@ def _cross_entropy(
     classes = shard.shape[-1] if flat else shard.shape[1]
     valid = target != ignore_index
     in_range = ~valid | ((target >= 0) & (target < classes))
-    torch._assert_async(in_range.all(), f"a target is none of the {classes} classes")  # pyright: ignore
+    torch._assert_async(in_range.all(), f"a target is not one of the {classes} classes")  # pyright: ignore
     if by_classes:
         options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
         return _LossParallel.apply(shard.to_local(), target, shard.shape, mesh, options)
     of_target = 1 if flat else dim - 1
-    own = (target.view(shard.shape[:2]) if flat else target).chunk(mesh.size(), of_target)[mesh.get_local_rank()]
+    targets = (target.view(shard.shape[:2]) if flat else target).chunk(mesh.size(), of_target)[mesh.get_local_rank()]
     logits = shard.to_local().flatten(0, 1) if flat else shard.to_local()
     losses = F.cross_entropy(
-        logits, own.flatten() if flat else own, weight, ignore_index=ignore_index, reduction="none",
+        logits, targets.flatten() if flat else targets, weight, ignore_index=ignore_index, reduction="none",
         label_smoothing=label_smoothing,
     )  # fmt: skip
-    all_losses: Tensor = full_tensor(DTensor.from_local(losses.view(own.shape), mesh, [Shard(of_target)]))
+    all_losses: Tensor = full_tensor(DTensor.from_local(losses.view(targets.shape), mesh, [Shard(of_target)]))
     all_losses = all_losses.reshape(target.shape)
     if reduction == "none":
         return all_losses
@@ -168,11 +170,10 @@ def _cross_entropy(
 
 
 class _LossParallel(torch.autograd.Function):
-    """torch's loss of shards. Its backward also runs in the context, which a plain call would leave."""
+    """torch's `loss_parallel`. Its backward must also run in this context, which a plain call would leave."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, target: Tensor, shape: Any, mesh: DeviceMesh, options: Any) -> Tensor:
-        """As `F.cross_entropy` of the (N, classes, ...) of which `shard` is this rank's part."""
         stride = torch.empty(shape, device="meta").stride()
         logits = DTensor.from_local(shard.detach(), mesh, [Shard(1)], shape=shape, stride=stride).requires_grad_()
         with torch.enable_grad(), loss_parallel():
@@ -182,7 +183,6 @@ class _LossParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient of this rank's part."""
         logits, loss = ctx.graph
         with loss_parallel():
             (gradient,) = torch.autograd.grad(loss, logits, replicated(gradients[0], logits.device_mesh))
@@ -196,7 +196,7 @@ _OF_SHAPE = {
 _OF_TYPE = {
     *_OF_SHAPE, *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "layout")),
     Tensor.is_floating_point, torch.is_floating_point,
-    Tensor.register_hook,  # of fsdp: it is called when the backward begins
+    Tensor.register_hook,  # fsdp registers a hook for the begin of backward
 }  # fmt: skip
 _OF_LAYOUT = {
     Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose, Tensor.permute,

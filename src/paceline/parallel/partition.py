@@ -1,8 +1,8 @@
-"""The best split of a model into the stages of a pipeline, found by watching one forward and backward of it.
+"""Splits a model into the stages of a pipeline, by recording one forward and backward.
 
 A stage is a part of the model's forward, from one module's call to another's. A model can be split before a call if all
-tensors that were computed before it, and are used after it, are its inputs: the stage before sends these, and the stage
-after needs nothing else. So a model needs no particular form: its forward may be any Python around its layers.
+tensors that were computed before the call and are used after it are inputs of the call. The earlier stage sends these
+inputs, and the later stage needs nothing else. So the model's forward may be any Python code around its layers.
 """
 
 import time
@@ -23,9 +23,9 @@ from paceline.parallel.pipeline import Leaf, SplitPoint
 from paceline.seeding import remembered_streams
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
-STATE_COPIES = 4  # of a parameter: itself, its gradient, two moments of Adam
-PASSES = 4  # the shortest time counts
-SLACK = 1.05  # of the slowest stage's time, given for memory
+STATE_COPIES = 4  # for a parameter: itself, its gradient, two moments of Adam
+PASSES = 4  # measurements; the shortest time counts
+SLACK = 1.05  # the slowest stage may take this much longer if that saves memory
 MAX_SHOWN = 12
 INFINITE = float("inf")
 
@@ -35,14 +35,14 @@ class Layers:
     """The layers between two split points."""
 
     forward_seconds: float = 0.0
-    """of two samples"""
+    """seconds for two samples"""
     backward_seconds: float = 0.0
     state_bytes: int = 0
-    """of weights, gradients and the state of an optimizer with two moments"""
+    """size of weights, gradients and the state of an optimizer with two moments"""
     kept_bytes: int = 0
     """activations that the forward of two samples keeps for backward"""
     trained: int = 0
-    """how many numbers are trained"""
+    """number of trained elements"""
 
     @property
     def seconds(self) -> float:
@@ -55,12 +55,12 @@ class Layers:
 
 @dataclass(frozen=True)
 class Chain:
-    """A model as a chain: `layers[i]` is before `points[i]`, the last one after the last point."""
+    """A model as a chain: `layers[i]` is before `points[i]`, and the last layers are after the last point."""
 
     points: tuple[SplitPoint, ...]
     layers: tuple[Layers, ...]
     users: dict[str, tuple[int, ...]]
-    """by parameter and buffer, the numbers of the layers that use it"""
+    """by name of a parameter or buffer, the indices of the layers that use it"""
     draws: bool
     """whether the forward draws random numbers"""
 
@@ -68,39 +68,39 @@ class Chain:
 # ---- the best split ----------------------------------------------------------------------------------------------
 
 
-def best_splits(found: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
-    """The numbers of the points between `stages` stages: those of these `names`, else the best ones.
+def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
+    """The indices of the split points between `stages` stages: those with these `names`, else the best ones.
 
-    The best division has the fastest slowest stage. Among about equally fast ones it needs the least memory for the
-    largest stage.
+    The best split has the fastest slowest stage. Among splits of about the same speed, its largest stage needs the
+    least memory.
 
     Raises:
-        UsageError: the model has too few split points, or none of that name.
+        UsageError: if the model has too few split points, or none of that name.
     """
-    modules = [point.module for point in found.points]
+    modules = [point.module for point in chain.points]
     shown = first_few(modules, MAX_SHOWN) or "no module"
     if unknown := [name for name in names if name not in modules]:
         raise UsageError(code="stage-cannot-begin", value=unknown[0], shown=shown)
-    seconds = [layers.seconds for layers in found.layers]
+    seconds = [layers.seconds for layers in chain.layers]
     if names:
-        bounds = [0, *sorted(modules.index(name) + 1 for name in names), len(found.layers)]
+        bounds = [0, *sorted(modules.index(name) + 1 for name in names), len(chain.layers)]
     else:
-        fastest, _ = _divided(found, stages, seconds, INFINITE)
-        sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in found.layers]
-        _, bounds = _divided(found, stages, sizes, fastest * SLACK)
+        fastest, _ = _partition(chain, stages, seconds, INFINITE)
+        sizes = [float(layers.state_bytes + layers.kept_bytes) for layers in chain.layers]
+        _, bounds = _partition(chain, stages, sizes, fastest * SLACK)
     if not bounds:
-        most = next((n for n in range(stages - 1, 0, -1) if _divided(found, n, seconds, INFINITE)[1]), 1)
+        most = next((n for n in range(stages - 1, 0, -1) if _partition(chain, n, seconds, INFINITE)[1]), 1)
         raise UsageError(code="too-many-stages", value=stages, most=most, shown=shown)
     for begin, end in pairwise(bounds):
-        if not sum(layers.trained for layers in found.layers[begin:end]):
+        if not sum(layers.trained for layers in chain.layers[begin:end]):
             raise UsageError(code="stage-trains-nothing", begin=modules[begin - 1] if begin else "the input")
     return [bound - 1 for bound in bounds[1:-1]]
 
 
-def _divided(found: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
-    """The smallest possible cost of the largest stage, and the bounds of the stages; none if there is no division.
+def _partition(chain: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
+    """The smallest possible cost of the largest stage, and the bounds of the stages; no bounds if there is no split.
 
-    Each stage trains something, and takes at most `limit` seconds.
+    Each stage trains a parameter, and takes at most `limit` seconds.
     """
     count = len(costs)
     best: list[tuple[float, list[int]]] = [(0.0, [0]), *[(INFINITE, list[int]())] * count]
@@ -112,7 +112,7 @@ def _divided(found: Chain, stages: int, costs: Sequence[float], limit: float) ->
                 continue
             cost, seconds, trained = 0.0, 0.0, 0
             for stop in range(start + 1, count + 1):
-                layers = found.layers[stop - 1]
+                layers = chain.layers[stop - 1]
                 cost, seconds, trained = cost + costs[stop - 1], seconds + layers.seconds, trained + layers.trained
                 if seconds > limit:
                     break
@@ -146,7 +146,7 @@ class _DataFlow(TorchFunctionMode):
         self.last_used: dict[int, int] = {}
         self._state = {id(tensor): name for name, tensor in state}
         self._parameters = {id(p) for p in model.parameters()}
-        self._all_alive: list[Any] = [inputs]  # else another tensor could get the same address
+        self._all_alive: list[Any] = [inputs]  # else a new tensor could have the same id
         self._plain = {id(t) for t in (*tree_leaves(inputs), *model.buffers())}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ class _DataFlow(TorchFunctionMode):
         return result
 
     def depends(self, tensor: Tensor) -> bool:
-        """Whether it depends on a parameter. One that was never seen was computed now, by an operation of the user."""
+        """Whether the tensor depends on a parameter. An unknown tensor was computed now, by a custom operation."""
         if id(tensor) in self._plain or id(tensor) in self._parameters:
             return False
         self._all_alive.append(tensor)
@@ -186,14 +186,12 @@ class _DataFlow(TorchFunctionMode):
         return True
 
     def begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward pre-hook."""
         leaves = enumerate(tree_leaves((args, kwargs)))
         dependent = [(i, t) for i, t in leaves if isinstance(t, Tensor) and self.depends(t)]
         self.called += 1
         self.calls[name].append(_Call(self.called, self.now, dependent))
 
     def end(self, name: str, *_: object) -> None:
-        """A forward hook."""
         self.calls[name][-1].stop = self.now
 
     def points(self) -> list[tuple[str, _Call]]:
@@ -205,7 +203,7 @@ class _DataFlow(TorchFunctionMode):
         return [by_start[start] for start in sorted(by_start)]
 
     def _can_split(self, call: _Call) -> bool:
-        """Whether its inputs are all tensors that were computed before and are used after, and only it uses them."""
+        """Whether tensors from before the call are not used after it, and in it only as its inputs."""
         inside = {id(tensor) for _, tensor in call.leaves}
         return bool(inside) and all(
             self.made[key] > call.start or last <= (call.stop if key in inside else call.start)
@@ -213,7 +211,6 @@ class _DataFlow(TorchFunctionMode):
         )
 
     def split_point(self, name: str, call: _Call) -> SplitPoint:
-        """The point before `call` of module `name`."""
         leaves = [Leaf(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
@@ -223,7 +220,7 @@ class _DataFlow(TorchFunctionMode):
         return SplitPoint(name, tuple(leaves), tuple(o for o in before if not f"{name}.".startswith(f"{o}.")))
 
     def layers_of(self, name: str, starts: Sequence[int]) -> set[int]:
-        """The layers that use parameter `name`; without any use, those in which its module is called."""
+        """The layers that use parameter `name`; if none does, the layers in which its module is called."""
         if used := self.uses[name]:
             return {sum(start < now for start in starts) for now in used}
         calls = self.calls.get(name.rpartition(".")[0], [])
@@ -232,9 +229,9 @@ class _DataFlow(TorchFunctionMode):
 
 
 def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
-    """Watch `loss(forward())`, and its backward, of the whole `model` on this rank: split points, times, memory.
+    """Run `loss(forward())` and its backward on the whole `model` of this rank: find split points, times and memory.
 
-    Buffers and random streams do not change.
+    Buffers and random streams are restored afterwards.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     restore = remembered_streams()
@@ -260,19 +257,18 @@ def survey(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Call
 
 
 class _Clock:
-    """Times a forward and backward between split points, and counts the bytes that are kept for backward."""
+    """Measures forward and backward between split points, and the bytes that are kept for backward."""
 
     def __init__(self, model: nn.Module, points: Sequence[tuple[str, _Call]]) -> None:
         self._model = model
         self._places = {name: (number, call.leaves[0][0]) for number, (name, call) in enumerate(points, 1)}
-        self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._state = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._count = len(points) + 1
 
     def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[Layers]:
-        """The shortest time of all passes, for the layers between two points."""
         runs = [self._run(forward, loss) for _ in range(PASSES)]
         return [
-            Layers(min(one.forward_seconds for one in of), min(one.backward_seconds for one in of), 0, of[0].kept_bytes)
+            Layers(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)
             for of in zip(*runs, strict=True)
         ]
 
@@ -284,12 +280,12 @@ class _Clock:
             turn = time.perf_counter()
             total.backward()
         self._model.zero_grad(set_to_none=True)
-        there = [b - a for a, b in zip(self._begun, [*self._begun[1:], turn], strict=True)]
-        self._passed_at[0], last, back = time.perf_counter(), turn, [0.0] * self._count
-        for number in reversed(range(self._count)):  # if no gradient has passed, the time is the next one's
+        forward_seconds = [b - a for a, b in zip(self._begun, [*self._begun[1:], turn], strict=True)]
+        self._passed_at[0], last, backward_seconds = time.perf_counter(), turn, [0.0] * self._count
+        for number in reversed(range(self._count)):  # without a gradient, the time counts for the layers before
             if self._passed_at[number]:
-                back[number], last = self._passed_at[number] - last, self._passed_at[number]
-        return [Layers(a, b, 0, kept) for a, b, kept in zip(there, back, self._kept, strict=True)]
+                backward_seconds[number], last = self._passed_at[number] - last, self._passed_at[number]
+        return [Layers(a, b, 0, kept) for a, b, kept in zip(forward_seconds, backward_seconds, self._kept, strict=True)]
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if name in self._places:
@@ -302,14 +298,13 @@ class _Clock:
         self._passed_at[number] = time.perf_counter()
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in self._own:
+        if tensor.untyped_storage().data_ptr() not in self._state:
             self._kept[self._at] += tensor.nbytes
         return tensor
 
 
 @contextmanager
 def _hooked(model: nn.Module, begin: Callable[..., None], end: Callable[..., None] | None = None) -> Generator[None]:
-    """Inside, `begin` and `end` are called with each module's name around its forward."""
     handles: list[Any] = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))

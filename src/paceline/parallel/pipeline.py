@@ -1,12 +1,12 @@
 """A pipeline: a stage of a model, the order of its micro-batches, and its messages to other stages.
 
-A stage is a part of the model's forward, from one module's call to another's, as `partition` has found them. Every
-stage runs the model's Python from the top, with the parameters of other stages on the "meta" device, which computes
-shapes only. Before its begin nothing is computed: modules are skipped, and their outputs are shapes. At its begin the
-tensors of the stage before replace the shapes. At its end it sends the inputs of the next module, and leaves the
-forward. A value that passes the split point in a different way is still a shape, and cannot be mistaken for a number.
+A stage is a part of the model's forward, from one module's call to another's (see `partition`). Every stage runs the
+model's Python code from the top. The parameters of other stages are on the "meta" device, which computes shapes only.
+Before the stage begins, modules are skipped, and their outputs are shapes. At its begin, the tensors from the previous
+stage replace the shapes. At its end, the stage sends the inputs of the next module, and leaves the forward. A value
+that bypasses the split point is still a shape, so a stage cannot compute with it by mistake.
 
-A stage also sends the state of its random streams: the next stage draws the numbers that one process would draw there.
+A stage also sends the state of its random streams, so that the next stage draws the same numbers as one process.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from paceline.compute.forward import around_forward
+from paceline.compute.forward import wrap_forward
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -33,37 +33,38 @@ Schedule = Literal["1f1b", "gpipe"]
 Action = tuple[bool, int]
 """(forward or backward, number of the micro-batch)"""
 Take = Callable[[Tensor], Tensor]
-"""(a tensor of the shape and type) -> the tensor that the stage before has sent"""
+"""(a tensor of the shape and type) -> the tensor that the previous stage has sent"""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that one stage sends to the next: which of the call's inputs, flattened, it is."""
+    """A tensor that one stage sends to the next: an input of the module at the split point."""
 
     position: int
+    """among the flattened inputs"""
     dtype: str
     trained: bool
-    """whether its gradient is sent back"""
+    """whether the next stage sends its gradient back"""
 
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """A place between two stages: before the call of `module`."""
+    """A point between two stages: before the call of `module`."""
 
     module: str
     leaves: tuple[Leaf, ...]
     before: tuple[str, ...]
-    """the modules that are called before it only, without those inside them"""
+    """outermost modules that are only called before it"""
 
 
 def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
-    """What this stage does in a step, in order.
+    """The forwards and backwards of this stage in a step, in order.
 
     "gpipe" (Huang et al. 2018): all forwards, then all backwards. A stage keeps the activations of all micro-batches.
-    "1f1b" (Narayanan et al. 2019, "PipeDream"): a stage runs a backward as soon as it can, then the next forward. It
-    keeps the activations of at most one micro-batch for each stage from it on. Both are idle for the same time.
+    "1f1b" (Narayanan et al. 2019, "PipeDream"): a stage runs a backward as soon as possible, then the next forward. In
+    S stages, stage s keeps the activations of at most S - s micro-batches. Both schedules are idle for the same time.
 
-    actions("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2; of stage 1 F0 B0 F1 B1 F2 B2.
+    actions("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2. For stage 1 it is F0 B0 F1 B1 F2 B2.
     """
     ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
     order = [(True, number) for number in range(ahead)]
@@ -72,10 +73,10 @@ def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> l
     return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
 
 
-def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
-    """The part of a step's time in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
+def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
+    """The fraction of a step in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
 
-    If all stages take equally long, (S - 1) / (M + S - 1) for S stages and M micro-batches. Messages take no time.
+    It is (S - 1) / (M + S - 1) for S equally fast stages and M micro-batches. Messages take no time in this model.
     """
     stages = len(seconds)
     remaining = [deque(actions(schedule, stage, stages, microbatches)) for stage in range(stages)]
@@ -86,7 +87,7 @@ def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatche
             while remaining[stage]:
                 forward, number = remaining[stage][0]
                 neighbour = stage + (-1 if forward else 1)
-                needed = neighbour, forward, number  # the first and the last stage need no other
+                needed = neighbour, forward, number  # does not exist for the first and the last stage
                 if 0 <= neighbour < stages and needed not in ended:
                     break
                 took = seconds[stage][0 if forward else 1]
@@ -94,7 +95,7 @@ def idle(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatche
                 busy[stage] += took
                 ended[stage, forward, number] = now[stage]
                 remaining[stage].popleft()
-    return [1 - one / max(now) for one in busy]
+    return [1 - time / max(now) for time in busy]
 
 
 class StageRun:
@@ -102,13 +103,13 @@ class StageRun:
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
-        """tensors for the next stage, with graphs"""
+        """tensors for the next stage, with their autograd graphs"""
         self.result: Any = None
         """the output of the model, on the last stage"""
         self.taken: list[Tensor] = []
-        """the shapes of the tensors from the stage before that need gradients"""
+        """shapes of the tensors from the previous stage that need gradients"""
         self.gradients: list[Tensor | None] = []
-        """these, after the backward"""
+        """the gradients of `taken`, after the backward"""
 
     def forget(self) -> None:
         """Release all tensors."""
@@ -120,7 +121,10 @@ class _EndOfStage(BaseException):
 
 
 class _Receive(torch.autograd.Function):
-    """The tensor that `take` returns, made inside, so that a model may write into it; keeps its gradient."""
+    """Returns the tensor from `take` as the output of an operation, so that a model may write into it.
+
+    Its backward passes the gradient to `keep`.
+    """
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, take: Callable[[], Tensor], keep: Callable[[Tensor], None]) -> Tensor:
@@ -134,9 +138,9 @@ class _Receive(torch.autograd.Function):
 
 
 class _ShapesOnly(TorchFunctionMode):
-    """Inside, an operation with a shape among its inputs returns a shape. A shape reports that it is on `device`.
+    """Inside, an operation with a shape among its inputs returns a shape. A shape reports `device` as its device.
 
-    So a tensor that a model makes independently of its inputs, e.g. a mask, is a real one.
+    So a tensor that a model creates independently of its inputs, for example a mask, has values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +153,7 @@ class _ShapesOnly(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return self._device
-        if func is torch.Tensor.__float__:  # of batch norm's count of batches: no shape depends on it
+        if func is torch.Tensor.__float__:  # for batch norm's count of batches, on which no shape depends
             return 1.0
         args, kwargs = tree_map_only(torch.device, lambda _: META, _as_shapes((args, kwargs)))
         return func(*args, **kwargs)
@@ -164,15 +168,15 @@ def _as_shapes(value: Any) -> Any:
 
 
 class ModelStage:
-    """The part of `model`'s forward from `begin` to `end`; None is the begin or end of the model."""
+    """The part of `model`'s forward from `begin` to `end`. None is the begin or end of the model."""
 
     def __init__(
         self, model: nn.Module, begin: SplitPoint | None, end: SplitPoint | None, device: torch.device, *,
         take: Take, send: Callable[[Tensor], None], draws: bool,
     ) -> None:  # fmt: skip
-        """`take` and `send` are called for each tensor, in one order on both sides.
+        """`take` and `send` are called for each tensor, in the same order on both sides.
 
-        With `draws` they include the state of the random streams, also in eval mode, in which some models draw.
+        With `draws` they also transfer the state of the random streams, even in eval mode: some models draw in it.
         """
         self.model, self._begin, self._end, self._device = model, begin, end, device
         self._take, self._send, self._draws = take, send, draws
@@ -185,15 +189,15 @@ class ModelStage:
                 model.get_submodule(point.module).register_forward_pre_hook(hook, with_kwargs=True)
 
     def skip(self, modules: Sequence[nn.Module]) -> None:
-        """From now on these modules, which are called before the stage begins, return shapes and compute nothing."""
+        """Let these modules, which are called before the stage begins, return shapes without computation."""
         for module in modules:
-            around_forward(module, partial(self._skipped, {}, module))
+            wrap_forward(module, partial(self._skipped, {}, module))
 
     def forward(self, compute: Callable[[], Any]) -> StageRun:
-        """Run `compute()`, which calls the model: receives, computes and sends. The last stage has the result.
+        """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result.
 
         Raises:
-            TrainingError: the forward has not passed the stage's begin and end.
+            TrainingError: if the forward does not pass the begin and the end of the stage.
         """
         self._now, self._inside = StageRun(), self._begin is None
         with ExitStack() as self._skipping:
@@ -216,10 +220,10 @@ class ModelStage:
         self._inside, run = True, self._now
         leaves, form = tree_flatten((args, kwargs))
         for leaf in self._begin.leaves:
-            wanted = torch.empty(leaves[leaf.position].shape, dtype=getattr(torch, leaf.dtype), device=META)
-            take = partial(self._take, wanted)
+            shape = torch.empty(leaves[leaf.position].shape, dtype=getattr(torch, leaf.dtype), device=META)
+            take = partial(self._take, shape)
             if leaf.trained and torch.is_grad_enabled():
-                run.taken.append(wanted)
+                run.taken.append(shape)
                 run.gradients.append(None)
                 keep = partial(run.gradients.__setitem__, len(run.gradients) - 1)
                 leaves[leaf.position] = _Receive.apply(self._anchor, take, keep)
@@ -262,7 +266,7 @@ class ModelStage:
 
 @contextmanager
 def _in_shapes(module: nn.Module) -> Generator[None]:
-    """Inside, its remaining parameters and buffers are shapes as well: several stages may use a layer."""
+    """Inside, all parameters and buffers of the module are shapes. Several stages may use a layer."""
     owners: list[Any] = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]  # pyright: ignore[reportPrivateUsage]
     kept = [dict(tensors) for tensors in owners]
     for tensors in owners:
@@ -275,14 +279,14 @@ def _in_shapes(module: nn.Module) -> Generator[None]:
 
 
 def _past(begin: SplitPoint | None) -> TrainingError:
-    return TrainingError(code="past-the-stage", module=begin.module if begin else "a cut")
+    return TrainingError(code="past-the-stage", module=begin.module if begin else "a split point")
 
 
 class Pipeline:
-    """This rank's stage and its neighbours: it sends outputs down, and gradients of its inputs up.
+    """This rank's stage and its neighbours. It sends outputs to the next stage, and gradients to the previous one.
 
-    Each direction has a separate process group. On a GPU the messages between two ranks of one group wait for each
-    other in the order of their calls. A message on its way down would block one on its way up without end.
+    Each direction has a separate process group. On a GPU, messages between two ranks of one group run in the order of
+    their calls, so a message to the next stage would block one to the previous stage forever.
     """
 
     def __init__(
@@ -293,14 +297,14 @@ class Pipeline:
         self.names = names
         """`checkpoint.export.state_names` of the whole model"""
         self.called = called
-        """by its name in the whole model's state_dict, what a tensor is saved as: one that is tied has several"""
+        """by name in the whole model's state_dict, the name under which a tensor is saved (tied ones have several)"""
         along = world.along("pipeline")
         assert world.mesh is not None
         self._device = world.device
         self._schedule: Schedule = schedule
         self._pending = deque[tuple[Any, Tensor]]()
         for members in sorted({world.mesh.peers(rank, ("pipeline",)) for rank in range(world.size)}):
-            down, up = (dist.new_group(members, group_desc=f"pipeline of the mesh, {way}") for way in ("down", "up"))
+            down, up = (dist.new_group(members, group_desc=f"pipeline of the mesh, {name}") for name in ("down", "up"))
             if world.rank in members:
                 assert isinstance(down, dist.ProcessGroup)
                 assert isinstance(up, dist.ProcessGroup)
@@ -312,19 +316,19 @@ class Pipeline:
         )
         self.sent_bytes = 0
         self.enter: Callable[[Phase], object] | None = None
-        """in a step: called with the phase that begins, so that a wait for other stages has a phase"""
+        """called with each phase in a step, so that waiting for other stages is a phase"""
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the model's result, and so the loss."""
+        """Whether this stage computes the model's result and the loss."""
         return self.number == self.stages - 1
 
     def actions(self, microbatches: int) -> list[Action]:
-        """What this stage does in a step, in order."""
+        """The actions of this stage in a step, in order."""
         return actions(self._schedule, self.number, self.stages, microbatches)
 
     def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
-        """Back-propagate a run: on the last stage its loss, by `propagate`; on the others what the next one sends."""
+        """Run the backward: on the last stage by `propagate`, on the others from the received gradients."""
         if propagate is not None:
             propagate()
         elif run.sent:
@@ -339,7 +343,7 @@ class Pipeline:
             self._pending.popleft()[0].wait()
 
     def _send_down(self, tensor: Tensor) -> None:
-        # an evaluation has no backward that limits the messages; in a step, stages could wait for each other here
+        # limit the pending messages in an evaluation; in a step, backward limits them, and this could deadlock
         while self.enter is None and len(self._pending) > 4 * self.stages:
             self._pending.popleft()[0].wait()
         self._send(tensor, 1, self._down)

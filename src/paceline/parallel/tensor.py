@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank keeps its shard of each layer that the plan names, and computes with it."""
+"""Tensor parallelism: each rank keeps and computes its shard of the layers in the plan."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
-from paceline.compute.forward import around_forward
+from paceline.compute.forward import wrap_forward
 from paceline.errors import UsageError, first_few
 from paceline.parallel import layers
 from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tensor
@@ -24,7 +24,7 @@ from paceline.parallel.tensor_plan import ShardedLayer, find_plan, shards_of
 from paceline.rank.world import World
 
 MEGA = 1e6
-LOSS_TOLERANCE = 1e-2  # in bf16 another order of a sum makes such a difference
+LOSS_TOLERANCE = 1e-2  # in bf16 a different order of a sum can change the loss this much
 
 
 @dataclass
@@ -35,23 +35,23 @@ class TensorSharding:
     shards: Mapping[str, ShardedParameter]
     ranks: int
     used_elsewhere: list[str] = field(default_factory=list[str])
-    """sharded parameters that code outside their layers has used in a forward so far"""
+    """sharded parameters that code outside their layers has used in a forward"""
     sent: dict[str, int] = field(default_factory=dict[str, int])
-    """by layer: bytes that its forwards so far, and their backwards, have passed to all-reduces"""
+    """by layer, the bytes that its forwards and backwards have all-reduced so far"""
 
     def count(self, layer: str, size: int) -> None:
         """Add to `sent`."""
         self.sent[layer] = self.sent.get(layer, 0) + size
 
     def table(self, model: nn.Module, samples: int, of_step: int) -> list[str]:
-        """For the user: how layers are sharded, and what a rank sends in a step; `sent` is of `samples` samples."""
-        rows = [("parameters", "shape", "cut", "bytes a step")]
+        """A table of the sharded layers and the bytes per step. `samples`: in `sent`; `of_step`: in a step."""
+        rows = [("parameters", "shape", "sharding", "bytes per step")]
         layers_of: dict[tuple[str, str, str], list[str]] = {}
         for name, layer in self.plan.items():
-            own = {id(p) for p in model.get_submodule(name).parameters()}  # one that is tied has another name
-            weight = next(n for n in self.shards if n.startswith(f"{name}.") or id(model.get_parameter(n)) in own)
+            of_layer = {id(p) for p in model.get_submodule(name).parameters()}  # a tied one has a different name
+            weight = next(n for n in self.shards if n.startswith(f"{name}.") or id(model.get_parameter(n)) in of_layer)
             shard = self.shards[weight]
-            pattern = ".".join("*" if word.isdigit() else word for word in name.split("."))
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             key = (pattern, str(tuple(shard.whole)), f"{layer.way}, {tuple(shard.shape)} each")
             layers_of.setdefault(key, []).append(name)
         for (pattern, shape, way), names in layers_of.items():
@@ -60,9 +60,9 @@ class TensorSharding:
             rows.append((pattern + many, shape, way, f"{size / MEGA:.3g} MB"))
         widest = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
-            "  " + "  ".join(word.ljust(w) for word, w in zip(row, (*widest, 0), strict=True)).rstrip() for row in rows
+            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, (*widest, 0), strict=True)).rstrip() for row in rows
         ]
-        return [f"cut over {self.ranks} ranks along tensor:", *lines, self._memory(model)]
+        return [f"sharded over {self.ranks} ranks along tensor:", *lines, self._memory(model)]
 
     def _memory(self, model: nn.Module) -> str:
         whole_by_class: dict[str, int] = {}
@@ -76,7 +76,7 @@ class TensorSharding:
                 whole_by_class[kind] = whole_by_class.get(kind, 0) + parameter.nbytes
         largest_first = sorted(whole_by_class.items(), key=lambda item: -item[1])
         shown = [f"{kind} ({size / MEGA:.3g} MB)" for kind, size in largest_first]
-        rest = f"; whole on each of them: {first_few(shown, 6)}" if shown else ""
+        rest = f"; not sharded: {first_few(shown, 6)}" if shown else ""
         return f"  each rank holds {here / MEGA:.3g} of {whole / MEGA:.3g} MB of weights{rest}"
 
 
@@ -90,23 +90,22 @@ def shard_along_tensor(
 ) -> TensorSharding:
     """Shard `model`, in place, over the ranks along `tensor` (a collective of all ranks).
 
-    Every parameter keeps its identity: an optimizer that was made before still knows them.
+    Parameters keep their identity, so an existing optimizer remains valid.
 
     Args:
-        model: whole, on every rank.
-        world: with a dimension of that name.
+        model: whole on every rank.
+        world: with a dimension `tensor`.
         asked: see `Task.parallelize`.
-        probe: a loss of the model on a few samples, the same on all ranks: called before and after.
-        sequence: between two layers each rank has a part of every sequence.
+        probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
+        sequence: sequence parallelism: between two layers each rank has a part of every sequence.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: see `find_plan`; or the sharded model does not give the loss of the whole one. On one rank,
-            ReportedByPeer on the others.
+        UsageError: see `find_plan`, or if the loss of the model changes. On one rank, ReportedByPeer on the others.
     """
     along = world.along("tensor")
     assert along.group is not None
-    broadcast_module(model)  # whole: shards of models with different initial weights would make up none
+    broadcast_module(model)  # shards of differently initialised models would not form one model
     with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
         plan = find_plan(model, along.size, None if asked is None else dict(asked(model)))
@@ -130,7 +129,9 @@ def shard_along_tensor(
 
     run_in_mode(model, mode, after)
     if probe is not None and expected is not None:
-        compare_losses(probe, expected, world, "Say in Task(parallelize=...) which layers are cut, or stay whole")
+        compare_losses(
+            probe, expected, world, "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
+        )
     return sharding
 
 
@@ -146,19 +147,19 @@ def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object]
         # an evaluation reads the outputs of one of these ranks, and a gather needs all of them
         return tree_map(to_caller if torch.is_grad_enabled() else full_tensor, outputs)
 
-    around_forward(model, forward)
+    wrap_forward(model, forward)
 
 
 def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
-    """Check that a model that ranks share gives the loss of the whole one (a collective).
+    """Check that the loss of a split model is that of the whole model (a collective).
 
     Raises:
-        UsageError: it does not. On one rank, ReportedByPeer on the others.
+        UsageError: if it is not. On one rank, ReportedByPeer on the others.
     """
     loss, error = math.nan, None
     try:
         loss = probe()
-    except (NotImplementedError, RuntimeError) as caught:  # which of them torch raises depends on the operation
+    except (NotImplementedError, RuntimeError) as caught:  # the class depends on the operation
         error = caught
     with raise_on_all_ranks(world):  # also if only some of the ranks have an error
         if error is not None:

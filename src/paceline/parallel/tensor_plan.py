@@ -1,8 +1,8 @@
-"""Which layers of a model are sharded along `tensor`, and how: found by their shapes, their order and their names.
+"""The plan of tensor parallelism: paceline chooses layers by their shapes, order and names.
 
-An unlucky plan is slow, never wrong (see `dtensor_mode`), so the rules may guess. If the outputs of a linear layer are
-the inputs of the next, the first is sharded by columns and the second by rows. Queries, keys and values, and the layer
-after them, are sharded by heads. Embeddings, and the layer that computes a score for each word, are sharded by words.
+A bad plan is slow, never wrong (see `dtensor_mode`), so the rules may guess. If the outputs of a linear layer are the
+inputs of the next one, the first is sharded by columns and the second by rows. Queries, keys and values, and the layer
+after them, are sharded by heads. Embeddings, and the layer that computes logits, are sharded by words.
 """
 
 import re
@@ -34,25 +34,25 @@ class ShardedLayer:
     """How a layer is sharded."""
 
     way: str
-    """of WAYS"""
+    """one of WAYS"""
     parts: tuple[int, ...] = ()
-    """the widths of the outputs of a fused layer, side by side"""
+    """the widths of the concatenated outputs of a fused layer"""
 
 
 def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, ShardedLayer]:
-    """The layers that are sharded over `ranks`, by name.
+    """The sharded layers, by name.
 
     Args:
-        model: as one process has it.
-        ranks: along tensor.
-        asked: by name or pattern of modules one of WAYS, which overrides the rules. The last match counts.
+        model: the unsharded model.
+        ranks: number of ranks along tensor.
+        asked: by name or pattern of modules, one of WAYS, which overrides the rules. The last match counts.
 
     Raises:
-        UsageError: the number of ranks does not divide the heads of an attention, or a width in `asked`; a
-            pattern matches nothing; no layer can be sharded.
+        UsageError: if the number of ranks does not divide the heads of an attention or a width in `asked`, a pattern
+            matches no module, or no layer can be sharded.
     """
     given = _asked(model, asked or {}, ranks)
-    whole = tuple(f"{name}." for name, layer in given.items() if layer is None)  # with all inside
+    whole = tuple(f"{name}." for name, layer in given.items() if layer is None)  # and all modules inside
     free = [(name, m) for name, m in model.named_modules() if name not in given and not name.startswith(whole)]
     plan = _attention(model, free, ranks)
     plan |= _pairs(free, plan, ranks)
@@ -65,7 +65,7 @@ def find_plan(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = No
 
 
 def shards_of(model: nn.Module, plan: Mapping[str, ShardedLayer], world: World) -> dict[str, ShardedParameter]:
-    """By name, what this rank of `world` (along tensor) holds of each sharded parameter."""
+    """By name, this rank's shard of each sharded parameter. `world`: the ranks along tensor."""
     shards: dict[str, ShardedParameter] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():
@@ -77,18 +77,18 @@ def shards_of(model: nn.Module, plan: Mapping[str, ShardedLayer], world: World) 
 
 
 def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ShardedParameter:
-    """This rank's even part of dimension `dim`; with several `parts` along it, of each of these."""
+    """This rank's even shard along dimension `dim`. With several `parts` along it, each of them is sharded."""
     runs: list[tuple[int, int]] = []
     start = 0
     for part in parts or (shape[dim],):
-        share = part // world.size
-        runs.append((start + world.rank * share, start + (world.rank + 1) * share))
+        size = part // world.size
+        runs.append((start + world.rank * size, start + (world.rank + 1) * size))
         start += part
     return ShardedParameter(shape, dim, tuple(runs))
 
 
 def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[int, ...]]]:
-    """(parameter, dimension, parts along it)."""
+    """(parameter, dimension, parts along it) of the sharded parameters of a layer."""
     if layer.way == "heads":
         third = (module.embed_dim,) * 3
         yield from [("in_proj_weight", 0, third), ("out_proj.weight", 1, ())]
@@ -108,12 +108,11 @@ def _dims(module: Any, layer: ShardedLayer) -> Iterable[tuple[str, int, tuple[in
 
 
 def _asked(model: nn.Module, asked: Mapping[str, str], ranks: int) -> dict[str, ShardedLayer | None]:
-    """By name, how the task asks for a layer to be sharded; None: whole."""
     modules = {name: module for name, module in model.named_modules() if name}
     layers: dict[str, ShardedLayer | None] = {}
     for pattern, way in asked.items():
         if way not in WAYS:
-            raise unknown(f"way to cut {pattern}", way, WAYS)
+            raise unknown(f"sharding of {pattern}", way, WAYS)
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             raise UsageError(code="parallelize-no-module", pattern=pattern, modules=first_few([*modules], 20))
@@ -136,7 +135,7 @@ def _asked_layer(name: str, module: Any, way: str, ranks: int) -> ShardedLayer:
 
 
 def _consistent(model: nn.Module, plan: Mapping[str, ShardedLayer]) -> dict[str, ShardedLayer]:
-    """Without layers that share a parameter with one that is whole, or sharded differently: it stays whole in all."""
+    """The plan without layers that have a parameter in common with a layer that is not sharded in the same way."""
     known = {
         f"{name}.{leaf}": (dim, parts)
         for name, layer in plan.items()
@@ -210,7 +209,7 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
     at = 0
     while at + 1 < len(linears):
         group, (inputs, outputs) = [linears[at]], widths(linears[at][1])
-        while (  # a gate beside what it gates
+        while (  # a gate next to its values
             inputs != outputs
             and at + len(group) + 1 < len(linears)
             and widths(linears[at + len(group)][1]) == (inputs, outputs)
@@ -223,7 +222,7 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
         if fits and outputs == inner:
             plan |= {name: ShardedLayer("colwise") for name, _ in group} | {last[0]: ShardedLayer("rowwise")}
             at += len(group) + 1
-        elif fits and outputs == 2 * inner and len(group) == 1:  # a gate and what it gates in one
+        elif fits and outputs == 2 * inner and len(group) == 1:  # a gate and its values in one layer
             plan |= {group[0][0]: ShardedLayer("qkv", (inner, inner)), last[0]: ShardedLayer("rowwise")}
             at += 2
         else:
@@ -232,13 +231,12 @@ def _pairs(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks
 
 
 def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], ranks: int) -> dict[str, ShardedLayer]:
-    """Embeddings, and layers that compute a score for each word of one of them."""
     plan: dict[str, ShardedLayer] = {}
     words: set[int] = set()
     for name, module in free:
         if type(module) is nn.Embedding:
             usual = module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
-            large = module.num_embeddings >= module.embedding_dim  # else a table of a few rows, e.g. of positions
+            large = module.num_embeddings >= module.embedding_dim  # a small table is probably one of positions
             if usual and large and module.num_embeddings % ranks == 0:
                 plan[name] = ShardedLayer("vocabulary")
                 words.add(module.num_embeddings)
@@ -248,7 +246,7 @@ def _vocabulary(free: Sequence[NamedModule], taken: Mapping[str, ShardedLayer], 
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether queries, keys and values have one width, and nothing is added to them."""
+    """Whether queries, keys and values have the same width, and no extra keys and values."""
     same_width: Any = module.in_proj_weight
     return same_width is not None and module.bias_k is None and not module.add_zero_attn
 
@@ -272,7 +270,7 @@ def _number(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def _near(a: str, b: str) -> bool:
-    """Whether two layers are in one module, or in two modules of one, which is not the model."""
+    """Whether two layers are in the same module, or in two modules of the same module other than the model."""
     first, second = a.split(".")[:-1], b.split(".")[:-1]
     return first == second or (
         len(first) > 1 and first[:-1] == second[: len(first) - 1] and len(second) in (len(first), len(first) - 1)

@@ -230,7 +230,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         victim = freed or is_victim(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
-            if (sessions := sys.modules.get("paceline.sessions.life")) is not None:  # by name: it imports torch
+            if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
                 with suppress(Exception):
                     sessions.close_all(error)
             tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")

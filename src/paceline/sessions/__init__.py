@@ -1,4 +1,4 @@
-"""Your own training loop, on any number of ranks: `paceline.session()`."""
+"""Custom training loops on any number of ranks: `paceline.session()`."""
 
 from paceline.sessions.session import Session, session
 

@@ -1,4 +1,4 @@
-"""What `Session.register` takes although it has no state_dict: dictionaries and lists of tensors, random generators."""
+"""Adapters for registered objects without a state_dict: dictionaries and lists of tensors, random generators."""
 
 import random
 import sys
@@ -10,39 +10,39 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.sessions.elsewhere import is_cut, own_share, shared_out
-from paceline.sessions.order import put_source, source_state
+from paceline.sessions.order import generator_state, set_generator_state
+from paceline.sessions.sharded_tensors import distribute_like, is_dtensor, local_shard
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-class Container:
-    """A dict or list of tensors, numbers and words; they may be in dicts, lists and tuples inside it."""
+class TensorContainer:
+    """A dict or list of tensors, numbers and strings, also in nested dicts, lists and tuples."""
 
     def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:
-        """`device`: that of tensors that are added at a resume; `models`: the storages of the models' tensors."""
+        """`device`: for tensors that a resume adds. `models`: the storages of the models' tensors."""
         self.thing, self._name, self._device, self._models = thing, name, device, models
 
     def state_dict(self) -> dict[str, Any]:
-        """See Registered."""
+        """The container as a dict without aliases."""
         return self._described(self.thing)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Into the same container, and into the tensors that are there."""
+        """Load into the same container, and into its existing tensors."""
         self._restored(self.thing, state)
 
     @property
     def is_left(self) -> bool:
-        """Whether only the session has it, and a tensor of it, so that the loop can no longer change them."""
-        parts = [*parts_of(self.thing)]
+        """Whether only the session refers to the container or a tensor of it, so the loop can no longer change it."""
+        parts = [*elements_of(self.thing)]
         if sys.getrefcount(self.thing) > 2:
             return False
-        # `parts`, the container, the name in the loop and the argument have a tensor
+        # references to a tensor: `parts`, the container, the name in the loop and the argument
         return not parts or any(sys.getrefcount(part) <= 4 for part in parts)
 
     def _described(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
-            return {"tensor": value, "device": value.device.type, "cut": is_cut(value)}
+            return {"tensor": value, "device": value.device.type, "cut": is_dtensor(value)}
         if isinstance(value, dict):
             if strange := [key for key in value if not isinstance(key, (str, int))]:  # pyright: ignore
                 raise UsageError(code="register-dict-key", name=self._name, kind=type(strange[0]).__name__)
@@ -52,16 +52,16 @@ class Container:
         return {"value": value}
 
     def _restored(self, now: Any, saved: Mapping[str, Any]) -> Any:
-        """What `_described` was given, in the objects that are there, where they fit."""
+        """The inverse of `_described`. Existing objects are reused if they fit."""
         if "tensor" in saved:
-            found: Tensor = saved["tensor"]
-            fits = isinstance(now, Tensor) and now.shape == found.shape and now.dtype == found.dtype
+            tensor: Tensor = saved["tensor"]
+            fits = isinstance(now, Tensor) and now.shape == tensor.shape and now.dtype == tensor.dtype
             if fits and storage(now) not in self._models:
                 with torch.no_grad():
-                    return now.copy_(shared_out(found, like=now))
+                    return now.copy_(distribute_like(tensor, like=now))
             if saved["cut"]:
                 raise UsageError(code="register-lost-tensor", name=self._name)
-            return found if saved["device"] == "cpu" else found.to(self._device)
+            return tensor if saved["device"] == "cpu" else tensor.to(self._device)
         if "entries" in saved:
             table: dict[Any, Any] = now if isinstance(now, dict) else {}
             entries = {key: self._restored(table.get(key), part) for key, part in saved["entries"].items()}
@@ -87,41 +87,41 @@ class Generator:
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
-        """See Registered."""
-        return {"generator": source_state(self.thing)}
+        """See RegisteredObjects."""
+        return {"generator": generator_state(self.thing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Registered."""
-        put_source(self.thing, state["generator"])
+        """See RegisteredObjects."""
+        set_generator_state(self.thing, state["generator"])
 
 
-def parts_of(container: Any) -> Iterable[Any]:
-    """The values of a dict, the elements of a list or tuple; nothing of anything else."""
+def elements_of(container: Any) -> Iterable[Any]:
+    """The values of a dict, or the elements of a list or tuple; empty for any other object."""
     if issubclass(type(container), dict):
         return [*dict.values(container)]
     return [*container] if issubclass(type(container), (list, tuple)) else []
 
 
 def storage(tensor: Tensor) -> int:
-    """Where its memory begins: the same for all views of a tensor."""
-    return own_share(tensor.detach()).untyped_storage().data_ptr()
+    """The address of the tensor's storage: equal for all views of a tensor."""
+    return local_shard(tensor.detach()).untyped_storage().data_ptr()
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor with memory of its own, as averages are."""
+    """Whether it is a tensor with its own storage, as an average has."""
     kind = type(value)
-    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_cut(value)):
+    if not issubclass(kind, Tensor) or not (kind in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False
     return value.layout is torch.strided and not value.is_meta and value.numel() > 0
 
 
 def storages(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Those of plain tensors."""
-    return {storage(one) for one in tensors if is_plain(one) and one is not None}
+    """The storages of the plain tensors."""
+    return {storage(tensor) for tensor in tensors if is_plain(tensor) and tensor is not None}
 
 
-def held_by(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """All their parameters and buffers."""
+def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+    """All parameters and buffers of the models."""
     for model in models:
         yield from model.parameters()
         yield from model.buffers()

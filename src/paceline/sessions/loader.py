@@ -30,8 +30,8 @@ from paceline.sessions.order import (
     global_streams,
     is_torchs,
     keeps_order,
+    merge_small_batches,
     put_global_streams,
-    regrouped,
     steps_of,
 )
 from paceline.train.streaming import Stream
@@ -247,7 +247,9 @@ class Loader:
         sizes: dict[int, int] = {}
 
         def work() -> Generator[list[Work]]:
-            for step, batch in enumerate(regrouped((plan.global_indices(0, step) for step in steps), world.size)):
+            for step, batch in enumerate(
+                merge_small_batches((plan.global_indices(0, step) for step in steps), world.size)
+            ):
                 sizes[step] = len(batch)
                 if len(mine := batch[world.rank :: world.size]):
                     yield [Work(0, step, 0, 0, mine)]

@@ -1,4 +1,4 @@
-"""The loops over data of a session: where in the run they are, what is due between two steps, and how they are left."""
+"""The loops of a session over data: their position in the run, the work between steps, and their end."""
 
 import math
 import time
@@ -28,13 +28,13 @@ from paceline.rank.world import World
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import preserved_streams, remembered_streams
 from paceline.sessions.assumptions import COUNT, DATA, GRADIENTS, ORDER, PARAMETERS, PLACE
-from paceline.sessions.gate import SessionStep
-from paceline.sessions.leaves import Leaves
+from paceline.sessions.collectives import SessionCollectives
+from paceline.sessions.foreign_tensors import ForeignTensors
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import COMPARED, PreparedModel
-from paceline.sessions.ranks import Ranks
-from paceline.sessions.registered import Registered, check_no_scaler
-from paceline.sessions.wording import compare, opening, savable, write_session_settings
+from paceline.sessions.registered import RegisteredObjects, check_no_scaler
+from paceline.sessions.session_step import SessionStep
+from paceline.sessions.wording import compare, json_copy, startup_message, write_session_settings
 from paceline.stepping.totals import Votes
 from paceline.train.alike import check_replicas
 from paceline.train.course import Course
@@ -42,7 +42,7 @@ from paceline.train.determinism import holds_for
 from paceline.train.fit import PhaseClock, StepRecord
 
 TRACK_EVERY = 50  # steps between two reports of the loss
-SLOW_SECONDS = 1.0  # to read a few samples: then they are read once only
+SLOW_SECONDS = 1.0  # if reading a few samples takes longer, they are read only once
 
 SAME_RATIO = 1e-6  # counts are sums in float32
 CHANGED_DATA = (
@@ -51,8 +51,8 @@ CHANGED_DATA = (
 )
 
 
-class Loop(Ranks):
-    """The part of a session that goes through data."""
+class SessionLoop(SessionCollectives):
+    """The methods of a session that iterate over data."""
 
     _seed: int
     _share: range
@@ -70,50 +70,37 @@ class Loop(Ranks):
     _exact: bool
     _virtual_ranks: int
     _where: dict[str, int]
-    _resumed: dict[str, int] | None
-    """the position of the checkpoint that is gone on with, until it is reached"""
+    _resumed: dict[str, int] | None  # the position at which the run resumes, until the loop reaches it
     _streams: dict[str, Any] | None
-    _loader: Loader | None = None
-    """that was trained from last"""
-    _loaders: list[Loader]
-    """those that were made before the first step, in order"""
+    _loader: Loader | None = None  # the loader of the current or last training loop
+    _loaders: list[Loader]  # created before the first step, in order
     _fingerprints: dict[int, tuple[Any, dict[str, Any], int | None]]
-    """of the datasets that were compared over ranks, by id; with a probe that is looked at in each epoch"""
-    _data: dict[str, Any]
-    """what the loop at hand trains on, as far as the run's definition says"""
-    _saved_data: dict[str, Any] | None
-    """that of the loop in which the run was saved"""
+    """(dataset, fingerprint, probe) by id of the dataset, after the comparison over ranks; see `_check_data`"""
+    _data: dict[str, Any]  # the part of the run's definition that describes the data of the current loop
+    _saved_data: dict[str, Any] | None  # the same of the loop in which the run was saved
     _evaluates = False
-    """whether a loop over data evaluates"""
-    _is_damaged = False
-    """whether the state must not be saved: a wrong update was made, or it is not complete"""
+    _is_damaged = False  # whether the state must not be saved, because an update was wrong or the state is incomplete
     saved: dict[str, Any]
-    """what else is saved with each checkpoint (rank 0's): numbers, strings, lists and dictionaries of them"""
-    _loader_states: dict[str, dict[str, Any]]
-    """of the checkpoint: the state of samplers between two epochs, by the number of the loader"""
-    _registered: Registered
-    _leaves: Leaves
-    _epoch_streams: dict[str, str] | None
-    """the random streams with which the epoch at hand began"""
-    _phases = 0
-    """calls of s.epochs so far"""
+    """additional values that each checkpoint saves (from rank 0): numbers, strings, lists and dictionaries of them"""
+    _loader_states: dict[str, dict[str, Any]]  # the state of samplers in the checkpoint, by the number of the loader
+    _registered: RegisteredObjects
+    _foreign_tensors: ForeignTensors
+    _epoch_streams: dict[str, str] | None  # the random streams at the beginning of the current epoch
+    _phases = 0  # calls of s.epochs so far
     _in_epochs = False
-    _max_steps: float  # after which the training ends: an observer's, or that of `launch --check`
+    _max_steps: float  # the training ends after it: the limit of an observer or of `launch --check`
     _resumes = False
-    """whether the run is to be resumed after an interruption"""
-    _live = 0
-    """iterators over training data that are open"""
+    _live = 0  # number of open iterators over training data
     _epochs = 0
     _opened = _closed = _stopped = False
     _broken: Exception | None = None
 
     @property
     def _moment(self) -> tuple[int, ...]:
-        """See Ranks."""
         return self._course.step, self._where["epoch"], int(self._in_epochs)
 
     def _check_all_here(self) -> None:
-        """See Ranks; also in the body of a training loop, of which ranks may run different numbers."""
+        """See SessionCollectives. Also for a training loop body that ranks run different numbers of times."""
         super()._check_all_here()
         micro_step, loader = self._steps.micro_step, self._loader
         if self.size == 1 or micro_step is None or micro_step.is_last or loader is None:
@@ -125,7 +112,7 @@ class Loop(Ranks):
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Inside, each rank has whole models, buffers merged: evaluate in your own way, also alone (a collective)."""
+        """Inside, each rank has whole models with merged buffers, for a custom evaluation (a collective)."""
         with self._merged(), ExitStack() as stack, torch.no_grad():
             for part in self._parts:
                 stack.enter_context(part.replica.gathered())
@@ -137,7 +124,7 @@ class Loop(Ranks):
         return self._train(loader) if training else self._evaluate(loader)
 
     def _check_data(self, loader: Loader) -> dict[str, Any]:
-        """The fingerprint of its data; the first time it is compared over ranks (a collective then)."""
+        """The fingerprint of its data. The first call compares it over ranks (a collective)."""
         data = loader.dataset
         if (known := self._fingerprints.get(id(data))) is not None:
             if known[2] is None:
@@ -148,24 +135,24 @@ class Loop(Ranks):
             return known[1]
         began = time.perf_counter()
         with preserved_streams(), raise_on_all_ranks(self.world):
-            found = loader.fingerprint()
-        slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in found
-        of_ranks: list[tuple[dict[str, Any], bool]] = all_gather_object((found, slow), self.world)
-        told = [str(one) for one, _ in of_ranks]
-        if len({*told}) > 1:
+            fingerprint = loader.fingerprint()
+        is_slow = time.perf_counter() - began > SLOW_SECONDS and "checksum of all of them" not in fingerprint
+        of_ranks: list[tuple[dict[str, Any], bool]] = all_gather_object((fingerprint, is_slow), self.world)
+        texts = [str(of_rank) for of_rank, _ in of_ranks]
+        if len({*texts}) > 1:
             raise report_on_one_rank(
-                DATA.error("; ".join(f"rank {rank} has {one}" for rank, one in enumerate(told))), self.world
+                DATA.error("; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))), self.world
             )
-        # a stream has no length
-        looks_again = "samples" in found and CHANGING not in found.values() and not any(slow for _, slow in of_ranks)
+        # a stream has no number of samples
+        can_probe = "samples" in fingerprint and CHANGING not in fingerprint.values()
+        can_probe = can_probe and not any(is_slow for _, is_slow in of_ranks)
         with preserved_streams():
-            self._fingerprints[id(data)] = (data, found, loader.probe() if looks_again else None)
-        return found
+            self._fingerprints[id(data)] = (data, fingerprint, loader.probe() if can_probe else None)
+        return fingerprint
 
     def _compare_replicas(self) -> None:
-        """Raise TrainingError if the parameters of prepared models differ between ranks (a collective)."""
         if self.size > 1 and self._parts and self._course.step and self._parts[0].replica.host is None:
-            held = [one for part in self._parts for one in part.state()]
+            held = [shard for part in self._parts for shard in part.state()]
             check_replicas(held, self.world, self._course.step, [part.replica.optimizer for part in self._parts])
 
     def _evaluate(self, loader: Loader) -> Generator[Any]:
@@ -182,7 +169,7 @@ class Loop(Ranks):
         outside = self._steps.stream.outside if micro_step is not None else None
         restore = remembered_streams() if micro_step is not None else lambda: None
         self._check_data(loader)
-        with nullcontext() if outside is None else outside.current():  # the draws of a loop without a session
+        with nullcontext() if outside is None else outside.current():  # as a loop without a session draws
             plan = loader.drawn(self.world, None)
             loader.draw_ahead(plan)
         with self._merged(), self._guard.phase(Phase.EVALUATE), self._statistics_watched():
@@ -201,18 +188,18 @@ class Loop(Ranks):
             raise SystemExit(0)
         self._steps.check_only_loop()
         where, start = self._where, 0
-        goes_on = self._resumed
-        if goes_on is not None:
-            if not self._in_epochs:  # a look at a batch, say: s.backward raises an error here
+        resumed = self._resumed
+        if resumed is not None:
+            if not self._in_epochs:  # for example to inspect a batch: s.backward raises an error here
                 plan = loader.drawn(self.world, None)
                 for micro_batches in loader.training(plan, self._share, where["passes"], 0):
                     yield from (batch.inputs for batch in micro_batches)
                 return
-            if self._skipped < goes_on["pass"]:  # it was over before the checkpoint
+            if self._skipped < resumed["pass"]:  # this loop had ended before the checkpoint
                 self._skipped += 1
                 return
-            start = goes_on["batch"]
-        plan = loader.drawn(self.world, self._streams if goes_on is not None else None, start, trains=True)
+            start = resumed["batch"]
+        plan = loader.drawn(self.world, self._streams if resumed is not None else None, start, trains=True)
         with preserved_streams():
             self._open(loader, plan)
         self._resumed, where["batch"], self._loader, self._at_end = None, start, loader, False
@@ -226,7 +213,6 @@ class Loop(Ranks):
             self._steps.keeps_stream = False
 
     def _passed(self, loader: Loader, plan: BatchPlan, start: int) -> Generator[Any]:
-        """The batches of a training's pass over data, from batch `start` on."""
         where, steps, observer = self._where, self._steps, self._observer
         for part in self._parts:
             part.check_parameters()
@@ -248,7 +234,7 @@ class Loop(Ranks):
                 break
             self._stop_if_asked()
             self._clock(Phase.DATA)
-        if not self._at_end and where["batch"]:  # nobody knew that the epoch would end here
+        if not self._at_end and where["batch"]:  # the end of the epoch was not known before
             self._course.between(Votes(), partial(self._loop_state, self.world), save=True, settled=True)
         self._next_pass()
 
@@ -258,7 +244,7 @@ class Loop(Ranks):
             self._steps.stream.leave()
 
     def _compare_place(self, loader: Loader) -> None:
-        """Have what must be the same on all ranks compared in this step; `_compared_names` has the names."""
+        """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         where, batch = self._where, self._where["batch"]
         data = self._fingerprints[id(loader.dataset)][2] or 0
         numbers = (where["epoch"], where["passes"], batch, data, loader.order_hash(batch))
@@ -271,12 +257,12 @@ class Loop(Ranks):
         return ["epoch", "loop", "batch", "data", "order", *of_parts]
 
     def _explain(self, differing: dict[str, list[int]]) -> UsageError:
-        """The error for numbers of `_compare_place` that differ over ranks."""
+        """The error for values of `_compare_place` that differ between ranks."""
         places = [name for name in ("epoch", "loop", "batch") if name in differing]
         gradients = [part for part in self._parts if f"gradients {part.number}" in differing]
         if places:
-            told = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
-            return PLACE.error(f"{told} on ranks 0 to {self.size - 1}")
+            positions = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
+            return PLACE.error(f"{positions} on ranks 0 to {self.size - 1}")
         if "order" in differing:
             return ORDER.error(f"at {self._at} of a loop over the data")
         if gradients:
@@ -293,9 +279,9 @@ class Loop(Ranks):
         return UsageError(code="ranks-differ-in-step", place=self._at, differing=differing)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Hook of torch, before each optimizer's step: raise UsageError for one that was not prepared.
+        """Hook of torch before each optimizer step: raise UsageError for an optimizer that was not prepared.
 
-        It trains something that losses of s.backward depend on, and that is in no prepared model.
+        This holds if losses of s.backward depend on a tensor that it trains outside of prepared models.
         """
         micro_step = self._steps.micro_step
         if (
@@ -313,14 +299,14 @@ class Loop(Ranks):
 
     @contextmanager
     def _statistics_watched(self) -> Generator[None]:
-        """Inside, a model that was not prepared must not collect batch norm's statistics: each rank has a share."""
-        own = {id(module) for part in self._parts for module in part.replica.model.modules()}
+        """Inside, a model that was not prepared must not collect batch norm statistics, which would be per rank."""
+        prepared = {id(module) for part in self._parts for module in part.replica.model.modules()}
 
         def watch(module: nn.Module, _: Any) -> None:
             collects = isinstance(module, _NormBase) and module.training and module.track_running_stats
-            if collects and module.momentum is None and id(module) in own:
+            if collects and module.momentum is None and id(module) in prepared:
                 raise UsageError(code="update-bn-of-prepared")
-            if self.size > 1 and collects and id(module) not in own:
+            if self.size > 1 and collects and id(module) not in prepared:
                 raise UsageError(code="update-bn-of-share")
 
         hook = register_module_forward_pre_hook(watch)
@@ -334,32 +320,29 @@ class Loop(Ranks):
         return f"epoch {self._where['epoch'] + 1}, batch {self._where['batch'] + 1}"
 
     def _left(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
-        """The loop is left by break or return, in a body. What goes wrong here is raised at the next call."""
+        """The loop is left by break or return in a body. An error here is raised at the next call."""
         steps = self._steps
         try:
             if steps.untouched:
                 steps.give_up()
             elif steps.is_whole:
-                steps.leave()  # after its last backward: the step is as whole as it will be
+                steps.leave()  # after its last backward the step is complete
                 self._between(loader, micro_batches, plan, left=True)
                 self._clock(Phase.USER)
             else:
                 self._broken = UsageError(code="loop-left-in-step", place=self._at)
         except Exception as error:
             self._broken = error
-        # not yet the next pass: an error may have ended this one, and the run goes on here then
+        # not yet `_next_pass`: if an error has ended this one, the run resumes here
         self._was_left = True
 
     def _next_pass(self) -> None:
         self._where |= {"pass": self._where["pass"] + 1, "passes": self._where["passes"] + 1, "batch": 0}
         self._clock(Phase.USER)
 
-    _at_end = False
-    """whether the last step was known to be the last of its pass, so that the state is saved already"""
-    _was_left = False
-    """whether the last loop was left before its end"""
-    _skipped = 0
-    """passes over data in the epoch that is gone on with, which were over before the checkpoint"""
+    _at_end = False  # whether the last step was known to be the last of its loop, so that the state is already saved
+    _was_left = False  # whether the last loop was left before its end
+    _skipped = 0  # loops over data in the resumed epoch that had ended before the checkpoint
 
     def _open(self, loader: Loader, plan: BatchPlan) -> None:
         if not self._parts:
@@ -376,26 +359,26 @@ class Loop(Ranks):
             "threads_per_rank": torch.get_num_threads() if self._exact else None, "hardware": holds_for(self.device),
         }  # fmt: skip
         if (origin := self._course.origin) is not None and self._saved_data is not None:
-            # the loop that was interrupted need not be the run's first one, which the definition is of
+            # the definition is that of the first loop; the interrupted loop may be a different one
             try:
                 check_same(self._saved_data, self._data, (), origin.where)
             except UsageError as error:
                 raise UsageError.of(error, after=f" {CHANGED_DATA}") from None
             definition |= {name: origin.content.definition[name] for name in self._data}
         compare(definition, self._course.origin, len(self._parts), len(self._numbers), self.world, exact=self._exact)
-        self.print(opening(plan, self.world, self._strategy, self._name))
+        self.print(startup_message(plan, self.world, self._strategy, self._name))
         course = self._course
         models = [model for part in self._parts for model in (part.replica.model, part.replica.module)]
         if self._observer is None and course.use.given and not self._exact and can_count(models):
             self._steps.flops = course.use.count
         self._registered.check_all_there()
         for part in self._parts:
-            part.numbers()  # raises for what cannot be saved
+            part.numbers()  # raises an error if its state cannot be saved
         if self._steps.saves:
             self._look_around(self._registered.look_around)
-            self._registered.check_schedulers([one for part in self._parts for one in part.optimizers])
+            self._registered.check_schedulers([optimizer for part in self._parts for optimizer in part.optimizers])
             for part in self._parts:
-                layout(part.state())  # raises for what a checkpoint cannot hold
+                layout(part.state())  # raises an error if a checkpoint cannot store its state
         if plan.virtual_ranks > self.size or plan.accumulation > 1 or any(p.replica.sharded for p in self._parts):
             check_no_scaler()
         if course.place is not None:
@@ -409,9 +392,9 @@ class Loop(Ranks):
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
-        found = self._course.metrics
-        known = {"test_metrics": found or None, "test_accuracy": found.get("accuracy")}
-        return {"task": self._name, "strategy": self._strategy, **known}
+        metrics = self._course.metrics
+        results = {"test_metrics": metrics or None, "test_accuracy": metrics.get("accuracy")}
+        return {"task": self._name, "strategy": self._strategy, **results}
 
     def _between(
         self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, left: bool = False
@@ -438,44 +421,44 @@ class Loop(Ranks):
                 self._leave_stream()
                 self._look_around(self._registered.look_again)
             if self.saved:
-                savable(self.saved, strict=True)
+                json_copy(self.saved, strict=True)
         course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
 
     def _check_periodically(self) -> None:
-        """In steps 1, 2, 4, 8, ... and the step after each: check tensors trained by hand and weights of losses."""
+        """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
         step = self._course.step + 1
         begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
         if not (begins or follows) or (self.size == 1 and self._steps.phases.alone):
             return
-        found = self._steps.foreign_leaves()
+        leaves = self._steps.foreign_leaves()
         try:
-            self._leaves.compare(found if follows else ())
+            self._foreign_tensors.compare(leaves if follows else ())
             self._check_weights()
         except UsageError:
             self._is_damaged = True
             raise
-        self._leaves.keep(found if begins else ())
+        self._foreign_tensors.keep(leaves if begins else ())
 
     def _check_weights(self) -> None:
         """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
-        own = [None if count is None else (float(count), float(weight)) for count, weight in self._steps.targets]
-        by_rank: list[list[Any]] = all_gather_object(own, self.world)
-        if any(one is None for found in by_rank for one in found):
-            return  # another loss, or several: how they are to be weighted is not known
-        ratios = [count / weight for found in by_rank for count, weight in found if weight]
+        targets = [None if count is None else (float(count), float(weight)) for count, weight in self._steps.targets]
+        by_rank: list[list[Any]] = all_gather_object(targets, self.world)
+        if any(target is None for of_rank in by_rank for target in of_rank):
+            return  # a different loss, or several: their weights cannot be checked
+        ratios = [count / weight for of_rank in by_rank for count, weight in of_rank if weight]
         if ratios and max(ratios) - min(ratios) > SAME_RATIO * max(ratios):
             counts = "; ".join(
-                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in found)
-                for rank, found in enumerate(by_rank)
+                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in of_rank)
+                for rank, of_rank in enumerate(by_rank)
             )
             raise report_on_one_rank(COUNT.error(counts), self.world)
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self._where["batch"], plan.known_steps
         epoch = self._where["epoch" if self._epochs else "passes"]
-        left = max(0, steps - step) * plan.global_batch
+        remaining = max(0, steps - step) * plan.global_batch
         rate, shown = self._course.throughput.recent(), loss if math.isfinite(loss) else None
-        return ProgressRecord(epoch, self._epochs, step, steps, shown, rate, left)
+        return ProgressRecord(epoch, self._epochs, step, steps, shown, rate, remaining)
 
     def _stop_if_asked(self) -> None:
         if self._stopped:
@@ -511,18 +494,18 @@ class Loop(Ranks):
         self._leave_stream()
         if world is not None:
             self._look_around(self._registered.look_around)
-        found: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
-        found["saved"] = savable(self.saved, strict=world is not None)
-        found["epoch_streams"] = self._epoch_streams
-        found["data"], found["registered"] = self._data, self._registered.numbers(world)
-        states = {str(n): one.sampler_state for n, one in enumerate(self._loaders) if one is not self._loader}
-        found["loaders"] = {number: state for number, state in states.items() if state is not None}
+        state: dict[str, Any] = {"where": dict(self._where), "parts": [part.numbers() for part in self._parts]}
+        state["saved"] = json_copy(self.saved, strict=world is not None)
+        state["epoch_streams"] = self._epoch_streams
+        state["data"], state["registered"] = self._data, self._registered.numbers(world)
+        samplers = {str(n): other.sampler_state for n, other in enumerate(self._loaders) if other is not self._loader}
+        state["loaders"] = {number: sampler for number, sampler in samplers.items() if sampler is not None}
         streams = None if self._loader is None else self._loader.position(self._where, world)
-        return found if streams is None else found | {"streams": streams}
+        return state if streams is None else state | {"streams": streams}
 
     def _look_around(self, look: Callable[..., None]) -> None:
         """Raise UsageError, and let nothing be saved, if the loop has state that would be lost."""
-        optimizers = [one.optimizer for part in self._parts for one in part.optimizers]
+        optimizers = [prepared.optimizer for part in self._parts for prepared in part.optimizers]
         try:
             look([part.replica.model for part in self._parts], optimizers, self._steps.notes.once)
         except UsageError:

@@ -1,4 +1,4 @@
-"""Events of a session for an observer. `paceline verify` observes an unchanged loop with it."""
+"""Events of a session for an observer. `paceline verify` uses it to observe an unchanged loop."""
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,34 +18,34 @@ Apply = Callable[..., Strategy]  # a strategy whose options are known
 
 
 class Observer:
-    """Each method is an event and does nothing here. Without an observer an event costs one comparison with None.
+    """Base class: each method is an event, and does nothing. Without an observer an event costs a comparison with None.
 
-    An observed session writes no files and prints nothing itself.
+    An observed session writes no files and does not print.
     """
 
     options: Mapping[str, Any] = {}
     """arguments of `session()` that replace those of the loop"""
     max_steps: float = math.inf
-    """number of steps after which training ends; the script continues"""
+    """number of steps after which training ends, while the script continues"""
     parts: Sequence[TrainedModel] = ()
     """the prepared models"""
 
     def wrap_strategy(self, name: str, apply: Apply) -> Apply:
-        """s.prepare got a model. The returned function makes its replica."""
+        """s.prepare was called with a model. The returned function creates its replica."""
         return apply
 
     def on_register(self, thing: object) -> None:
-        """s.register got an object."""
+        """s.register was called with an object."""
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
-        """The loop made a loader. `per_virtual_rank`: its batch size is that of each virtual rank."""
+        """The loop created a loader. `per_virtual_rank`: its batch size is that of each virtual rank."""
 
     def on_batch(self, inputs: Any, work: Work | None) -> Any:
-        """A body begins, on a micro-batch or a batch of an evaluation (no `work`). Returns the inputs for the loop."""
+        """A loop body begins. In an evaluation `work` is None. Returns the inputs for the loop."""
         return inputs
 
     def on_batch_end(self) -> None:
-        """The body of a training loop has ended. Its random streams are still the current ones."""
+        """The body of a training loop has ended. Its random streams are still active."""
 
     def on_backward(
         self, loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep | None
@@ -53,7 +53,7 @@ class Observer:
         """s.backward begins."""
 
     def on_gradients(self, micro_step: MicroStep | None) -> None:
-        """s.backward returns. In the step's last body .grad is the gradient of the global batch's mean."""
+        """s.backward returns. In the last body of a step .grad is the gradient of the global batch's mean."""
 
     def on_update(self, part: TrainedModel) -> None:
         """An optimizer updates a model with the current gradients."""
@@ -62,7 +62,7 @@ class Observer:
         """A step has ended."""
 
     def on_numbers(self, named: Mapping[str, float]) -> None:
-        """s.log got numbers, or s.mean returns one."""
+        """s.log was called with these numbers, or s.mean returns one."""
 
     def on_print(self, words: Sequence[Any]) -> None:
         """The session or the loop prints on rank 0. Every rank gets this event."""

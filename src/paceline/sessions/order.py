@@ -1,9 +1,9 @@
-"""The order of samples that a user's DataLoader gives: drawn batch by batch, the same on all ranks and after a resume.
+"""The order of samples of a user's DataLoader: equal on all ranks and after a resume.
 
-Each rank draws the whole order itself, from the random streams and the sampler state of rank 0. A hash of what was
-drawn travels with each step, so ranks that draw other samples are found before the first wrong update. The state with
-which an epoch began is checkpointed. After a resume the epoch is drawn again up to the batch at which it stopped, and
-its hash is compared.
+Each rank draws the whole order, batch by batch, from the random streams and the sampler state of rank 0. Each step
+compares a hash of the drawn samples, which detects a different order before the first wrong update. Checkpoints have
+the state at the beginning of the epoch. A resume draws the epoch again up to the batch at which it stopped, and
+compares the hash.
 """
 
 import base64
@@ -24,20 +24,22 @@ from paceline.errors import UsageError
 from paceline.train.numbers import as_json, from_json, like
 
 MOST_ITEMS = 10_000  # of a list in a sampler's state
-HASH_BITS = 48  # a float64 holds it exactly
-DEPTH = 4  # of objects in a sampler whose state is kept
+HASH_BITS = 48  # so that a float64 represents it exactly
+DEPTH = 4  # of nested objects in a sampler
 
 
 class SampleOrder:
-    """The batches of one epoch, drawn when they are asked for."""
+    """The batches of one epoch, drawn on demand."""
 
     def __init__(self, loader: DataLoader[Any], short: tuple[int, int] | None = None) -> None:
-        """Begin an epoch as DataLoader itself does, from the random streams as they are.
+        """Begin an epoch in the same way as DataLoader, from the current random streams.
 
-        `short`: the epoch ends after so many batches and so many samples of the next one.
+        `short`: (batches, samples of the next batch) after which the epoch ends.
         """
         self._batches = _batches(loader)
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # DataLoader's seed of its processes
+        torch.empty((), dtype=torch.int64).random_(
+            generator=loader.generator
+        )  # DataLoader draws the seed of its workers
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over = False
@@ -46,31 +48,31 @@ class SampleOrder:
     def has(self, batch: int) -> bool:
         """Whether the epoch has this batch; draws up to it."""
         while self._next <= batch and not self._is_over:
-            if (found := next(self._batches, None)) is None:
+            if (samples := next(self._batches, None)) is None:
                 self._is_over = True
                 break
             if self._next == self._whole:
-                found, self._is_over = found[: self._rest], True
-                if not len(found):
+                samples, self._is_over = samples[: self._rest], True
+                if not len(samples):
                     break
-            self._hash = hash((self._hash, *found.tolist())) % 2**HASH_BITS
-            self._drawn[self._next] = (found, self._hash)
+            self._hash = hash((self._hash, *samples.tolist())) % 2**HASH_BITS
+            self._drawn[self._next] = (samples, self._hash)
             self._next += 1
         return batch < self._next
 
     @property
     def drawn(self) -> int:
-        """How many batches the sampler was asked for so far: one more than there are, once it has ended."""
+        """Number of batches requested from the sampler so far. At the end it is one more than the epoch has."""
         return self._next + self._is_over
 
     def batch(self, batch: int) -> Tensor:
-        """(n,) int64: its samples."""
+        """(n,) int64: the samples of a batch."""
         if not self.has(batch):
-            raise IndexError(f"the epoch has {self._next} batches, and no number {batch}")
+            raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
 
     def hash_at(self, batch: int) -> int:
-        """Of all samples up to this batch, and of their order; 0 before the first."""
+        """The hash of all samples up to this batch, in order; 0 before the first batch."""
         if batch < 0:
             return 0
         return self._drawn[batch][1] if self.has(batch) else self._hash
@@ -100,9 +102,9 @@ def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
 
 def _indices(batch: Any) -> Tensor:
     try:
-        found = torch.as_tensor(batch)
-        if found.ndim == 1 and not found.is_floating_point() and not found.is_complex():
-            return found.to(torch.int64)
+        indices = torch.as_tensor(batch)
+        if indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex():
+            return indices.to(torch.int64)
     except (TypeError, ValueError, RuntimeError):
         pass
     raise UsageError(code="sampler-gives-keys", value=str(batch)[:80])
@@ -110,7 +112,7 @@ def _indices(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class DrawnPlan(BatchPlan):
-    """The batches of one epoch in an order of the user's own, dealt to virtual ranks as every plan does."""
+    """The batches of one epoch in the order of the user's DataLoader, distributed over virtual ranks."""
 
     own_order = True
     order: SampleOrder | None = None
@@ -118,18 +120,18 @@ class DrawnPlan(BatchPlan):
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches it should have, as the DataLoader says; 1 if it does not say so."""
+        """The length of the DataLoader; 1 if it has none."""
         return self.steps
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
-        """(n,) int64: the samples of batch `step`, in whichever epoch this order was drawn for."""
+        """(n,) int64: the samples of batch `step`. The plan is for one epoch."""
         del epoch
         assert self.order is not None
         return self.order.batch(step)
 
 
 def steps_of(loader: DataLoader[Any]) -> int:
-    """The batches that a DataLoader says an epoch has; 0 if it does not say."""
+    """The length of a DataLoader; 0 if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -137,25 +139,25 @@ def steps_of(loader: DataLoader[Any]) -> int:
 
 
 def is_torchs(loader: DataLoader[Any]) -> bool:
-    """Whether torch's own classes draw its order: then its length is right, and drawing ahead is harmless."""
-    own = type(loader.sampler).__module__.startswith("torch.utils.data")
-    return own and type(loader.batch_sampler) is BatchSampler
+    """Whether torch's samplers draw the order: then the length is correct, and drawing ahead is harmless."""
+    from_torch = type(loader.sampler).__module__.startswith("torch.utils.data")
+    return from_torch and type(loader.batch_sampler) is BatchSampler
 
 
 def keeps_order(loader: DataLoader[Any]) -> bool:
-    """Whether it gives its samples as they lie."""
+    """Whether the samples are in the order of the dataset."""
     return type(loader.sampler) is SequentialSampler and is_torchs(loader)
 
 
 def covers_all(loader: DataLoader[Any]) -> bool:
-    """Whether an epoch has each of its samples once, as far as its kind of sampler tells."""
+    """Whether an epoch has each sample once, judging by the class of the sampler."""
     sampler = loader.sampler
     once = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)  # pyright: ignore
     return keeps_order(loader) or (once and is_torchs(loader))
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
-    """Raise UsageError for a sampler that gives each rank a part."""
+    """Raise UsageError for a sampler that gives each rank a part of the samples."""
     for sampler in (loader.sampler, loader.batch_sampler):
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank"):
@@ -163,29 +165,29 @@ def check_not_sharded(loader: DataLoader[Any]) -> None:
 
 
 class SamplerState:
-    """What a DataLoader draws its order from: generators, and attributes of its samplers that change."""
+    """The state of a DataLoader's samplers: random generators, and attributes that change."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()
 
     def now(self) -> dict[str, Any]:
-        """The state as JSON: of the random streams that are its own, and of attributes that have changed."""
-        found: dict[str, Any] = {name: source_state(one) for name, one in self._sources().items()}
+        """The state as JSON: of the samplers' generators, and of changed attributes."""
+        sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _without_tensors(owner.state_dict()) for name, owner in owners.items()}
-        return {"sources": found, "attributes": {**changed, **states}}
+        return {"sources": sources, "attributes": {**changed, **states}}
 
     def put_back_sources(self, state: Mapping[str, Any]) -> None:
-        """Let generators continue from where `now` has found them on rank 0."""
+        """Restore the generators from the result of `now` on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
-                put_source(sources[name], value)
+                set_generator_state(sources[name], value)
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """Take over what `now` gave, after a resume."""
+        """Restore the result of `now` after a resume."""
         self.put_back_sources(state)
         owners = dict(self._owners())
         for name, owner in owners.items():
@@ -194,11 +196,12 @@ class SamplerState:
                 owner.load_state_dict(_with_tensors(saved))
         for full, value in state.get("attributes", {}).items():
             owner, _, attribute = full.rpartition(".")
-            if owner in owners and hasattr(owners[owner], attribute):  # the first value may be that of the class
+            if owner in owners and hasattr(
+                owners[owner], attribute
+            ):  # the initial value may be an attribute of the class
                 _put_attribute(owners[owner], attribute, value)
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        """The samplers, and what they consist of, by name."""
         seen: set[int] = set()
         waiting: list[tuple[str, Any, int]] = [
             ("batch_sampler", self._loader.batch_sampler, 0), ("sampler", self._loader.sampler, 0),
@@ -211,40 +214,40 @@ class SamplerState:
             yield name, owner
             if depth < DEPTH and not _has_state_dict(owner):
                 for key, value in vars(owner).items():
-                    kind = type(value).__module__.partition(".")[0]
+                    package = type(value).__module__.partition(".")[0]
                     if isinstance(value, Sampler) or (
-                        kind not in ("torch", "numpy", "builtins", "paceline") and self._is_part(value)
+                        package not in ("torch", "numpy", "builtins", "paceline") and self._is_part(value)
                     ):
                         waiting.append((f"{name}.{key}", value, depth + 1))
 
     def _is_part(self, value: Any) -> bool:
-        """Whether an object belongs to a sampler alone: no dataset, no function, no module."""
+        """Whether an object is part of a sampler: not a dataset, function or module."""
         data = value is self._loader.dataset or isinstance(value, (torch.utils.data.Dataset, torch.nn.Module, type))
         return not data and not callable(value) and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")
 
     def _sources(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
         if self._loader.generator is not None:
-            found["generator"] = self._loader.generator
+            sources["generator"] = self._loader.generator
         for name, owner in self._owners():
             for key, value in vars(owner).items() if not _has_state_dict(owner) else ():
                 if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-                    found[f"{name}.{key}"] = value
-        return found
+                    sources[f"{name}.{key}"] = value
+        return sources
 
     def _attributes(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for name, owner in self._owners():
             if _has_state_dict(owner):
                 continue
             for key, value in vars(owner).items():
                 if (text := _attribute(value)) is not None:
-                    found[f"{name}.{key}"] = text
-        return found
+                    attributes[f"{name}.{key}"] = text
+        return attributes
 
 
 def _attribute(value: Any) -> Any:
-    """An attribute as JSON: numbers, words, lists and tables of them, tensors and arrays; None for anything else."""
+    """An attribute as JSON: numbers, strings, lists and dicts of them, tensors, arrays. None for anything else."""
     if isinstance(value, Tensor):
         return {"array": value.detach().tolist()} if value.numel() <= MOST_ITEMS and not value.is_complex() else None
     if isinstance(value, np.ndarray):
@@ -258,7 +261,7 @@ def _attribute(value: Any) -> Any:
 
 
 def _put_attribute(owner: Any, name: str, text: Any) -> None:
-    """Give it its value again; a container keeps its identity, as the loop may hold it as well."""
+    """Restore an attribute. A container keeps its identity, because the loop may refer to it."""
     before = getattr(owner, name)
     if "array" in text:
         if isinstance(before, Tensor) and before.shape == torch.as_tensor(text["array"]).shape:
@@ -266,8 +269,8 @@ def _put_attribute(owner: Any, name: str, text: Any) -> None:
         elif isinstance(before, np.ndarray) and before.shape == np.shape(text["array"]):
             before[...] = text["array"]
         else:
-            kind: Any = torch.as_tensor if isinstance(before, Tensor) else np.asarray
-            setattr(owner, name, kind(text["array"], dtype=before.dtype))
+            create: Any = torch.as_tensor if isinstance(before, Tensor) else np.asarray
+            setattr(owner, name, create(text["array"], dtype=before.dtype))
         return
     value = from_json(text["value"])
     if isinstance(before, list) and isinstance(value, list):
@@ -283,10 +286,10 @@ def _has_state_dict(owner: Any) -> bool:
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def source_state(source: Any) -> Any:
-    """Where a random generator stands, as JSON."""
+def generator_state(source: Any) -> Any:
+    """The state of a random generator as JSON."""
     if isinstance(source, torch.Generator):
-        return text_of(source.get_state())
+        return encode_state(source.get_state())
     if isinstance(source, random.Random):
         return json.dumps(source.getstate())
     if isinstance(source, np.random.Generator):
@@ -297,7 +300,6 @@ def source_state(source: Any) -> Any:
 
 
 def _without_tensors(value: Any) -> Any:
-    """A sampler's state as JSON."""
     if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
     if isinstance(value, Mapping):
@@ -307,19 +309,19 @@ def _without_tensors(value: Any) -> Any:
     return {"value": as_json(value, "sampler")}
 
 
-def _with_tensors(found: Any) -> Any:
-    """What `_without_tensors` was given."""
-    if "tensor" in found:
-        return torch.tensor(found["values"], dtype=getattr(torch, found["tensor"]))
-    if "table" in found:
-        return {from_json(key): _with_tensors(part) for key, part in found["table"]}
-    return [_with_tensors(part) for part in found["list"]] if "list" in found else from_json(found["value"])
+def _with_tensors(saved: Any) -> Any:
+    """The inverse of `_without_tensors`."""
+    if "tensor" in saved:
+        return torch.tensor(saved["values"], dtype=getattr(torch, saved["tensor"]))
+    if "table" in saved:
+        return {from_json(key): _with_tensors(part) for key, part in saved["table"]}
+    return [_with_tensors(part) for part in saved["list"]] if "list" in saved else from_json(saved["value"])
 
 
-def put_source(source: Any, value: Any) -> None:
-    """Let it continue from where `source_state` has found it."""
+def set_generator_state(source: Any, value: Any) -> None:
+    """Restore the result of `generator_state`."""
     if isinstance(source, torch.Generator):
-        source.set_state(tensor_of(value))
+        source.set_state(decode_state(value))
     elif isinstance(source, random.Random):
         version, words, gauss = json.loads(value)
         source.setstate((version, tuple(words), gauss))
@@ -334,32 +336,32 @@ def _array(value: Any) -> Any:
 
 
 def global_streams() -> dict[str, str]:
-    """Where the random streams of the process stand, as JSON."""
+    """The states of the global random streams of the process, as JSON."""
     numpy_state = json.dumps(np.random.get_state(legacy=False), default=_array)
-    return {"torch": text_of(torch.get_rng_state()), "python": json.dumps(random.getstate()), "numpy": numpy_state}
+    return {"torch": encode_state(torch.get_rng_state()), "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
-def put_global_streams(found: Mapping[str, str]) -> None:
-    """Let them continue from where `global_streams` has found them."""
-    torch.set_rng_state(tensor_of(found["torch"]))
-    if "python" in found:
-        version, words, gauss = json.loads(found["python"])
+def put_global_streams(states: Mapping[str, str]) -> None:
+    """Restore the result of `global_streams`."""
+    torch.set_rng_state(decode_state(states["torch"]))
+    if "python" in states:
+        version, words, gauss = json.loads(states["python"])
         random.setstate((version, tuple(words), gauss))
-        np.random.set_state(json.loads(found["numpy"]))
+        np.random.set_state(json.loads(states["numpy"]))
 
 
-def text_of(state: Tensor) -> str:
-    """A generator's state."""
+def encode_state(state: Tensor) -> str:
+    """The state of a torch generator as text."""
     return base64.b85encode(state.numpy().tobytes()).decode()
 
 
-def tensor_of(text: str) -> Tensor:
-    """What `text_of` was given."""
+def decode_state(text: str) -> Tensor:
+    """The inverse of `encode_state`."""
     return torch.frombuffer(bytearray(base64.b85decode(text)), dtype=torch.uint8)
 
 
-def regrouped(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
-    """`batches` of at least so many samples: a smaller one is joined with the next, or the last with the one before."""
+def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
+    """Merge each batch of fewer than `least` samples with the next one, or with the previous one at the end."""
     held: Tensor | None = None
     waiting: Tensor | None = None
     for batch in batches:

@@ -23,13 +23,13 @@ from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, neede
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import BACKWARD, GRADIENTS, PARAMETERS
-from paceline.sessions.elsewhere import Elsewhere, is_cut, own_share, shared_out
-from paceline.sessions.gate import SessionStep, trains_otherwise
+from paceline.sessions.session_step import SessionStep, trains_otherwise
+from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, is_dtensor, local_shard
 from paceline.stepping.hooks import HiddenHooks, Received
 from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
-from paceline.strategies.held import hold_optimizer, load_states, saved_state
-from paceline.strategies.refusals import refuse_foreign
+from paceline.strategies.optimizer_state import hold_optimizer, load_states, saved_state
+from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.alike import checksum
 from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
 
@@ -217,7 +217,7 @@ class PreparedModel(TrainedModel):
         if self.optimizers:
             if self.replica.sharded or self.replica.host is not None:
                 raise UsageError(code="one-optimizer-only")
-            refuse_foreign(self.replica.model, optimizer)
+            check_optimizer_parameters(self.replica.model, optimizer)
             own = {id(p) for one in self.optimizers for p in one.parameters}
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 raise UsageError(code="parameters-trained-twice")
@@ -260,11 +260,11 @@ class PreparedModel(TrainedModel):
         if self.must_check:
             self.check_parameters()
         if present:
-            if any(isinstance(grad, Elsewhere) for grad in shown):
+            if any(isinstance(grad, ShardedGradientPlaceholder) for grad in shown):
                 raise UsageError(code="gradients-not-cleared")
             first = present[0]
             as_used = self._used() is first and _version(first) == self._used_version
-            self._adds_to_used = as_used or (self._adds_to_used and bool(own_share(first).any()))
+            self._adds_to_used = as_used or (self._adds_to_used and bool(local_shard(first).any()))
             self._carried = shown
             self._put(None)
         elif self._carried is None:
@@ -307,9 +307,9 @@ class PreparedModel(TrainedModel):
                 if before is not None:
                     parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
             self._carried = known = self._found = None
-        if self.replica.sharded and not any(map(is_cut, self._parameters)):
+        if self.replica.sharded and not any(map(is_dtensor, self._parameters)):
             for parameter in self._parameters:
-                parameter.grad = Elsewhere.of(parameter)
+                parameter.grad = ShardedGradientPlaceholder.of(parameter)
         return known
 
     def run_hooks(self, *, after_accumulation: bool) -> None:
@@ -368,7 +368,7 @@ class PreparedModel(TrainedModel):
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
-                parameter.grad = shared_out(needed(source, f"gradient/{name}", parameter), like=parameter)
+                parameter.grad = distribute_like(needed(source, f"gradient/{name}", parameter), like=parameter)
                 self._waiting = True
         self._note_left(self.shown())
         if not self.replica.sharded:
@@ -597,7 +597,7 @@ def _present(grads: Grads) -> list[Tensor]:
 def _version(grad: Tensor | None) -> int:
     if type(grad) is Tensor:
         return grad._version  # pyright: ignore[reportPrivateUsage]
-    return -1 if grad is None else own_share(grad)._version  # pyright: ignore[reportPrivateUsage]
+    return -1 if grad is None else local_shard(grad)._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _digest(grad: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Objects that a loop keeps beside its models, and that checkpoints save: averages of a model, say."""
+"""Objects besides models that a loop registers to be saved in checkpoints, such as averages of a model."""
 
 import gc
 import time
@@ -19,32 +19,32 @@ from paceline.data.workers import inherited_frozen_objects
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.assumptions import STATE
-from paceline.sessions.containers import GENERATORS, Container, Generator, held_by, storages
-from paceline.sessions.elsewhere import is_cut, own_share
+from paceline.sessions.containers import GENERATORS, Generator, TensorContainer, storages, tensors_of
 from paceline.sessions.prepared import PreparedOptimizer
-from paceline.sessions.unsaved import Containers
+from paceline.sessions.sharded_tensors import is_dtensor, local_shard
+from paceline.sessions.unsaved import UnsavedContainers
 from paceline.train.numbers import as_json, from_json
 
 TENSOR = "tensor of the state"
 
 
-class Registered:
-    """What `Session.register` was given. To a checkpoint it is one more part of the training's state."""
+class RegisteredObjects:
+    """The objects of `Session.register`. In a checkpoint they are a part of the training state."""
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
-        """`saved`: what `numbers` gave, of the checkpoint that the run resumes from."""
+        """`saved`: the result of `numbers` in the checkpoint from which the run resumes."""
         self._saved = dict(saved)
-        self._seen: dict[int, tuple[Any, Any]] = {}  # modules that are not saved, and how their tensors were
-        self._looks, self._next_look, self._has_said = 0, 0.0, False
-        self._containers = Containers()
+        self._seen: dict[int, tuple[Any, Any]] = {}  # unsaved modules and their fingerprints
+        self._looks, self._next_look, self._has_warned = 0, 0.0, False
+        self._containers = UnsavedContainers()
         self.things: dict[str, Any] = {}
         self.ignored: list[Any] = []
 
     def add(self, name: str, thing: Any, models: Iterable[nn.Module], device: torch.device, *, saved: bool) -> None:
-        """`models`: those that were prepared; `device`: that of tensors that `load` adds to a dict or list.
+        """Register an object. `models`: the prepared ones. `device`: for tensors that `load` adds to a dict or list.
 
         Raises:
-            UsageError: for a name that is taken, and for an object without a state.
+            UsageError: if the name is already registered, or the object has no state.
         """
         if name in self.things:
             raise UsageError(code="register-name-taken", name=name)
@@ -53,14 +53,15 @@ class Registered:
             return
         if isinstance(thing, LRScheduler):
             raise UsageError(code="register-scheduler", name=name)
-        missing = [of for of in ("state_dict", "load_state_dict") if not callable(getattr(thing, of, None))]
+        methods = ("state_dict", "load_state_dict")
+        missing = [method for method in methods if not callable(getattr(thing, method, None))]
         if missing and isinstance(thing, GENERATORS):
             thing = Generator(thing)
         elif missing and isinstance(thing, (dict, list)):
-            thing = Container(thing, name, device, storages(held_by(models)))  # pyright: ignore[reportUnknownArgumentType]
+            thing = TensorContainer(thing, name, device, storages(tensors_of(models)))  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
             raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
-        _split(thing.state_dict(), name)  # raises for what cannot be saved
+        _split(thing.state_dict(), name)  # raises an error if the state cannot be saved
         self.things[name] = thing
 
     def load(self, name: str, source: Source, where: str) -> None:
@@ -82,27 +83,28 @@ class Registered:
     def check_schedulers(self, optimizers: Iterable[PreparedOptimizer]) -> None:
         """Raise UsageError for a learning rate scheduler that no checkpoint has."""
         known: set[int] = set()
-        waiting = [*(one.scheduler for one in optimizers), *self.things.values(), *self.ignored]
+        waiting = [*(part.scheduler for part in optimizers), *self.things.values(), *self.ignored]
         while waiting:
-            one = waiting.pop()
-            known.add(id(one))
-            waiting += getattr(one, "_schedulers", [])  # those that a SequentialLR or ChainedScheduler consists of
-        own = {id(one.optimizer) for one in optimizers}
+            thing = waiting.pop()
+            known.add(id(thing))
+            waiting += getattr(thing, "_schedulers", [])  # in a SequentialLR or ChainedScheduler
+        prepared = {id(part.optimizer) for part in optimizers}
 
-        def lost() -> bool:
-            return any(id(one) not in known and id(vars(one).get("optimizer")) in own for one in instances(LRScheduler))
+        def has_unknown() -> bool:
+            schedulers = (scheduler for scheduler in instances(LRScheduler) if id(scheduler) not in known)
+            return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
 
-        if lost() and (gc.collect() or True) and lost():  # the first may have found one that nobody has any more
+        if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
             raise UsageError(code="scheduler-not-prepared")
 
     def look_around(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
     ) -> None:
-        """At the first step and at checkpoints, in at most 1 % of the time: look for state that would be lost.
+        """At the first step and at checkpoints, in at most 1 % of the time: search for state that would be lost.
 
         Raises:
-            UsageError: if a module or a container of tensors that is neither in one of the `models` nor registered
-                has changed in between, or if the loop no longer has what was registered.
+            UsageError: if a module or a container of tensors has changed since the last search, and is neither in one
+                of the `models` nor registered; or if the loop has replaced a registered object.
         """
         began = time.perf_counter()
         if self._looks > 4 and began < self._next_look:
@@ -112,37 +114,35 @@ class Registered:
         self._look_at_modules(roots, say)
         self._containers.look(roots, optimizers, self._known(), say)
         for name, thing in self.things.items():
-            if isinstance(thing, Container) and thing.is_left:
+            if isinstance(thing, TensorContainer) and thing.is_left:
                 raise UsageError(code="registered-replaced", name=name, kind=type(thing.thing).__name__)
         self._next_look = time.perf_counter() + 100 * (time.perf_counter() - began)
 
     def step_ended(self) -> bool:
-        """Whether to `look_again`: after the first steps, and after the step that follows a look."""
+        """Whether to `look_again`: after the first steps, and after the step that follows a search."""
         return self._containers.step_ended()
 
     def look_again(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], say: Callable[[str], None]
     ) -> None:
-        """Look at lists and dicts of tensors again.
+        """Check lists and dicts of tensors again.
 
         Raises:
-            UsageError: as `look_around` does.
+            UsageError: see `look_around`.
         """
         began = time.perf_counter()
         self._containers.look([*models], optimizers, self._known(), say, again=True)
         self._next_look += 100 * (time.perf_counter() - began)
 
     def _known(self) -> list[Any]:
-        """What was registered, as it was given."""
-        return self.ignored + [
-            one.thing if isinstance(one, (Container, Generator)) else one for one in self.things.values()
-        ]
+        adapters = (TensorContainer, Generator)
+        return self.ignored + [thing.thing if isinstance(thing, adapters) else thing for thing in self.things.values()]
 
     def _look_at_modules(self, roots: Sequence[nn.Module], say: Callable[[str], None]) -> None:
         known = [*roots, *self.ignored, *self.things.values()]
-        own = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
+        known_modules = {id(module) for thing in known if isinstance(thing, nn.Module) for module in thing.modules()}
         modules = (module for module in instances(nn.Module) if "_parameters" in vars(module))
-        others = [module for module in modules if id(module) not in own]
+        others = [module for module in modules if id(module) not in known_modules]
         for thing in others:
             now, before = _fingerprint(thing), self._seen.get(id(thing))
             if before is not None and before[0]() is thing:
@@ -151,34 +151,34 @@ class Registered:
             elif self._looks > 1:
                 if isinstance(thing, AveragedModel) and int(thing.n_averaged):
                     raise STATE.error("an AveragedModel")
-                if any(type(thing) is type(root) and thing is not root for root in roots) and not self._has_said:
-                    self._has_said = True
+                if any(type(thing) is type(root) and thing is not root for root in roots) and not self._has_warned:
+                    self._has_warned = True
                     say(
-                        f"a {type(thing).__name__} was made during the training, beside the one that was prepared: no "
-                        "checkpoint has it, and after a resume it is not there"
+                        f"the loop created a {type(thing).__name__} in addition to the prepared one: no checkpoint has "
+                        "it, and it is missing after a resume"
                     )
             self._seen[id(thing)] = (weakref.ref(thing), now)
 
     def state(self) -> list[TensorShard]:
-        """All its tensors, under names of their own."""
+        """The tensors of all registered objects."""
         return [held for name, thing in self.things.items() for held in _split(thing.state_dict(), name)[1]]
 
     def numbers(self, world: World | None = None) -> dict[str, Any]:
-        """The rest of it, as JSON; with a `world` compared over ranks (a collective).
+        """The states without tensors, as JSON. With a `world` they are compared over ranks (a collective).
 
         Raises:
-            UsageError: if it differs.
+            UsageError: if they differ.
         """
-        found = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
-        if world is not None and found:
-            told = all_gather_object(found, world)
-            if differing := [name for name in found if any(of_rank[name] != found[name] for of_rank in told)]:
+        states = {name: _split(thing.state_dict(), name)[0] for name, thing in self.things.items()}
+        if world is not None and states:
+            of_ranks = all_gather_object(states, world)
+            if differing := [name for name in states if any(of_rank[name] != states[name] for of_rank in of_ranks)]:
                 raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
-        return found
+        return states
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
-    """A state as JSON, with names in place of its tensors, and the tensors."""
+    """(the state as JSON, with names instead of tensors; the tensors)."""
     held: list[TensorShard] = []
 
     def without_tensors(value: Any, path: str) -> Any:
@@ -195,22 +195,21 @@ def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
 
 
 def _held(path: str, tensor: Any) -> list[TensorShard]:
-    """A tensor as this rank has it: whole, or its share of one that is cut over ranks."""
-    if not is_cut(tensor):
+    if not is_dtensor(tensor):
         return [TensorShard(path, tensor)]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    share, start = own_share(tensor).reshape(-1), place[1][0] * tensor.shape[1:].numel()
-    return [TensorShard(path, share, tensor.shape, start, replicated=False)] if share.numel() else []
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shard, start = local_shard(tensor).reshape(-1), offset[0] * tensor.shape[1:].numel()
+    return [TensorShard(path, shard, tensor.shape, start, replicated=False)] if shard.numel() else []
 
 
 def _joined(value: Any, source: Source) -> Any:
     if isinstance(value, Mapping):
         if TENSOR in value:
-            found = source.tensor(value[TENSOR])
-            assert found is not None
-            return found
+            tensor = source.tensor(value[TENSOR])
+            assert tensor is not None
+            return tensor
         return {key: _joined(part, source) for key, part in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_joined(part, source) for part in value]
@@ -218,35 +217,34 @@ def _joined(value: Any, source: Source) -> Any:
 
 
 def instances(kind: type) -> list[Any]:
-    """All instances of a class in this process, including those that are frozen for forks. Takes about 0.1 s."""
+    """All instances of a class in this process, including objects that are frozen for forks. Takes about 0.1 s."""
     frozen, enabled = inherited_frozen_objects() or gc.get_freeze_count(), gc.isenabled()
     gc.disable()
     try:
         gc.unfreeze()
-        found = gc.get_objects()
+        objects = gc.get_objects()
     finally:
         if frozen:
             gc.freeze()
         if enabled:
             gc.enable()
-    kinds = {one for one in set(map(type, found)) if issubclass(one, kind)}  # 600,000 objects are of 3,000 classes
-    return [one for one in found if type(one) in kinds]
+    classes = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}  # 600,000 objects of 3,000 classes
+    return [thing for thing in objects if type(thing) in classes]
 
 
 def _outermost(module: nn.Module, others: Iterable[nn.Module]) -> str:
-    """The class of the largest of the others that the module is a part of."""
-    around = [other for other in others if any(part is module for part in other.modules())]
-    return type(max(around, key=lambda other: sum(1 for _ in other.modules()), default=module)).__name__
+    containing = [other for other in others if any(part is module for part in other.modules())]
+    return type(max(containing, key=lambda other: sum(1 for _ in other.modules()), default=module)).__name__
 
 
 def check_no_scaler() -> None:
-    """Raise UsageError if the loop has a GradScaler that scales: it needs whole gradients after each backward."""
+    """Raise UsageError if the loop has an enabled GradScaler: it needs whole gradients after each backward."""
     if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
         raise UsageError(code="grad-scaler")
 
 
 def _fingerprint(module: nn.Module) -> list[Any]:
-    """Of a module's own tensors: changes with them, whether they are written to through .data or not."""
+    """A fingerprint of the module's direct tensors, which changes with their values, also if written through .data."""
     tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]  # pyright: ignore
     return [
         (id(t), t._version, float(t.detach().reshape(-1)[0]))  # pyright: ignore[reportPrivateUsage]

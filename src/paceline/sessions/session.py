@@ -34,8 +34,8 @@ from paceline.data.loader import Loading
 from paceline.data.plan import Tail
 from paceline.errors import UsageError, unknown
 from paceline.seeding import preserved_streams
-from paceline.sessions.given import OptimizerLike, SchedulerLike, planned, prepared, prepared_again
-from paceline.sessions.life import Life, install, open_sessions
+from paceline.sessions.construction import OptimizerLike, SchedulerLike, make_loader, prepare_model, prepare_optimizer
+from paceline.sessions.lifecycle import SessionLifecycle, install, open_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, current_observer
 from paceline.sessions.order import global_streams, put_global_streams
@@ -47,7 +47,7 @@ from paceline.train.weights import save
 P = ParamSpec("P")
 
 
-class Session(Life):
+class Session(SessionLifecycle):
     """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
 
     @property
@@ -104,7 +104,7 @@ class Session(Life):
         make: Apply = partial(STRATEGIES[self._strategy], virtual_ranks=self._virtual_ranks, **self._options)
         if self._observer is not None:
             make = self._observer.wrap_strategy(self._strategy, make)
-        part = prepared(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
+        part = prepare_model(model, optimizer, scheduler, make, self.world, len(self._parts), self._steps)
         if (origin := self._course.origin) is not None:
             with raise_on_all_ranks(self.world):
                 if part.number >= len(self._numbers):
@@ -118,8 +118,8 @@ class Session(Life):
         return found if part.scheduler is None else (*found, part.scheduler)
 
     def _prepare_again(self, part: PreparedModel, optimizer: OptimizerLike, scheduler: SchedulerLike | None) -> Any:
-        """Another optimizer, for other parameters of a prepared model."""
-        made = prepared_again(part, optimizer, scheduler, self.world)
+        """A second optimizer for other parameters of a model that was prepared before."""
+        made = prepare_optimizer(part, optimizer, scheduler, self.world)
         if self._course.origin is not None:
             with raise_on_all_ranks(self.world):
                 part.load_waiting(made.optimizer, made.parameters)
@@ -190,7 +190,7 @@ class Session(Life):
         Raises:
             UsageError: the data or a setting is not supported.
         """
-        made = planned(
+        made = make_loader(
             data, self._iterate, self.world, self._virtual_ranks, self._seed, self.print, self._can_split(split),
             Loading(self.device, num_workers, collate, box=self._guard.box, ahead=self._steps.ahead), shuffle=shuffle,
             global_batch=global_batch, batch_size=batch_size, per_rank=per_rank, accumulation=accumulation, tail=tail,

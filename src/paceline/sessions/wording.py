@@ -1,4 +1,4 @@
-"""What a session is when it starts: what defines it, and in its own words what the command's parts say of flags."""
+"""The start of a session: comparison of its definition, its first message, and errors in terms of arguments."""
 
 import math
 import sys
@@ -18,26 +18,26 @@ from paceline.rank.world import World, device_words
 from paceline.runs import folder as run_folder
 from paceline.train.wording import shares_line
 
-OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # `paceline launch` has them for loops, too
+OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # options of `paceline launch`, also for loops
 ARGUMENTS = {
     "run_dir": "the folder in session('...')", "resume": "session('...', resume=True)",
     "threads_per_rank": "session(threads=...)",
 }  # fmt: skip
-"""options that a session calls otherwise"""
+"""Options with different names in a session."""
 
 
 def keyword(option: str, value: Any = None) -> str:
-    """An option as a session has it: an argument of session(), s.loader(), ..."""
+    """An option as an argument of session() or s.loader()."""
     if option in OF_LAUNCHERS:
         return flag(option, value)
     return ARGUMENTS.get(option) or (option if value is None else f"{option}={value}")
 
 
-def savable(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A copy of what a file of JSON gives back as it was.
+def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A copy of the entries that JSON represents exactly.
 
     Raises:
-        UsageError: where `strict`, for anything else; otherwise that is left out.
+        UsageError: if `strict`, for any other entry. Otherwise such entries are skipped.
     """
     wrong = [name for name, value in saved.items() if not _is_plain({name: value})]
     if wrong and strict:
@@ -49,14 +49,14 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())  # pyright: ignore
+        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())  # pyright: ignore
     if isinstance(value, list):
-        return all(_is_plain(one) for one in value)  # pyright: ignore
+        return all(_is_plain(part) for part in value)  # pyright: ignore
     return value is None or isinstance(value, (bool, int, str))
 
 
 def reword(error: BaseException | None) -> None:
-    """Let an error of ours speak of arguments, not of the command line, and begin with the line of the user's code."""
+    """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
         error.front_end, error.write, error.before = "session", keyword, line_of(error) + error.before
 
@@ -64,10 +64,10 @@ def reword(error: BaseException | None) -> None:
 def compare(
     definition: Mapping[str, Any], origin: ResumePoint | None, models: int, saved: int, world: World, *, exact: bool
 ) -> None:
-    """Compare what defines the run over ranks, and with the state that is gone on with (a collective).
+    """Compare the definition of the run over ranks, and with the checkpoint of a resume (a collective).
 
     Raises:
-        UsageError: on one rank, naming what differs; ReportedByPeer on the others.
+        UsageError: on one rank, if it differs. ReportedByPeer on the others.
     """
     if exact:
         check_equal("processors, libraries and threads", {name: definition[name] for name in BITS_ONLY}, world)
@@ -79,21 +79,21 @@ def compare(
                 raise UsageError(code="models-differ", where=origin.where, saved=saved, prepared=models)
 
 
-def opening(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
-    """The arithmetic of a session's first loop."""
+def startup_message(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
+    """The first message of a session: processes, strategy, batches and samples per rank."""
     on = f"{plural(world.size, 'process', 'processes')} on {device_words(world.device)}"
     return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
 
 
 def write_session_settings(place: RunLocation | None, settings: Mapping[str, Any]) -> None:
-    """As config.toml, what the session was given, and what it has made of it; on rank 0."""
+    """Write config.toml with the arguments of the session and their defaults, on rank 0."""
     if place is not None and place.attempt_dir is not None:
         run_folder.shelve_summary(place.folder, place.attempt)
         run_folder.write_settings(place.folder, dump_given(settings))
 
 
 def script_name() -> str:
-    """Of the program that runs: its file's name, or "session" in an interpreter."""
+    """The file name of the running program, or "session" in an interpreter."""
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     return Path(path).name if path else "session"

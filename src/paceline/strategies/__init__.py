@@ -1,4 +1,4 @@
-"""One module for each way to train on many devices; `paceline.config.strategies` has their properties for commands."""
+"""Training strategies, one module for each. `paceline.config.strategies` describes them for the command line."""
 
 from importlib import import_module
 

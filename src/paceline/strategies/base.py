@@ -1,7 +1,7 @@
-"""The base class of all strategies. On its own it trains on one device.
+"""The base class of all strategies. Without a subclass it trains on one device.
 
 A strategy turns a single-device model into this rank's part of a training. A subclass overrides how gradients are
-reduced and what is sharded, so the training step never asks which strategy it is.
+reduced and which state is sharded. The training step itself does not depend on the strategy.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -23,14 +23,14 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.buffers import VirtualBuffers, uncounted
-from paceline.strategies.held import hold_optimizer, load_optimizer, take_mean, words_of_mean
-from paceline.strategies.refusals import refuse_foreign, refuse_max_norm
+from paceline.strategies.optimizer_state import hold_optimizer, load_mean, load_optimizer, mean_message
+from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
     from paceline.collectives.hosts import Hosts
     from paceline.collectives.reducer import Reducer
     from paceline.parallel.pipeline import Pipeline
-    from paceline.strategies.parts import ModelParts
+    from paceline.strategies.model_parallel import ModelParallel
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -62,11 +62,11 @@ class Strategy:
     sharded = False
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
-    """whether a forward is a collective: then all ranks compute the same number, some for dummy batches"""
+    """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     host: "Hosts | None" = None
-    """this host, if hosts step separately: only its ranks hold these gradients"""
+    """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
     pipeline: "Pipeline | None" = None
-    """this rank's stage, if ranks share the layers: every forward goes through it"""
+    """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
 
     def __init__(
         self,
@@ -93,26 +93,26 @@ class Strategy:
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
         self.parameters = trainable(model)
-        self.parts: ModelParts | None = None
+        self.parts: ModelParallel | None = None
         """set by `join`"""
         self.average: WeightAverage | None = None
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
         self._inside: ExitStack | None = None
         if not shards_optimizer:
-            refuse_foreign(model, optimizer)
+            check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
-            refuse_max_norm(model)
+            check_no_max_norm(model)
         self.buffers = VirtualBuffers(model, world, self.virtual_ranks)
 
-    def join(self, parts: "ModelParts", world: World) -> None:
+    def join(self, parts: "ModelParallel", world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
     # a micro-batch
 
     def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: put the buffers of its virtual rank in the model. `is_last`: of this rank's step."""
+        """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
         work = batch.work
         around = self._around(work, is_last)
         if around is not None or not work.counted:
@@ -135,7 +135,7 @@ class Strategy:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[Any] | None:
-        """A context for each micro-batch; None: not needed."""
+        """The context manager for a micro-batch, or None."""
         return None
 
     @contextmanager
@@ -145,7 +145,7 @@ class Strategy:
             yield
 
     def begin_backward(self, work: Work, is_last: bool) -> None:
-        """Begin a backward inside a micro-batch; `is_last`: of the step, on this rank."""
+        """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
         if self.reducer is not None:
             self.reducer.enter(work.virtual_rank, is_last=is_last, counted=work.counted)
 
@@ -173,12 +173,11 @@ class Strategy:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UsageError(code="unfrozen-later", name=name)
-        found = self._reduce(divisor)
-        self.buffers.check()  # after the collectives of gradients, whose order would otherwise differ between ranks
-        return found if self.parts is None else self.parts.after_reduction(found)
+        is_finite = self._reduce(divisor)
+        self.buffers.check()  # after the gradient collectives: otherwise their order would differ between ranks
+        return is_finite if self.parts is None else self.parts.after_reduction(is_finite)
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
-        """See `sync_gradients`."""
         if self.reducer is not None:
             return self.reducer.finish(divisor) or None
         return scale_gradients(self.parameters, 1 / divisor, self.world.device)
@@ -196,11 +195,11 @@ class Strategy:
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
-        own = self._gradients()
-        return own if self.parts is None else self.parts.lifted(own)
+        gradients = self._gradients()
+        return gradients if self.parts is None else self.parts.as_shards_of_whole(gradients)
 
     def _gradients(self) -> list[TensorShard]:
-        """The same for this rank's part of the model, under names of the part."""
+        """The gradients of this rank's part of the model, under the names of that part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float) -> Deferred[float]:
@@ -212,12 +211,15 @@ class Strategy:
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.norm(self.gradients())
         return norm.map(lambda found: scale_to_norm(tensors, found, max_norm))
 
-    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
-        """The global norm of all gradients; `own` are those of this rank. Not finite only if one of them is not."""
-        return total_norm(own)
+    def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
+        """The global norm of all gradients. `tensors` are the gradients of this rank."""
+        return total_norm(tensors)
 
     def all_finite(self) -> bool:
-        """With `host`: whether the gradients of all hosts are finite. Others become NaN on all hosts (a collective)."""
+        """Whether the gradients of all nodes are finite, with local steps (a collective).
+
+        A gradient that is not finite on one node becomes NaN on all nodes.
+        """
         raise NotImplementedError
 
     # buffers
@@ -253,25 +255,21 @@ class Strategy:
         return self.parts.weights(self._weights, self._state)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        """The weights of this rank's part of the model."""
         return self.model.state_dict()
 
     def state(self) -> list[TensorShard]:
         """All tensors of the state on this rank, not copied. Names do not depend on the strategy."""
-        own = self._state()
-        lifted = own if self.parts is None else self.parts.lifted(own)
-        return lifted if self.average is None else [*lifted, *self.average.state()]
+        shards = self._state() if self.parts is None else self.parts.as_shards_of_whole(self._state())
+        return shards if self.average is None else [*shards, *self.average.state()]
 
     def _state(self) -> list[TensorShard]:
-        """The state of this rank's part of the model."""
         return [*self._hold_parameters(), *self.buffers.hold(), *self._hold_optimizer()]
 
     def _hold_parameters(self) -> list[TensorShard]:
-        """The parameters of this rank, to save and to overwrite."""
+        """The parameters of this rank. `load` writes into these tensors."""
         return whole_parameters(self.model.named_parameters())
 
     def _hold_optimizer(self) -> list[TensorShard]:
-        """The state of the optimizer."""
         return hold_optimizer(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
@@ -282,32 +280,34 @@ class Strategy:
 
     @torch.no_grad()
     def _load(self, source: Source) -> None:
-        """Restore this rank's part of the model."""
         for held in self._hold_parameters():
             load_into(source, held)
-        if self.host is None and (hosts := take_mean(source, self._hold_parameters())):
-            print_notice(words_of_mean(hosts, "now all agree after each step"))
+        if self.host is None and (nodes := load_mean(source, self._hold_parameters())):
+            print_notice(mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 
     def _load_optimizer(self, source: Source) -> None:
-        """Restore the state of the optimizer."""
         load_optimizer(self.model, self.optimizer, source)
 
 
 class MakeStrategy(Protocol):
-    """Makes a Strategy for a model; each entry of `STRATEGIES` is one."""
+    """Creates a Strategy for a model. The entries of `STRATEGIES` have this type."""
 
     def __call__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> Strategy:
-        """Prepare `model`, already on the world's device, for training among the ranks of `world` (a collective).
+        """Prepare `model` for training on the ranks of `world` (a collective).
 
-        `virtual_ranks` is that of the plan whose batches will come; by default the world size.
+        Args:
+            model: on the world's device.
+            make_optimizer: creates the optimizer from the parameters.
+            world: the ranks.
+            virtual_ranks: number of virtual ranks of the batch plan. Default: the world size.
 
         Raises:
             ValueError: if the ranks' models differ in names, shapes or types.
-            UsageError: for a model or optimizer that the strategy cannot train.
+            UsageError: if the strategy does not support the model or the optimizer.
         """
         ...
 
@@ -315,5 +315,5 @@ class MakeStrategy(Protocol):
 def scale_gradients(
     parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
 ) -> bool | Deferred[bool]:
-    """Multiply every gradient there is, on `device`, by the scalar `factor`; whether they are finite."""
+    """Multiply all existing gradients by the scalar `factor`. Returns whether they are finite."""
     return multiply_gradients([p.grad for p in parameters if p.grad is not None], factor, device)

@@ -1,4 +1,4 @@
-"""Our own data parallelism: gradients travel in buckets while backward runs, or at once where all share memory."""
+"""Data parallelism in buckets: ranks all-reduce gradients while backward runs, or after it in shared memory."""
 
 from operator import attrgetter
 from typing import Unpack
@@ -14,9 +14,9 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.outer import Between
-from paceline.strategies.refusals import refuse_lazy, refuse_sparse
-from paceline.strategies.slow import between_hosts, hosts_of
+from paceline.strategies.inter_node import describe_division, inter_node_strategy
+from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 _layout = attrgetter("layout")
 
@@ -28,31 +28,31 @@ def bucketed(
     /,
     *,
     virtual_ranks: int | None = None,
-    **between: Unpack[Between],
+    **options: Unpack[InterNodeOptions],
 ) -> Strategy:
-    """Buckets in reverse order of the parameters, started by hooks during the last micro-batch's backward.
+    """All-reduce gradients in buckets, in reverse order of the parameters.
 
-    Ranks that all share memory need none: they add up all gradients after backward, which is faster there. `between`
-    says what is done between hosts on a slow network.
+    Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
+    they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
+    nodes on a slow network. For the other arguments see MakeStrategy.
 
     Raises:
-        ValueError: if the ranks' models differ in names, shapes or types, or these ranks cannot do what `between` says.
+        ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
     """
-    refuse_lazy(model)
-    refuse_sparse(model, "bucketed")
+    check_no_lazy_parameters(model)
+    check_no_sparse_gradients(model, "bucketed")
     broadcast_module(model, group=world.group)
-    if (slowly := between_hosts(model, make_optimizer, world, virtual_ranks, between)) is not None:
-        return slowly
+    if (strategy := inter_node_strategy(model, make_optimizer, world, virtual_ranks, options)) is not None:
+        return strategy
     return Bucketed(model, make_optimizer, world, virtual_ranks=virtual_ranks)
 
 
 class Bucketed(Strategy):
-    """See `bucketed`. One rank alone has nothing to sum, but raises the errors that several would raise."""
+    """See `bucketed`. A single rank has nothing to sum, but raises the same errors as several ranks."""
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
         alone = world.size == 1
         reducer = None if alone else sum_by_rank(model, partition_of(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
@@ -72,4 +72,6 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            print_notice(f"the checkpoint is of {hosts_of(saved)}: what they held back is dropped")
+            print_notice(
+                f"the checkpoint was saved on {describe_division(saved)}: their compression residuals are dropped"
+            )

@@ -1,10 +1,12 @@
-"""Buffers (BatchNorm's running statistics, say) kept per virtual rank, as parameters never need to be.
+"""Separate buffers for each virtual rank, such as the running statistics of batch norm.
 
-Each virtual rank sees its own samples, so its buffers drift apart from the others'. Which rank computes a virtual rank
-must not matter: its buffers are put into the module before its forward, and taken out after it.
+Virtual ranks process different samples, so the values of their buffers differ. The result must not depend on the rank
+that computes a virtual rank. Therefore the buffers of a virtual rank are loaded into the module before its forward, and
+read back after it.
 
-For evaluation and saving the values of all virtual ranks are merged. A module declares how in `buffer_reductions`; the
-buffers of normalization layers are averaged; for all others see `paceline.checkpoint.reductions`.
+For evaluation and checkpoints the values of all virtual ranks are merged. A module declares the reductions of its
+buffers in `buffer_reductions`. The buffers of normalization layers are averaged. For all others see
+`paceline.checkpoint.reductions`.
 """
 
 import re
@@ -40,7 +42,7 @@ from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import Exchange, name_collective
 from paceline.collectives.tree import LeafPartition, add_optional
-from paceline.compute.forward import not_recorded
+from paceline.compute.forward import without_recording
 from paceline.data.plan import Work, ranks_share
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
@@ -56,7 +58,7 @@ class VirtualBuffers:
     """The buffers of this rank's virtual ranks, by virtual rank.
 
     Raises:
-        UsageError: a module declares a reduction for a buffer that it has not, or one that does not exist.
+        UsageError: if a module declares a reduction for a buffer that does not exist, or an unknown reduction.
     """
 
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
@@ -68,41 +70,37 @@ class VirtualBuffers:
         self._synchronised = {n for n, slots in self._slots.items() if isinstance(slots[0][0], SyncBatchNorm)}
         self._initial = {name: buffer.clone() for name, buffer in self._in_module().items()}
         self._reductions = _reductions(model, self._slots)
-        """of each buffer; `OPEN`: to be inferred"""
+        """declared or known reductions by buffer; `OPEN`: to be inferred"""
         self._decided = dict(self._reductions)
         self._custom = {n: slots[0] for n, slots in self._slots.items() if not _is_in_normalization(*slots[0])}
         self._open = [name for name, reduction in self._reductions.items() if reduction == OPEN]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[int, dict[str, BufferHistory]] = {}
-        """of each virtual rank: what it has done with `_integers`"""
+        self._seen: dict[
+            int, dict[str, BufferHistory]
+        ] = {}  # by virtual rank: how it has changed the buffers in `_integers`
         self._counted: dict[tuple[int, int], int] = {}
-        """samples of each (virtual rank, part) of this step that is in `_seen`: a phase may compute it again"""
+        """samples of each (virtual rank, part) of this step that `_seen` includes: a phase may compute it again"""
         self._forwarded = False
-        self._assigned: set[str] = set()
-        """those that the script has set outside of a step"""
-        self._shown: dict[str, tuple[Tensor, int]] = {}
-        """what the module had, and its version, when it was last looked at"""
-        self._note_shown(self._slots)
+        self._assigned: set[str] = set()  # buffers that the script has set outside of a step
+        self._last_read: dict[str, tuple[Tensor, int]] = {}  # the module's tensors at the last read, and their versions
+        self._note_read(self._slots)
         self._checks = 2 if virtual_ranks > 1 and self._open else 0
-        """steps in which to check: the loop's own changes of the first are seen in the second"""
-        self._settled: set[str] = set()
-        """open floating-point buffers that do not depend on the number of samples"""
+        """remaining steps with checks: a change by the loop in the first step is visible in the second"""
+        self._independent: set[str] = set()  # open floating-point buffers that do not depend on the number of samples
         self._synchronised_with: dict[str, tuple[Tensor, int]] = {}
-        """what was shown when the gradients of the micro-batch at hand were summed"""
-        self._by_loop: set[str] = set()
-        """those that were changed after that, in the body of the loop"""
-        self._differed: set[str] = set()
-        """integer buffers that have had other values on other virtual ranks"""
+        """`_last_read` when the gradients of the current micro-batch were summed"""
+        self._by_loop: set[str] = set()  # buffers that the loop body changed after that
+        self._differed: set[str] = set()  # integer buffers whose values have differed between virtual ranks
         self._inside: tuple[Work, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
-        """of the micro-batch that is computed: itself, the buffers before it, and what was shown then"""
+        """the current micro-batch, the buffers before it, and `_last_read` before it"""
         self._kept: dict[int, _Buffers] = {}
         self._kept_from: dict[int, _Buffers] = {}
         self._kept_seen: dict[int, dict[str, BufferHistory]] = {}
-        self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones: of which tensor, and its version
+        self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large buffers: the copied tensor and its version
 
     def keep(self) -> None:
-        """Remember all buffers as they are, for `put_back`."""
+        """Save copies of all buffers, for `put_back`."""
         if self._slots:
             self._keep()
 
@@ -128,8 +126,8 @@ class VirtualBuffers:
             torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def _may_have_changed(self, virtual_rank: int, name: str, buffer: Tensor) -> bool:
-        """Whether to copy it again: large tables that nobody writes into must not cost a copy in each step."""
-        if buffer.nbytes <= ALWAYS_COPIED_BYTES:  # batch norm's kernel writes without telling the version
+        """Whether to copy the buffer again. A large table that does not change must not be copied in each step."""
+        if buffer.nbytes <= ALWAYS_COPIED_BYTES:  # batch norm's kernel does not increase the version
             return True
         copied, now = self._copied.get((virtual_rank, name)), buffer._version  # pyright: ignore[reportPrivateUsage]
         self._copied[virtual_rank, name] = (buffer, now)
@@ -137,9 +135,9 @@ class VirtualBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """All buffers are again what they were at the last `keep`.
+        """Restore all buffers from the last `keep`.
 
-        In the same memory, where the module has not replaced them: a CUDA graph knows nothing else.
+        A buffer stays in the same memory, unless the module has replaced it: a CUDA graph uses that memory.
         """
         now = self._of
         self._of = {
@@ -162,23 +160,24 @@ class VirtualBuffers:
         self.leave()
 
     def enter(self, work: Work) -> None:
-        """Give the module the buffers of this work's virtual rank, until `leave`; a dummy batch's changes are dropped.
+        """Load the buffers of this work's virtual rank into the module, until `leave`.
 
-        Except those of synchronised batch norm: its statistics are global, so a dummy batch's are everybody's.
+        Changes by a dummy batch are dropped, except those of synchronised batch norm: its statistics are global, so
+        they are the same on all ranks.
         """
         if self._names_checked and not self._slots:
             return
         self._adopt()
         self._forwarded = True
-        own = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
+        buffers = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
         if work.counted:
-            self._put(own)
+            self._put(buffers)
         else:
-            self._put({n: b if n in self._synchronised else b.clone() for n, b in own.items()})
-        self._inside = work, own, dict(self._shown) if self._integers else {}
+            self._put({n: b if n in self._synchronised else b.clone() for n, b in buffers.items()})
+        self._inside = work, buffers, dict(self._last_read) if self._integers else {}
 
     def leave(self, *, failed: bool = False) -> None:
-        """End what `enter` has begun; if it has `failed`, without a look at the buffers."""
+        """End the micro-batch that `enter` has begun. If it has `failed`, its buffers are not read."""
         if self._inside is None:
             return
         try:
@@ -187,53 +186,53 @@ class VirtualBuffers:
             if not self._names_checked:
                 self._check_names()
             self._collect(*self._inside)
-            for name, (then, version) in self._synchronised_with.items():
-                now, last = self._shown[name]
-                if now is not then or last != version:
+            for name, before in self._synchronised_with.items():
+                tensor, version = self._last_read[name]
+                if tensor is not before[0] or version != before[1]:
                     self._by_loop.add(name)
         finally:
             self._inside = None
             self._synchronised_with = {}
 
-    def _collect(self, work: Work, own: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        # Read back: a module may have replaced its buffer instead of writing into it.
+    def _collect(self, work: Work, buffers: _Buffers, before: Mapping[str, tuple[Tensor, int]]) -> None:
+        # a module may have replaced its buffer instead of writing into it
         after = self._in_module()
         for name in self._custom:
             self._check_fits(name, after[name])
-        self._note_shown(self._custom)
+        self._note_read(self._custom)
         if work.counted:
             self._count(work, before)
-        kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in own.items()}
-        # Only what has seen a sample counts in the mean; who runs stand-ins depends on the world size.
+        kept = after if work.counted else {n: after[n] if n in self._synchronised else b for n, b in buffers.items()}
+        # only virtual ranks with samples count in the mean; which ranks run dummy batches depends on the world size
         if work.counted or self._synchronised or work.virtual_rank in self._of:
             self._of[work.virtual_rank] = kept
 
     def check(self) -> None:
-        """Before an update: whether buffers can be merged at all (twice a collective, if there are open ones).
+        """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open).
 
         Raises:
             UsageError: as `merged`.
         """
         if self._inside is not None and self._open and self._virtual_ranks > 1:
-            self._note_shown(self._open)
-            self._synchronised_with = {name: self._shown[name] for name in self._open}
+            self._note_read(self._open)
+            self._synchronised_with = {name: self._last_read[name] for name in self._open}
         if not self._checks:
             return
         counted, seen = dict(self._counted), {virtual_rank: dict(seen) for virtual_rank, seen in self._seen.items()}
         if self._inside is not None:
             self._collect(*self._inside)
         self._checks -= self._infer(early=True)
-        if self._inside is not None:  # it is counted with what the loop does after this
+        if self._inside is not None:  # `leave` counts it, together with later changes by the loop
             self._counted, self._seen = counted, seen
 
     @contextmanager
     def merged(self) -> Generator[None]:
-        """Inside, the module has on every rank its buffers merged over all virtual ranks (a collective).
+        """Inside, the module's buffers are merged over all virtual ranks, on every rank (a collective).
 
-        Only virtual ranks that have seen a sample count.
+        Only virtual ranks with at least one sample count.
 
         Raises:
-            UsageError: it cannot be told how the values of a buffer combine: its module must declare it.
+            UsageError: if the reduction of a buffer cannot be inferred. Its module must declare it.
         """
         self._adopt()
         before = self._in_module()
@@ -244,12 +243,12 @@ class VirtualBuffers:
             self._put(before)
 
     def hold(self) -> list[TensorShard]:
-        """All buffers of this rank's virtual ranks; synchronised ones once for all."""
+        """All buffers of this rank's virtual ranks. Synchronised buffers are included once."""
         held: list[TensorShard] = []
         for virtual_rank, buffers in self._of.items():
-            own = {name: b for name, b in buffers.items() if name not in self._synchronised}
-            held += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in own.items()]
-        if self._synchronised and self._of:  # forwarded together, on all ranks alike
+            separate = {name: b for name, b in buffers.items() if name not in self._synchronised}
+            held += [TensorShard(f"buffers/{virtual_rank}/{name}", b, replicated=False) for name, b in separate.items()]
+        if self._synchronised and self._of:  # equal on all ranks
             common = next(iter(self._of.values()))
             held += [TensorShard(f"buffers/{name}", common[name]) for name in sorted(self._synchronised)]
         for name in self._custom:
@@ -266,13 +265,13 @@ class VirtualBuffers:
         return held
 
     def load(self, source: Source) -> None:
-        """Take over the buffers of this rank's virtual ranks; one that has none there has not seen a sample yet."""
+        """Load the buffers of this rank's virtual ranks. A virtual rank without saved buffers has had no sample yet."""
         self._of, self._seen = {}, {}
         self._counted.clear()
         for name, initial in self._initial_values(source).items():
             self._initial[name] = initial
-        share = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
-        for virtual_rank in share if not self._synchronised else share[:1]:
+        virtual_ranks = ranks_share(self._virtual_ranks, self._world.rank, self._world.size)
+        for virtual_rank in virtual_ranks[:1] if self._synchronised else virtual_ranks:
             buffers = {name: self._saved(source, virtual_rank, name) for name in self._slots}
             if any(buffer is not None for buffer in buffers.values()):
                 initial = self._initial
@@ -283,20 +282,20 @@ class VirtualBuffers:
         self._put(next(iter(self._of.values()), self._initial))
 
     def _initial_values(self, source: Source) -> _Buffers:
-        """Of the run that `source` is of: a sum begins with it."""
+        """The initial values of the saved run: a sum starts with them."""
         found: _Buffers = {}
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
             if match and match[2] in self._custom and source.shape(full) == self._initial[match[2]].shape:
                 found[match[2]] = needed(source, full, self._initial[match[2]]).to(self._world.device)
-        for name in self._custom:  # weights to begin with are the same for all virtual ranks
+        for name in self._custom:  # loaded pretrained weights: equal for all virtual ranks
             if f"buffers/{name}" in source.names(f"buffers/{name}"):
                 found[name] = needed(source, f"buffers/{name}", self._initial[name], any_type=True)
                 found[name] = found[name].to(self._world.device)
         return found
 
     def _has_other_ranks(self, source: Source) -> bool:
-        """Whether `source` has values of virtual ranks, or of ranks that share one set, that there are not now."""
+        """Whether `source` has values of virtual ranks, or of ranks with common buffers, that do not exist now."""
         saved = {int(match[1]) for full in source.names("buffers/") if (match := _SAVED_OF_RANK.fullmatch(full))}
         if not self._synchronised or not saved:
             return any(virtual_rank >= self._virtual_ranks for virtual_rank in saved)
@@ -304,7 +303,6 @@ class VirtualBuffers:
         return saved != {ranks_share(self._virtual_ranks, rank, self._world.size).start for rank in ranks}
 
     def _merged_in(self, source: Source) -> _Buffers:
-        """The custom buffers as `source` has them, merged."""
         merged: _Buffers = {}
         for name, (owner, leaf) in self._custom.items():
             initial = self._initial[name]
@@ -322,7 +320,6 @@ class VirtualBuffers:
         return merged
 
     def _start_from(self, values: _Buffers) -> None:
-        """These are the values of all virtual ranks, as if the run began with them."""
         self._seen = {}
         for name, value in values.items():
             self._initial[name] = value.clone()
@@ -331,44 +328,44 @@ class VirtualBuffers:
 
     def _saved(self, source: Source, virtual_rank: int, name: str) -> Tensor | None:
         names = [f"buffers/{virtual_rank}/{name}", f"buffers/{name}"]
-        if self._synchronised:  # a rank's virtual ranks share one set; another world size had other ones
+        if self._synchronised:  # the virtual ranks of a rank have common buffers, which depend on the world size
             names.append(f"buffers/0/{name}")
         for full in names:
-            if any(there == full for there in source.names(full)):
+            if any(saved == full for saved in source.names(full)):
                 return needed(source, full, self._initial[name], any_type=True).to(self._world.device)
         return None
 
     def _merge(self) -> _Buffers:
-        """In the tree's order, so that the world size does not show; in float64, so that the order hardly matters."""
-        initial, own = self._initial, self._of[min(self._of)] if self._of else self._initial
+        """The merged buffers, summed in float64 in the order of the tree: the same bits at every world size."""
+        initial, first = self._initial, self._of[min(self._of)] if self._of else self._initial
         if self._virtual_ranks == 1:
-            return {name: buffer.clone() for name, buffer in own.items()}
+            return {name: buffer.clone() for name, buffer in first.items()}
         self._infer()
         by: dict[str, list[str]] = {}
         for name, reduction in self._decided.items():
-            whole = reduction != "first" and not _is_real(initial[name])
-            by.setdefault(f"whole {reduction}" if whole else reduction, []).append(name)
-        added_up = [*by.get("mean", ()), *by.get("sum", ())]
-        root = self._tree_sum(added_up, {*by.get("sum", ())})
+            is_integer = reduction != "first" and not _is_real(initial[name])
+            by.setdefault(f"integer {reduction}" if is_integer else reduction, []).append(name)
+        summed = [*by.get("mean", ()), *by.get("sum", ())]
+        root = self._tree_sum(summed, {*by.get("sum", ())})
         count = float(root[-1])
         merged = {name: initial[name].clone() for name in initial}
-        pieces = root[:-1].split([as_float64(initial[name]).numel() for name in added_up]) if added_up else []
-        for name, piece in zip(added_up if count else (), pieces, strict=bool(count)):
+        pieces = root[:-1].split([as_float64(initial[name]).numel() for name in summed]) if summed else []
+        for name, piece in zip(summed if count else (), pieces, strict=bool(count)):
             total = piece / count if self._decided[name] == "mean" else piece + as_float64(initial[name])
             merged[name] = from_float64(total, initial[name])
         if count:
             merged |= self._largest(by.get("max", []), by.get("min", []), torch.float64)
-            merged |= self._largest(by.get("whole max", []), by.get("whole min", []), torch.int64)
-            merged |= self._whole_sums(by.get("whole sum", []))
-        lowest = {name: own[name].clone() for name in by.get("first", ())}
-        if self._world.size > 1:  # from rank 0: it owns virtual rank 0, which has a share of every global batch
-            broadcast([*lowest.values()], group=self._world.group)
-        return {name: (merged | lowest)[name] for name in initial}
+            merged |= self._largest(by.get("integer max", []), by.get("integer min", []), torch.int64)
+            merged |= self._integer_sums(by.get("integer sum", []))
+        of_first = {name: first[name].clone() for name in by.get("first", ())}
+        if self._world.size > 1:  # from rank 0: its virtual rank 0 has samples in every global batch
+            broadcast([*of_first.values()], group=self._world.group)
+        return {name: (merged | of_first)[name] for name in initial}
 
     def _tree_sum(self, names: Sequence[str], differences: set[str]) -> Tensor:
-        """(n + 1,) float64: the sum of all these buffers over virtual ranks, and how many of them there are.
+        """(n + 1,) float64: the sum of these buffers over virtual ranks, and the number of virtual ranks.
 
-        Of `differences` the sum of how far they are from the initial value.
+        For buffers in `differences`, the sum of (value - initial value).
         """
         partition = partition_of(self._world, self._virtual_ranks)
         sums = partition.partial_sums(add_optional)
@@ -381,40 +378,39 @@ class VirtualBuffers:
             sums.add(virtual_rank, torch.cat([*flat, zeros + 1, padding]))
         nothing = zeros.repeat(partition.padded(size))
         exchange = Exchange(
-            partition, [nothing.clone() if own is None else own for own in sums.finish()], self._world.group
+            partition, [nothing.clone() if part is None else part for part in sums.finish()], self._world.group
         )
         exchange.gather()
         return exchange.end()[:size]
 
-    def _largest(self, largest: Sequence[str], smallest: Sequence[str], kind: torch.dtype) -> _Buffers:
-        """The maxima and minima over virtual ranks, compared as `kind` (a collective, if there are any)."""
+    def _largest(self, largest: Sequence[str], smallest: Sequence[str], dtype: torch.dtype) -> _Buffers:
+        """The maxima and minima over virtual ranks, compared as `dtype` (a collective, if there are any)."""
         names = [*largest, *smallest]
         if not names:
             return {}
         sizes = [self._initial[name].numel() for name in names]
-        lowest = -torch.inf if kind.is_floating_point else torch.iinfo(kind).min
-        top = torch.full((sum(sizes),), lowest, dtype=kind, device=self._world.device)
+        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        top = torch.full((sum(sizes),), lowest, dtype=dtype, device=self._world.device)
         for buffers in self._of.values():
-            # ~x orders whole numbers as -x does, and has no overflow
-            values = [buffers[name].flatten().to(kind) for name in names]
-            turned = [value if i < len(largest) else _turned(value) for i, value in enumerate(values)]
-            top = torch.maximum(top, torch.cat(turned))
-        unknown = top.isnan().to(kind)
+            # a minimum is the maximum of negated values; ~x orders integers as -x does, without overflow
+            values = [buffers[name].flatten().to(dtype) for name in names]
+            signed = [value if i < len(largest) else _negated(value) for i, value in enumerate(values)]
+            top = torch.maximum(top, torch.cat(signed))
+        unknown = top.isnan().to(dtype)
         both = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
         if self._world.size > 1:
             dist.all_reduce(name_collective(both, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
         top, unknown = both.split(len(top))
-        if kind.is_floating_point:
+        if dtype.is_floating_point:
             top = torch.where(unknown > 0, torch.nan, top)
         found: _Buffers = {}
         for i, (name, piece) in enumerate(zip(names, top.split(sizes), strict=True)):
-            value = piece if i < len(largest) else _turned(piece)
-            value = value + 0.0 if kind.is_floating_point else value  # no -0: see `reduced`
+            value = piece if i < len(largest) else _negated(piece)
+            value = value + 0.0 if dtype.is_floating_point else value  # no -0: see `reduced`
             found[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
         return found
 
-    def _whole_sums(self, names: Sequence[str]) -> _Buffers:
-        """Sums of integer buffers (a collective, if there are any)."""
+    def _integer_sums(self, names: Sequence[str]) -> _Buffers:
         if not names:
             return {}
         initial = [self._initial[name].flatten().long() for name in names]
@@ -423,38 +419,42 @@ class VirtualBuffers:
             total += torch.cat([buffers[n].flatten().long() - i for n, i in zip(names, initial, strict=True)])
         if self._world.size > 1:
             dist.all_reduce(name_collective(total, "sums of integer buffers"), group=self._world.group)
-        pieces = (total + torch.cat(initial)).split([len(one) for one in initial])
+        pieces = (total + torch.cat(initial)).split([len(values) for values in initial])
         likes = [self._initial[name] for name in names]
         return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
 
     def _infer(self, *, early: bool = False) -> bool:
-        """Decide about the open buffers (a collective, if there are any); whether a virtual rank has seen a sample.
+        """Infer the reductions of open buffers (a collective, if there are any).
+
+        Returns:
+            Whether a virtual rank has had a sample.
 
         Raises:
-            UsageError: on rank 0, naming a buffer of which nobody knows how its values combine; ReportedByPeer on the
-                others.
+            UsageError: on rank 0, for a buffer whose reduction cannot be inferred. ReportedByPeer on the others.
         """
         self._decided = dict(self._reductions)
         assigned = {name: digest_of(self._initial[name]) for name in sorted(self._assigned)}
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
             return bool(self._of)
-        mine = {str(v): {n: asdict(o) for n, o in found.items()} for v, found in self._observe().items()}
-        told = all_gather_object([assigned, mine], self._world)
-        for name in sorted({name for one, _ in told for name in one}):
-            if len({one.get(name) for one, _ in told}) > 1:
+        observed_here = {str(v): {n: asdict(o) for n, o in values.items()} for v, values in self._observe().items()}
+        of_ranks = all_gather_object([assigned, observed_here], self._world)
+        for name in sorted({name for digests, _ in of_ranks for name in digests}):
+            if len({digests.get(name) for digests, _ in of_ranks}) > 1:
                 raise report_on_one_rank(self._differs_between_ranks(name), self._world)
-        ranks: list[dict[str, Any]] = [found for _, of_rank in told for found in of_rank.values()]
+        ranks: list[dict[str, Any]] = [values for _, of_rank in of_ranks for values in of_rank.values()]
         for name in self._open:
-            seen = [msgspec.convert(one[name], RankValue) for one in ranks]
-            if len({one.digest for one in seen}) > 1:
+            values = [msgspec.convert(of_rank[name], RankValue) for of_rank in ranks]
+            digests = {value.digest for value in values}
+            if len(digests) > 1:
                 self._differed.add(name)
             by_chance = early or name in self._differed
-            self._decided[name] = inferred(self._initial[name], seen, by_chance=by_chance)
+            self._decided[name] = inferred(self._initial[name], values, by_chance=by_chance)
             if not self._decided[name]:
-                equal = len({one.digest for one in seen}) == 1
-                raise report_on_one_rank(self._undeclared(name, *self._custom[name], equal=equal), self._world)
-            if any(one.by_samples is False for one in seen):
-                self._settled.add(name)
+                raise report_on_one_rank(
+                    self._undeclared(name, *self._custom[name], equal=len(digests) == 1), self._world
+                )
+            if any(value.by_samples is False for value in values):
+                self._independent.add(name)
         return bool(ranks)
 
     def _observe(self) -> dict[int, dict[str, RankValue]]:
@@ -465,28 +465,27 @@ class VirtualBuffers:
         for (v, name), is_changed in zip(pairs, changed, strict=True):
             seen = self._seen.get(v, {}).get(name, BufferHistory())
             older = self._kept.get(v, {}).get(name)
-            one = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
-            found[v][name] = replace(one, by_samples=self._may_count_samples(v, name) if is_changed else None)
+            value = observed(self._of[v][name], self._initial[name], older, seen, changed=is_changed)
+            found[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
         return found
 
     def _may_count_samples(self, virtual_rank: int, name: str) -> bool | None:
-        """See `may_count_samples`; of what the loop changes it is the change since the beginning."""
+        """See `may_count_samples`. For a buffer that the loop changes, the change since the start of the run counts."""
         initial, now = self._initial[name], self._of[virtual_rank][name]
-        samples = [count for (one, _), count in self._counted.items() if one == virtual_rank]
-        if not samples or name in self._settled or not _is_real(initial):
+        samples = [count for (rank, _), count in self._counted.items() if rank == virtual_rank]
+        if not samples or name in self._independent or not _is_real(initial):
             return None
         before = initial if name in self._by_loop else self._kept.get(virtual_rank, {}).get(name, initial)
         return may_count_samples(now, before, len(samples), sum(samples))
 
     def _count(self, work: Work, before: Mapping[str, tuple[Tensor, int]]) -> None:
-        """Note a micro-batch, and what it has done with the integer buffers."""
         key = (work.virtual_rank, work.part)
         if key in self._counted:
             return
         self._counted[key] = len(work.indices)
         of_rank = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
-            (old, version), (new, now) = before[name], self._shown[name]
+            (old, version), (new, now) = before[name], self._last_read[name]
             seen = of_rank.get(name, BufferHistory())
             of_rank[name] = BufferHistory(
                 seen.micro_batches + 1,
@@ -496,17 +495,18 @@ class VirtualBuffers:
             )
 
     def _adopt(self) -> None:
-        """Take over what the script has assigned to a buffer between two steps: for all virtual ranks.
+        """Apply a value that the script assigned to a buffer between steps to all virtual ranks.
 
-        Before the first forward any buffer, afterwards none of a normalization layer: their kernels do not say that
-        they write.
+        This covers all buffers before the first forward, and later all except those of normalization layers, whose
+        kernels do not increase the version of a tensor.
 
         Raises:
-            UsageError: it depends on the old value, of which each virtual rank has another one; or it does not fit.
+            UsageError: if the new value may depend on the old one, which differs between virtual ranks, or if its shape
+                or type is wrong.
         """
         for name in self._custom if self._forwarded else self._slots:
             now = _buffer(*self._slots[name][0])
-            old, version = self._shown[name]
+            old, version = self._last_read[name]
             if now is old and _version(now) == version:
                 continue
             self._check_fits(name, now)
@@ -528,7 +528,7 @@ class VirtualBuffers:
                 seen.pop(name, None)
             for buffers in self._of.values():
                 buffers[name] = now if buffers[name] is now else now.detach().clone()
-            self._note_shown([name])
+            self._note_read([name])
 
     def _check_fits(self, name: str, now: Tensor) -> None:
         initial = self._initial[name]
@@ -557,10 +557,10 @@ class VirtualBuffers:
         owner, leaf = self._slots[name][0]
         return UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
 
-    def _note_shown(self, names: Iterable[str]) -> None:
+    def _note_read(self, names: Iterable[str]) -> None:
         for name in names:
             now = _buffer(*self._slots[name][0])
-            self._shown[name] = (now, _version(now))
+            self._last_read[name] = (now, _version(now))
 
     def _in_module(self) -> _Buffers:
         return {name: _buffer(*slots[0]) for name, slots in self._slots.items()}
@@ -570,14 +570,10 @@ class VirtualBuffers:
             for owner, leaf in slots:
                 if _buffer(owner, leaf) is not buffers[name]:  # setattr of a module is slow
                     setattr(owner, leaf, buffers[name])
-        self._note_shown(self._custom if self._forwarded else self._slots)
+        self._note_read(self._custom if self._forwarded else self._slots)
 
     def _check_names(self) -> None:
-        """After the first forward: a buffer that was made in it would belong to whoever computed it, and be lost.
-
-        Raises:
-            TrainingError: naming it.
-        """
+        """After the first forward: raise TrainingError for a buffer that it created, whose values would be lost."""
         self._names_checked = True
         new = [name for name in _slots(self._model) if name not in self._slots]
         if new:
@@ -586,18 +582,18 @@ class VirtualBuffers:
 
 def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
     """Which leaves of the tree over all virtual ranks belong to which rank."""
-    shares = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
-    return LeafPartition([(share.start, share.stop) for share in shares], world.rank)
+    of_ranks = [ranks_share(virtual_ranks, rank, world.size) for rank in range(world.size)]
+    return LeafPartition([(leaves.start, leaves.stop) for leaves in of_ranks], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, now: Tensor | None) -> Tensor:
-    """A copy of `values`, in the memory of the buffer that they are from, if it is still the same buffer."""
+    """A copy of `values`, in the memory of `before` if that is still the buffer."""
     same = now is before and before.shape == values.shape and before.dtype == values.dtype
     return before.copy_(values) if same else values.clone()
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every buffer by its first name, and where it hangs: one that two modules share stays one."""
+    """By its first name, the places (module, attribute) of each buffer. Modules may share a buffer."""
     by_identity: dict[int, str] = {}
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     for prefix, owner in model.named_modules():
@@ -608,10 +604,10 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, str]:
-    """Of each buffer what its module declares, or what is known; else `OPEN`.
+    """By buffer, the declared reduction, or the built-in one of its class; else `OPEN`.
 
     Raises:
-        UsageError: a declaration is wrong.
+        UsageError: if a declaration is wrong.
     """
     for owner in model.modules():
         _check_declaration(model, owner)
@@ -647,14 +643,14 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
 
 
 def _known(owner: nn.Module, leaf: str) -> str:
-    """The reduction of buffers of torch's own modules; `OPEN` for any other."""
+    """The reduction of a buffer of a torch module; `OPEN` for any other."""
     if _is_in_normalization(owner, leaf):
         return _IN_NORMALIZATION[leaf]
-    kinds = [kind.__name__ for kind in type(owner).__mro__]
-    if leaf in ("min_val", "max_val") and "MinMaxObserver" in kinds and not any("MovingAverage" in k for k in kinds):
+    bases = [base.__name__ for base in type(owner).__mro__]
+    if leaf in ("min_val", "max_val") and "MinMaxObserver" in bases and not any("MovingAverage" in b for b in bases):
         return leaf[:3]
-    # the vectors of spectral norm, which each forward improves by the weight alone
-    parametrized = kinds[0] == "_SpectralNorm" and leaf in ("_u", "_v")
+    # the vectors of spectral norm: each forward updates them from the weight only
+    parametrized = bases[0] == "_SpectralNorm" and leaf in ("_u", "_v")
     hooked = leaf[-2:] in ("_u", "_v") and f"{leaf[:-2]}_orig" in owner._parameters  # pyright: ignore[reportPrivateUsage]
     return "first" if parametrized or hooked else OPEN
 
@@ -664,7 +660,6 @@ def _is_in_normalization(owner: nn.Module, leaf: str) -> bool:
 
 
 def _is_real(buffer: Tensor) -> bool:
-    """Neither integer nor bool."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 
@@ -686,22 +681,22 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
-def _turned(values: Tensor) -> Tensor:
+def _negated(values: Tensor) -> Tensor:
     return -values if values.is_floating_point() else ~values
 
 
 @contextmanager
 def uncounted(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
-    """Inside, backward gives zeros for gradients, whatever it computes, and synchronised batch norm counts nobody.
+    """Inside, backward gives zero gradients, and synchronised batch norm ignores the batch (for dummy batches).
 
-    Replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
+    Gradients are replaced, not multiplied by zero: 0 x inf would be NaN on every rank.
     """
     hooks = [p.register_hook(torch.zeros_like) for p in parameters]
     synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
     for module in synchronised:
         module.counted = False
     try:
-        with not_recorded():
+        with without_recording():
             yield
     finally:
         for module in synchronised:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, under the same step as every other strategy."""
+"""torch's DistributedDataParallel, with the same training step as all other strategies."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy, scale_gradients
-from paceline.strategies.refusals import refuse_lazy
+from paceline.strategies.validation import check_no_lazy_parameters
 
 
 class DDP(Strategy):
@@ -38,31 +38,26 @@ class DDP(Strategy):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
     ) -> None:
-        """See MakeStrategy.
+        """See MakeStrategy for the other arguments. Bind these options with functools.partial.
 
         Args:
-            model: on the world's device.
-            make_optimizer: makes the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: see MakeStrategy.
-            find_unused_parameters: DDP's option for models that do not use all parameters in every forward; bind it
-                with functools.partial.
-            gradient_as_bucket_view: DDP's option: saves a copy of all gradients, but the next step writes over them. A
-                loop of the user's own may want to add to them, or keep them.
+            find_unused_parameters: DDP's option for models that do not use all parameters in every forward.
+            gradient_as_bucket_view: DDP's option. It saves a copy of all gradients, but the next step overwrites
+                them. A custom loop may need to keep them, or add to them.
         """
-        refuse_lazy(model)
-        broadcast_module(model)  # DDP would too, but would not name the rank that differs
-        # No broadcast of buffers before each forward: they belong to virtual ranks, and are merged when they are
-        # needed. (torch 2.13 renamed the option.)
-        renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-        buffers_stay: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+        check_no_lazy_parameters(model)
+        broadcast_module(model)  # DDP also broadcasts, but its error does not name the rank that differs
+        # No broadcast of buffers before each forward: buffers belong to virtual ranks, and are merged for evaluation
+        # and checkpoints. (torch 2.13 renamed the option.)
+        is_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        keep_buffers: dict[str, Any] = {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
         wrapped = DistributedDataParallel(
             model,
             device_ids=None if world.device.type in ("cpu", "meta") else [world.device],
             init_sync=False,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **buffers_stay,
+            **keep_buffers,
         )
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, module=wrapped)
@@ -74,7 +69,7 @@ class DDP(Strategy):
         return None if is_last else self.module.no_sync()
 
     def end_backward(self, error: BaseException | None = None) -> None:
-        """See Strategy. DDP learns from the modules which gradients are sparse."""
+        """See Strategy. DDP knows only from `sparse=True` of the modules which gradients are sparse."""
         if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
             raise UsageError(code="ddp-sparse-gradient") from error
 
@@ -87,7 +82,6 @@ class DDP(Strategy):
 
 
 def _check_hooked(model: nn.Module, known: Mapping[nn.Parameter, object]) -> None:
-    """Raise UsageError if a parameter has another gradient accumulator than when DDP put its hooks there."""
     for name, parameter in model.named_parameters():
         if parameter in known and get_gradient_edge(parameter).node is not known[parameter]:
             raise UsageError(code="ddp-parameter-replaced", name=name)

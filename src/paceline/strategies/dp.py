@@ -1,17 +1,17 @@
-"""One process, many GPUs: torch's nn.DataParallel, kept to show what came before one process per GPU."""
+"""torch's nn.DataParallel: one process, several GPUs. For comparison with one process per GPU."""
 
 from torch import nn
 
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.refusals import only_alone, refuse_lazy
+from paceline.strategies.validation import check_no_lazy_parameters, check_single_process
 
 
 class DataParallel(Strategy):
-    """Let one process divide each micro-batch over all its GPUs, one thread each.
+    """One process splits each micro-batch over all its GPUs, with one thread for each.
 
-    On a CPU, or on one GPU, nn.DataParallel only calls the module, so this is the same as `single`. Over several
-    GPUs each one normalises its own piece (batch norm) and only the first one's running statistics are kept.
+    On a CPU or a single GPU, nn.DataParallel only calls the module, so the result is that of `single`. On several GPUs
+    batch norm normalises the piece of each GPU separately, and only the statistics of the first GPU are kept.
 
     Raises:
         UsageError: in a world of more than one rank.
@@ -20,8 +20,7 @@ class DataParallel(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
-        only_alone("dp", world)
-        refuse_lazy(model)
+        check_single_process("dp", world)
+        check_no_lazy_parameters(model)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model))

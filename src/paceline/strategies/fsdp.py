@@ -1,10 +1,11 @@
-"""torch's FSDP2 (`fully_shard`): weights, gradients and optimizer state cut over ranks, gathered block by block.
+"""torch's FSDP2 (`fully_shard`): weights, gradients and optimizer state are sharded over ranks.
 
-A block's parameters are gathered before its forward, thrown away, gathered again for its backward, and its gradients
-leave as soon as they are there. So each forward and backward is a collective: all ranks go through equally many
-(`Strategy.in_lockstep`), and one rank alone can call the model only inside `Strategy.gathered`.
+Ranks gather the parameters of a block before its forward, free them, and gather them again for its backward. Gradients
+are reduced as soon as backward has computed them. Each forward and backward is therefore a collective: all ranks run
+the same number of them (`Strategy.in_lockstep`). A single rank can call the model only inside `Strategy.gathered`.
 
-The optimizer gets this rank's runs of elements as plain tensors: names, checkpoints and resume are those of `zero`.
+The optimizer trains this rank's contiguous elements as plain tensors. Names, checkpoints and resume are those of
+`zero`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from paceline.collectives.communicator import communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Piece, check_assigned
-from paceline.compute.blocks import cut_into_blocks, gathered, on_backward
+from paceline.compute.blocks import gathered, on_backward, shard_blocks
 from paceline.compute.precision import rounded_by_autocast
 from paceline.data.plan import Work
 from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.held import hold_pieces, load_pieces
-from paceline.strategies.parts import norm_of
-from paceline.strategies.refusals import refuse_foreign, refuse_hooks, refuse_lazy, refuse_sparse, refuse_whole
+from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.validation import (
+    check_element_wise,
+    check_no_gradient_hooks,
+    check_no_lazy_parameters,
+    check_no_sparse_gradients,
+    check_optimizer_parameters,
+)
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
@@ -44,18 +51,20 @@ MAX_NAME = 33  # characters of a block's name, from its end, in the names of its
 
 
 class FSDP(Strategy):
-    """Memory of each rank, for P parameters in N ranks and AdamW: 4P/N, and the block that is being computed.
+    """Fully sharded data parallelism, equal to one process up to rounding.
 
-    Equal to one process up to rounding. Gradients are sharded after each micro-batch, also if several are added up.
-    After `in_bf16` (`compute.precision`) the blocks whose weights autocast would round before each use are gathered
-    rounded, as torch's MixedPrecisionPolicy does it: half the bytes, and the very numbers that autocast computes. Their
-    gradients are added up in float32, over micro-batches and ranks: bf16 has 8 bits, of which each sum would lose some.
-    What a rank holds, and what is saved, stays float32.
+    Memory of each rank, for P parameters, N ranks and AdamW: 4P/N, and the block that is being computed. Gradients are
+    sharded after each micro-batch, also with accumulation.
+
+    After `in_bf16` (`compute.precision`), ranks gather in bf16 those blocks whose weights autocast would round before
+    each use (torch's MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
+    gradients are summed in float32, over micro-batches and ranks, because bf16 has 8 significant bits. The shards of a
+    rank and checkpoints stay float32.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or separates tied parameters; for an optimizer that looks at more than
-            one element at a time.
+        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer's update is not
+            element-wise.
     """
 
     sharded = True
@@ -71,37 +80,34 @@ class FSDP(Strategy):
         virtual_ranks: int | None = None,
         wrap: str | None = None,
     ) -> None:
-        """See MakeStrategy.
+        """See MakeStrategy for the other arguments.
 
         Args:
-            model: on the world's device. Scalars and empty parameters stay whole on every rank; in bf16 the vectors too
-                that autocast does not round (batch norm's).
-            make_optimizer: makes the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: see MakeStrategy.
-            wrap: the blocks, by name or class; by default those of `compute.blocks`. What is in none of them is
-                gathered for the whole forward and backward.
+            model: on the world's device. Scalars and empty parameters are not sharded. In bf16, neither are vectors
+                that autocast does not round (those of batch norm).
+            wrap: the blocks, by name or class. Default: see `compute.blocks`. Parameters outside of blocks are gathered
+                for the whole forward and backward.
         """
-        refuse_lazy(model)
-        refuse_sparse(model, "fsdp")
-        refuse_hooks(model, "fsdp")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "fsdp")
+        check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
-        refuse_whole("fsdp", optimizer)
-        refuse_foreign(model, optimizer)
+        check_element_wise("fsdp", optimizer)
+        check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        self._blocks = cut_into_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
+        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=rounded_by_autocast(model))
         for name, block in self._blocks.items():
-            custom: Any = block  # the types of what it takes are in a private module of torch
+            custom: Any = block  # the argument types are in a private module of torch
             custom.set_custom_all_gather(_AllGather(name))
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
-        self._shares = shares = _Shares(model, world)
+        self._shards = shards = _LocalShards(model, world)
         for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [p for name in members if (p := shares.trained(name)) is not None]
-        optimizer.register_step_pre_hook(shares.take_gradients)
-        optimizer.register_step_post_hook(shares.forget_gradients)
-        self._used, self._reduced_among = _Used(model, self._blocks, shares.uncut), world
+            group["params"] = [p for name in members if (p := shards.trained(name)) is not None]
+        optimizer.register_step_pre_hook(shards.take_gradients)
+        optimizer.register_step_post_hook(shards.release_gradients)
+        self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, shards_optimizer=True)
 
     def _around(self, work: Work, is_last: bool) -> AbstractContextManager[None]:
@@ -116,46 +122,45 @@ class FSDP(Strategy):
         on_backward(self._blocks, partial(act, self.parameters[0]))
 
     def _reduce(self, divisor: float | Tensor) -> None:
-        self._used.agree(self.model, self._reduced_among)
+        self._used.reduce(self.model, self._reduced_among)
         divide_each([held.tensor for held in self._gradients()], divisor)
 
     def _gradients(self) -> list[TensorShard]:
-        return self._shares.gradients()
+        return self._shards.gradients()
 
-    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
-        return self._shares.gradient_norm()
+    def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
+        return self._shards.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
         """See Strategy."""
         return gathered(self._blocks)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        return self._shares.weights()
+        return self._shards.weights()
 
     def _hold_parameters(self) -> list[TensorShard]:
-        return self._shares.parameters()
+        return self._shards.parameters()
 
     def _hold_optimizer(self) -> list[TensorShard]:
-        shares = self._shares
-        return shares.spared(hold_pieces(shares.pieces, self.optimizer, shares.uncut))
+        shards = self._shards
+        return shards.mark_spare(hold_pieces(shards.pieces, self.optimizer, shards.unsharded))
 
     def _load_optimizer(self, source: Source) -> None:
-        load_pieces(self._shares.pieces, self.optimizer, source, self._shares.uncut)
+        load_pieces(self._shards.pieces, self.optimizer, source, self._shards.unsharded)
 
 
 class _Collective:
-    """A collective of one block, as `set_custom_all_gather` and `set_custom_reduce_scatter` of FSDP2 take it.
+    """A collective of one block, for FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`.
 
-    Through shared memory if the ranks share it, with the bits of gloo. It has the name of its block: ranks that call
-    different blocks of one size would otherwise exchange the weights of different blocks without an error. Names are
-    compared, in memory at each call, else in each step (`stepping.order`), and the hang guard shows them.
+    It uses shared memory if the ranks have it, with the bits of gloo. Its name is that of its block. Otherwise ranks
+    that call different blocks of the same size would exchange wrong weights without an error. Ranks compare the names:
+    in shared memory at each call, else once in each step (`stepping.order`). The hang guard prints them.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"{BLOCK}{name[-MAX_NAME:] or 'the rest of the model'}"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent or received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -170,11 +175,11 @@ class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # over when it returns
+        communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # complete on return
 
 
-class _Shares:
-    """What this rank holds of a model that is cut: `pieces` of its parameters, and those that are `uncut`."""
+class _LocalShards:
+    """This rank's shards of a model: `pieces` of parameters, and parameters that are `unsharded`."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.tensor import DTensor
@@ -182,13 +187,13 @@ class _Shares:
         self._model, self._world = model, world
         hybrid = world.along("data").size > 1 and world.along("shard").size > 1
         over = world.along("shard") if hybrid else world
-        self._again = hybrid and world.along("data").rank > 0
+        self._is_copy = hybrid and world.along("data").rank > 0  # a different rank holds the same shards
         self.pieces: dict[str, Piece] = {}
-        self.uncut: dict[str, nn.Parameter] = {}
-        self._cut: dict[str, Any] = {}
+        self.unsharded: dict[str, nn.Parameter] = {}
+        self._sharded: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
-                self.uncut[name] = parameter
+                self.unsharded[name] = parameter
                 continue
             local: Tensor = parameter.to_local()
             shape = parameter.shape
@@ -196,54 +201,49 @@ class _Shares:
             if local.numel():
                 elements = nn.Parameter(local.detach().view(-1))
                 self.pieces[name] = Piece(first, first + local.numel(), elements, shape)
-                self._cut[name] = parameter
+                self._sharded[name] = parameter
             _keep_in_place(name, parameter)
 
     def trained(self, name: str) -> nn.Parameter | None:
-        """What the optimizer updates of it here."""
-        return self.pieces[name].parameter if name in self.pieces else self.uncut.get(name)
+        return self.pieces[name].parameter if name in self.pieces else self.unsharded.get(name)
 
     def take_gradients(self, *_: object) -> None:
-        """For an update: the model's .grad, as it is now, becomes the pieces'."""
+        """Before an update: set the gradients of the pieces to the current .grad of the model."""
         for name, piece in self.pieces.items():
             piece.parameter.grad = self._gradient(name)
 
     def _gradient(self, name: str) -> Tensor | None:
-        gradient = self._cut[name].grad
+        gradient = self._sharded[name].grad
         return None if gradient is None else gradient.to_local().view(-1)
 
-    def forget_gradients(self, *_: object) -> None:
-        """Let them go, for the next step's."""
+    def release_gradients(self, *_: object) -> None:
         for piece in self.pieces.values():
             piece.parameter.grad = None
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[TensorShard]:
-        """See Strategy."""
-        held = [TensorShard(name, p.grad) for name, p in self.uncut.items() if p.grad is not None]
+        held = [TensorShard(name, p.grad) for name, p in self.unsharded.items() if p.grad is not None]
         for name, piece in self.pieces.items():
             if (gradient := self._gradient(name)) is not None:
                 held.append(TensorShard(name, gradient, piece.whole, piece.start, replicated=False))
-        return self.spared(held)
+        return self.mark_spare(held)
 
-    def spared(self, held: list[TensorShard]) -> list[TensorShard]:
-        """Pieces that the first along data holds as well are his to save."""
-        return [replace(one, spare=not one.replicated) for one in held] if self._again else held
+    def mark_spare(self, held: list[TensorShard]) -> list[TensorShard]:
+        """Mark pieces that the first rank along data also holds: that rank saves them."""
+        return [replace(shard, spare=not shard.replicated) for shard in held] if self._is_copy else held
 
     def gradient_norm(self) -> Deferred[float]:
-        """The same on all ranks (a collective)."""
-        return norm_of(self.gradients(), self._world)
+        return global_norm(self.gradients(), self._world)
 
     def parameters(self) -> list[TensorShard]:
-        """For a checkpoint."""
-        held = whole_parameters(self.uncut.items())
+        held = whole_parameters(self.unsharded.items())
         for name, piece in self.pieces.items():
             values = piece.parameter.detach()
             held.append(TensorShard(f"model/{name}", values, piece.whole, piece.start, replicated=False))
-        return self.spared(held)
+        return self.mark_spare(held)
 
     def weights(self) -> dict[str, Tensor]:
-        """See Strategy; on the CPU, where there is room for all of them."""
+        """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
         found = {name.removeprefix("model/"): t.cpu() for name, t in full_state(self.parameters(), self._world).items()}
         first = {id(p): name for name, p in self._model.named_parameters()}
@@ -253,9 +253,9 @@ class _Shares:
 
 
 def _keep_in_place(name: str, parameter: Any) -> None:
-    """Let `parameter.data = values` write into this rank's share: the optimizer and torch's gathers know that memory.
+    """Let `parameter.data = values` write into this rank's shard, which the optimizer and torch's all-gathers use.
 
-    torch would drop the values without an error. What is assigned may be cut or whole (all ranks assign the same).
+    torch would drop the values without an error. They may be sharded, or whole and equal on all ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -273,11 +273,11 @@ def _assign(tensor: Any, values: Any) -> None:
         return
     check_assigned(name, values, tensor)
     with torch.no_grad():
-        tensor.copy_(_shared_out(values, tensor))
+        tensor.copy_(_distribute_like(values, tensor))
 
 
-def _shared_out(values: Any, like: Any) -> Any:
-    """`values`, cut as the DTensor `like` is (a collective if they are cut in another way)."""
+def _distribute_like(values: Any, like: Any) -> Any:
+    """`values` with the placements of the DTensor `like` (a collective if they have different placements)."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if isinstance(values, DTensor):
@@ -285,21 +285,23 @@ def _shared_out(values: Any, like: Any) -> Any:
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
-class _Used:
-    """Notes which parameters have got a gradient on this rank, and makes a stand-in's gradients zero.
+class _UsedParameters:
+    """Records which parameters received a gradient on this rank, and replaces the gradients of dummy batches by zeros.
 
-    A gathered parameter is another tensor than the cut one; it is first seen in the first forward.
+    A gathered parameter is a different tensor than its shard. It exists from the first forward on.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, FSDPModule], uncut: Mapping[str, nn.Parameter]) -> None:
-        self._uncut = uncut
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, FSDPModule], unsharded: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._uncut = unsharded
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._used: set[str] = set()
         self._watched: set[str] = set()
         self._counted: bool | None = None
         self._called: set[str] = set()
         self._recomputed: set[str] = set()
-        for name, parameter in uncut.items():
+        for name, parameter in unsharded.items():
             self._watch(name, parameter)
         for name, block in blocks.items():
             hook = self._at_forward(f"{name}." if name else "")
@@ -307,7 +309,6 @@ class _Used:
 
     @contextmanager
     def watching(self, work: Work) -> Generator[None]:
-        """Around one forward and backward."""
         self._counted = work.counted
         try:
             yield
@@ -316,13 +317,12 @@ class _Used:
             self._called.clear()
 
     def begin_backward(self) -> None:
-        """One backward begins."""
         self._recomputed.clear()
 
     def _check_recomputed(self, name: str) -> None:
-        """At a block's forward: raise UsageError if one backward recomputes the block twice by nested backwards.
+        """Called at a block's forward: raise UsageError if nested backwards recompute the block twice in one backward.
 
-        torch's fully_shard then loses gradients. Only reentrant checkpointing first calls the block without gradients.
+        torch's fully_shard would lose gradients. Only reentrant checkpointing first calls the block without gradients.
         """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -333,38 +333,38 @@ class _Used:
                 raise UsageError(code="fsdp-reentrant", name=name or "the model")
             self._recomputed.add(name)
 
-    def agree(self, model: nn.Module, world: World) -> None:
-        """Add up the uncut gradients, and let those that no rank has used be None (a collective)."""
-        uncut = {name: p for name, p in self._uncut.items() if p.requires_grad}
+    def reduce(self, model: nn.Module, world: World) -> None:
+        """Sum the unsharded gradients over ranks. Unused gradients become None (a collective)."""
+        unsharded = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
-        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in uncut.values()]
+        values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in unsharded.values()]
         summed = sum_over_ranks(
             torch.cat([to_device_async(flags, world.device), *values]), "who uses which parameter", world.group
         )
-        # looked at only if this rank did not use all of them itself: on a GPU, looking means waiting
-        everywhere = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
-        sums = iter(summed[len(flags) :].split([p.numel() for p in uncut.values()]))
+        # read only if this rank did not use all of them: on a GPU, reading means waiting
+        used = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
+        sums = iter(summed[len(flags) :].split([p.numel() for p in unsharded.values()]))
         for name, parameter in model.named_parameters():
-            if name in uncut:
+            if name in unsharded:
                 parameter.grad = next(sums).view(parameter.shape).to(parameter.dtype)
-            if not everywhere.get(name):
+            if not used.get(name):
                 parameter.grad = None
         self._used.clear()
 
     def _at_forward(self, prefix: str) -> Callable[[nn.Module, Sequence[Any]], None]:
         from torch.distributed.tensor import DTensor
 
-        def look(block: nn.Module, _: Sequence[Any]) -> None:
+        def hook(block: nn.Module, _: Sequence[Any]) -> None:
             self._check_recomputed(prefix.removesuffix("."))
             if len(self._watched) < len(self._names):
                 for name, parameter in block.named_parameters(prefix=prefix.removesuffix(".")):
                     if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in self._watched:
                         self._watch(name, parameter)
 
-        return look
+        return hook
 
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
-        def note(gradient: Tensor) -> Tensor | None:
+        def hook(gradient: Tensor) -> Tensor | None:
             if gradient.layout is not torch.strided:
                 raise sparse_gradient(f"the gradient of {name} has the layout {gradient.layout}")
             if self._counted:
@@ -373,4 +373,4 @@ class _Used:
 
         if parameter.requires_grad:
             self._watched.add(name)
-            parameter.register_hook(note)
+            parameter.register_hook(hook)

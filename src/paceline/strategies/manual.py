@@ -10,11 +10,11 @@ from paceline.collectives.buckets import check_dense
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.refusals import refuse_lazy, refuse_sparse
+from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 
 class Manual(Strategy):
-    """One message per parameter, after backward has ended: right, simple and slow.
+    """One message per parameter, after backward: correct, simple and slow.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
@@ -23,9 +23,8 @@ class Manual(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
-        refuse_lazy(model)
-        refuse_sparse(model, "manual")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "manual")
         broadcast_module(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
         self._names = {p: name for name, p in model.named_parameters()}
@@ -36,13 +35,13 @@ class Manual(Strategy):
 
     def reset(self) -> None:
         """See Strategy."""
-        all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for ours
+        all_reduce_gradients(self.parameters, 1.0)  # other ranks may wait for this rank's gradients
         super().reset()
 
 
 @torch.no_grad()
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], divisor: Tensor | float) -> None:
-    """Replace each .grad by its sum over ranks, divided; None if no rank has one."""
+    """Replace each .grad by its sum over ranks, divided by `divisor`. It stays None if no rank has a gradient."""
     if not parameters:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: a rank holds a stretch of the layers only, its stage, and micro-batches flow through all.
+"""Pipeline parallelism: each rank holds a stage, which is a contiguous group of layers.
 
-A stage is a model with fewer parameters and buffers: strategies train it among the ranks along data that hold the same
-one, and know of no other. What is of all stages is added here: a parameter that several use (an embedding that is the
-output layer as well) is held by each of them, and its gradient is the sum of theirs.
+A stage is a model with fewer parameters and buffers. A strategy trains it on the ranks along data that hold the same
+stage. This module adds the communication between stages: several stages may use a parameter (an embedding that is also
+the output layer). Each of them holds it, and its gradient is the sum of theirs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,45 +25,45 @@ from paceline.parallel.partition import Chain, Layers, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.parts import ModelParts
+from paceline.strategies.model_parallel import ModelParallel
 
 
-class Division(msgspec.Struct, frozen=True):
-    """A model, and where it is cut: numbers of its cuts."""
+class StagePlan(msgspec.Struct, frozen=True):
+    """A model as a chain of layers, and the numbers of the split points between stages."""
 
-    found: Chain
+    chain: Chain
     ends: list[int]
 
     @property
-    def cuts(self) -> list[SplitPoint]:
-        """Those between the stages."""
-        return [self.found.points[end] for end in self.ends]
+    def split_points(self) -> list[SplitPoint]:
+        """The split points between the stages."""
+        return [self.chain.points[end] for end in self.ends]
 
     @property
     def stages(self) -> list[Layers]:
-        """Each as a whole."""
-        places = [0, *(end + 1 for end in self.ends), len(self.found.layers)]
-        return [sum(self.found.layers[a:b], Layers()) for a, b in pairwise(places)]
+        """The sums over the layers of each stage."""
+        bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
+        return [sum(self.chain.layers[a:b], Layers()) for a, b in pairwise(bounds)]
 
     @property
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """By parameter and buffer the stages that use it."""
-        stage_of = [sum(end < number for end in self.ends) for number in range(len(self.found.layers))]
-        return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.found.users.items()}
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """By name of each parameter and buffer, the stages that use it."""
+        stage_of = [sum(end < number for end in self.ends) for number in range(len(self.chain.layers))]
+        return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.chain.users.items()}
 
 
-def divided(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> Division:
-    """Where rank 0 cuts its model (a collective); `names` as in `best_splits`.
+def plan_stages(make: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
+    """The stages that rank 0 chooses (a collective). `names`: see `best_splits`.
 
     Raises:
-        UsageError: on one rank, as `best_splits`, or a forward or backward has failed; ReportedByPeer on the others.
+        UsageError: on one rank, as `best_splits`, or if a forward or backward fails. ReportedByPeer on the others.
     """
-    mine = None
+    plan = None
     with raise_on_all_ranks(world):
         if world.rank == 0:
-            found = make()
-            mine = msgspec.to_builtins(Division(found, best_splits(found, stages, names)))
-    return msgspec.convert(all_gather_object(mine, world)[0], Division)
+            chain = make()
+            plan = msgspec.to_builtins(StagePlan(chain, best_splits(chain, stages, names)))
+    return msgspec.convert(all_gather_object(plan, world)[0], StagePlan)
 
 
 def pipelined(
@@ -71,7 +71,7 @@ def pipelined(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
     world: World,
-    division: Division,
+    plan: StagePlan,
     /,
     *,
     schedule: Schedule = "1f1b",
@@ -82,46 +82,46 @@ def pipelined(
     Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state.
 
     Args:
-        strategy: which trains a model among the ranks of `world.data`.
-        model: whole, the same on all ranks, on the world's device; of other stages only shapes stay in it.
-        make_optimizer: makes the optimizer from the parameters; each is updated whole, where it is held.
-        world: all ranks, laid out in a mesh.
-        division: where the model is cut.
+        strategy: trains the stage on the ranks of `world.data`.
+        model: the whole model, equal on all ranks, on the world's device. Afterwards the parameters and buffers of
+            other stages are shapes (meta tensors).
+        make_optimizer: creates the optimizer from the parameters.
+        world: all ranks, in a mesh.
+        plan: the stages.
         schedule: see `parallel.pipeline.actions`.
         virtual_ranks: see MakeStrategy.
 
     Raises:
-        UsageError: for an optimizer that looks at all parameters at once.
+        UsageError: for an optimizer that needs all parameters at once (LBFGS).
     """
-    cuts, holders = division.cuts, division.holders
+    points, users = plan.split_points, plan.users
     number = world.along("pipeline").rank
-    names, called = state_names(model), _called(model)
-    _forget(model, {name for name, stages in holders.items() if number not in stages})
-    line = Pipeline(world, model, cuts, draws=division.found.draws, schedule=schedule, names=names, called=called)
+    names, called = state_names(model), _saved_names(model)
+    _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
+    pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:
-        line.stage.skip([model.get_submodule(name) for name in cuts[number - 1].before])
+        pipeline.stage.skip([model.get_submodule(name) for name in points[number - 1].before])
 
-    def make_own(parameters: Any) -> Optimizer:
-        optimizer, own = make_optimizer(parameters), {*model.parameters()}
+    def make_for_stage(parameters: Any) -> Optimizer:
+        optimizer, of_stage = make_optimizer(parameters), {*model.parameters()}
         if isinstance(optimizer, LBFGS):
             raise UsageError(code="optimizer-looks-at-all")
-        for group in optimizer.param_groups:  # the task may have made it, of the whole model
-            group["params"] = [p for p in group["params"] if p in own]
+        for group in optimizer.param_groups:  # the task may have created it for the whole model
+            group["params"] = [p for p in group["params"] if p in of_stage]
         return optimizer
 
     def is_elsewhere(full: str) -> bool:
-        return holders[parameter_of(full, holders) or full.rpartition("/")[2]][0] != number
+        return users[parameter_of(full, users) or full.rpartition("/")[2]][0] != number
 
-    part = strategy(model, make_own, world.data, virtual_ranks=virtual_ranks)
-    part.join(
-        _Stage(model, world, is_elsewhere, called, _shared(dict(model.named_parameters()), holders, world)), world
-    )
-    part.pipeline = line
-    return part
+    replica = strategy(model, make_for_stage, world.data, virtual_ranks=virtual_ranks)
+    shared = _shared_parameters(dict(model.named_parameters()), users, world)
+    replica.join(_Stage(model, world, is_elsewhere, called, shared), world)
+    replica.pipeline = pipeline
+    return replica
 
 
-class _Stage(ModelParts):
-    """One stage. A parameter that several stages have gets the sum of its gradients in all of them."""
+class _Stage(ModelParallel):
+    """A stage. The gradient of a parameter in several stages is the sum over these stages."""
 
     def __init__(
         self,
@@ -131,12 +131,11 @@ class _Stage(ModelParts):
         called: Mapping[str, str],
         shared: Sequence[tuple[Any, list[nn.Parameter]]],
     ) -> None:
-        """`called`: what each tensor is saved as; `shared`: groups of stages with the parameters that they share."""
+        """`called`: see `_saved_names`. `shared`: see `_shared_parameters`."""
         super().__init__(model, world, {}, is_elsewhere)
         self._called, self._shared = called, shared
 
     def after_reduction(self, finite: bool | Deferred[bool] | None) -> None:
-        """See ModelParts."""
         for group, parameters in self._shared:
             flat = pack(parameters, [p.grad for p in parameters])
             dist.all_reduce(name_collective(flat, "gradients of shared parameters"), group=group)
@@ -145,47 +144,45 @@ class _Stage(ModelParts):
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        """See ModelParts."""
-        held = [one for one in self.lifted(state()) if one.name.startswith("model/")]
+        held = [shard for shard in self.as_shards_of_whole(state()) if shard.name.startswith("model/")]
         for name, buffer in self._model.named_buffers():
-            again = self._world.data.rank > 0 or self._is_elsewhere(name)
-            held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=again))
-        found = full_state(held, self._world)
-        return {name: found[f"model/{first}"] for name, first in self._called.items()}
+            is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
+            held.append(TensorShard(f"model/{name}", buffer, replicated=False, spare=is_spare))
+        full_tensors = full_state(held, self._world)
+        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
 
 
-def _called(model: nn.Module) -> dict[str, str]:
-    """By its name in the state_dict, what a tensor is saved as: one that is tied has several."""
+def _saved_names(model: nn.Module) -> dict[str, str]:
+    """By name in the state_dict, the name under which a tensor is saved. A tied tensor has several names."""
     first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return {name: first[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _forget(model: nn.Module, names: Collection[str]) -> None:
-    """Let go of these parameters and buffers: in their places are shapes, which belong to no state."""
+def _move_to_meta(model: nn.Module, names: Collection[str]) -> None:
+    """Replace these parameters and buffers by meta tensors, which are plain attributes and in no state_dict."""
     state = dict([*model.named_parameters(), *model.named_buffers()])
     shapes = {id(state[name]): state[name].detach().to("meta") for name in names}
     for owner in model.modules():
-        for there in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
-            for leaf, tensor in [*there.items()]:
+        for tensors in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
+            for leaf, tensor in [*tensors.items()]:
                 if id(tensor) in shapes:
-                    del there[leaf]
+                    del tensors[leaf]
                     setattr(owner, leaf, shapes[id(tensor)])
 
 
-def _shared(
-    own: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]], world: World
+def _shared_parameters(
+    of_stage: Mapping[str, nn.Parameter], users: Mapping[str, tuple[int, ...]], world: World
 ) -> list[tuple[Any, list[nn.Parameter]]]:
-    """The parameters that other stages of this pipeline have, too, by type, with the group of those (a collective)."""
+    """(process group, parameters of one type) for all parameters that several stages use (a collective)."""
     assert world.mesh is not None
     pipelines = sorted({world.mesh.peers(rank, ("pipeline",)) for rank in range(world.size)})
-    found: list[tuple[Any, list[nn.Parameter]]] = []
-    for stages in sorted({stages for stages in holders.values() if len(stages) > 1}):
-        there = [p for name, p in own.items() if holders[name] == stages and p.requires_grad]
-        for ranks in pipelines:  # every rank makes all groups, in one order
+    groups: list[tuple[Any, list[nn.Parameter]]] = []
+    for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
+        shared = [p for name, p in of_stage.items() if users[name] == stages and p.requires_grad]
+        for ranks in pipelines:  # every rank creates all groups, in the same order
             members = [ranks[stage] for stage in stages]
             group = dist.new_group(members)
             if world.rank in members:
-                found += [
-                    (group, [p for p in there if p.dtype == kind]) for kind in dict.fromkeys(p.dtype for p in there)
-                ]
-    return found
+                types = dict.fromkeys(p.dtype for p in shared)
+                groups += [(group, [p for p in shared if p.dtype == dtype]) for dtype in types]
+    return groups

@@ -1,10 +1,10 @@
-"""One process, one device: what all other strategies are compared with."""
+"""One process and one device: the reference for all other strategies."""
 
 from torch import nn
 
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.refusals import only_alone, refuse_lazy
+from paceline.strategies.validation import check_no_lazy_parameters, check_single_process
 
 
 class Single(Strategy):
@@ -17,7 +17,6 @@ class Single(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
-        only_alone("single", world)
-        refuse_lazy(model)
+        check_single_process("single", world)
+        check_no_lazy_parameters(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)

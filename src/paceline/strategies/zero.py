@@ -1,4 +1,4 @@
-"""The bits of `exact`, with an N-th of the gradients' and of the optimizer's memory on each of N ranks."""
+"""The bits of `exact`, with gradients and optimizer state sharded over ranks (ZeRO stage 2)."""
 
 from torch import Tensor, nn
 
@@ -12,19 +12,25 @@ from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.held import hold_pieces, load_pieces
-from paceline.strategies.refusals import refuse_foreign, refuse_lazy, refuse_sparse, refuse_synchronised, refuse_whole
+from paceline.strategies.optimizer_state import hold_pieces, load_pieces
+from paceline.strategies.validation import (
+    check_element_wise,
+    check_no_lazy_parameters,
+    check_no_sparse_gradients,
+    check_no_sync_batchnorm,
+    check_optimizer_parameters,
+)
 
 
 class Zero(Strategy):
-    """Gradients are added up as in `exact`; each rank is given its share, and updates that share of the parameters.
+    """Sums gradients as `exact` does. Each rank receives its shard, and updates that shard of the parameters.
 
-    Memory of each rank, for P parameters in N ranks: P weights, P/N gradients, P/N of what the optimizer keeps. While
-    a rank adds up several micro-batches, P gradients exist.
+    Memory of each rank, for P parameters and N ranks: P weights, P/N gradients, P/N of each optimizer state tensor.
+    While a rank accumulates several micro-batches, P gradients exist.
 
     Raises:
         ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, and for an optimizer that looks at more than one element at a time.
+        UsageError: for synchronised batch norm, and for an optimizer whose update is not element-wise.
     """
 
     sharded = True
@@ -32,14 +38,13 @@ class Zero(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        """See MakeStrategy."""
-        refuse_synchronised(model, "zero")
-        refuse_lazy(model)
-        refuse_sparse(model, "zero")
+        check_no_sync_batchnorm(model, "zero")
+        check_no_lazy_parameters(model)
+        check_no_sparse_gradients(model, "zero")
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        refuse_whole("zero", optimizer)
-        refuse_foreign(model, optimizer)
+        check_element_wise("zero", optimizer)
+        check_optimizer_parameters(model, optimizer)
         parameters = trainable(model)
         shards = Shards(model, world.rank, world.size)
         shards.shard(optimizer)
@@ -53,10 +58,10 @@ class Zero(Strategy):
         )  # fmt: skip
 
     def _gradients(self) -> list[TensorShard]:
-        own = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
-        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in own if g is not None]
+        shards = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]
+        return [TensorShard(n, g, p.whole, p.start, replicated=False) for n, p, g in shards if g is not None]
 
-    def _gradient_norm(self, own: list[Tensor]) -> Deferred[float]:
+    def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
     def _hold_optimizer(self) -> list[TensorShard]:

@@ -15,8 +15,17 @@ from torch.utils.data import Dataset
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.compute.compiling import compile_model, graph_model
 from paceline.compute.forward import recompute
-from paceline.compute.precision import GAIN, compared, half_of, in_bf16, in_fp16, lacks_bf16, lacks_tf32, take_float32
-from paceline.compute.resources import Seat, complaints, keep_memory, own_seat, share
+from paceline.compute.precision import (
+    GAIN,
+    compared,
+    half_precision_forward,
+    in_bf16,
+    in_fp16,
+    lacks_bf16,
+    lacks_tf32,
+    set_float32_mode,
+)
+from paceline.compute.resources import CpuAllocation, current_cpu_allocation, keep_memory, thread_warnings, threads_for
 from paceline.data.loader import Loading, fetch
 from paceline.errors import UsageError, Write, flag
 from paceline.host.cgroup import free_memory
@@ -52,16 +61,16 @@ def take_threads(asked: int | None, world: World, *, write: Write = flag) -> lis
     """
     if asked:
         torch.set_num_threads(asked)
-    mine = own_seat(torch.get_num_threads())
+    mine = current_cpu_allocation(torch.get_num_threads())
     told = all_gather_object([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
-    seats = [msgspec.convert(seat, Seat) for seat, _ in told]
+    seats = [msgspec.convert(seat, CpuAllocation) for seat, _ in told]
     planned = [
-        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, share(seats, rank)))
+        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, threads_for(seats, rank)))
         for rank, (seat, (_, fixed)) in enumerate(zip(seats, told, strict=True))
     ]
     if planned[world.rank].threads != mine.threads:
         torch.set_num_threads(planned[world.rank].threads)
-    return complaints(planned, may_idle=world.device.type != "cpu", write=write)
+    return thread_warnings(planned, may_idle=world.device.type != "cpu", write=write)
 
 
 def settle(
@@ -84,7 +93,7 @@ def settle(
     why = ""
     with raise_on_all_ranks(world):
         check_precision(wish.precision, world.device)
-        take_float32(wish.precision, world.device)
+        set_float32_mode(wish.precision, world.device)
         why = lacks_bf16(world.device) if wish.precision == "auto" else ""
         if wish.checkpoint_activations:
             recompute(model, wish.checkpoint_activations)
@@ -131,7 +140,7 @@ def _chosen(told: list[Any]) -> tuple[Precision, str]:
 def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int) -> dict[str, float]:
     """Seconds of forward and backward on the first `samples` samples, in each precision; changes nothing."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
-    around = half_of(model, loading.device, torch.bfloat16)
+    around = half_precision_forward(model, loading.device, torch.bfloat16)
     with preserved_streams(), evaluating(model), torch.enable_grad():
         (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 

@@ -18,12 +18,12 @@ from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.errors import UsageError, plural
 from paceline.parallel.partition import survey
-from paceline.parallel.pipeline import Schedule, idle
+from paceline.parallel.pipeline import Schedule, idle_fractions
 from paceline.rank.world import World
 from paceline.seeding import random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.parts import ModelParts
-from paceline.strategies.pipelined import Division, divided, pipelined
+from paceline.strategies.model_parallel import ModelParallel
+from paceline.strategies.pipelined import StagePlan, pipelined, plan_stages
 from paceline.tasks.task import Task, call
 from paceline.train.evaluate import evaluating
 from paceline.train.step import weighted_losses
@@ -50,7 +50,7 @@ class Sharing:
     """How ranks share a model: what they cut of each layer, or where they cut it into stages."""
 
     cuts: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
-    division: Division | None = None
+    division: StagePlan | None = None
     schedule: Schedule = "1f1b"
     lines: Sequence[str] = ()
     """for the user, before the first step"""
@@ -71,7 +71,7 @@ class Sharing:
             if world.mesh is None or not world.mesh.shares_model:
                 part.world = world
             else:
-                part.join(ModelParts(model, world, self.cuts), world)
+                part.join(ModelParallel(model, world, self.cuts), world)
             return part
         made = pipelined(
             strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
@@ -104,13 +104,13 @@ def share_model(
         samples = min(TRIED, len(dataset))  # pyright: ignore[reportArgumentType]
         return _cut(task, model, partial(_tried, model, loss), samples, plan, world, wish)
     if world.along("context").size > 1:
-        from paceline.parallel.context import share_along_context  # torch's DTensor takes others 0.5 s to import
+        from paceline.parallel.context import split_along_context  # torch's DTensor takes others 0.5 s to import
 
-        return Sharing(lines=share_along_context(model, world, partial(_tried, model, loss)))
+        return Sharing(lines=split_along_context(model, world, partial(_tried, model, loss)))
     if (stages := world.along("pipeline").size) > 1:
         names, way = [name for name in wish.stages_at.split(",") if name], wish.schedule
         broadcast_module(model)  # whole: stages of models that were drawn apart would make up none
-        division = divided(lambda: survey(model, *loss()), stages, names, world)
+        division = plan_stages(lambda: survey(model, *loss()), stages, names, world)
         check, lines = partial(_compare, _tried(model, loss), loss), division_lines(division, way, plan, world)
         return Sharing(division=division, schedule=way, lines=lines, check=check)
     return ALONE
@@ -124,7 +124,7 @@ def _cut(
     Raises:
         UsageError: as `shard_along_tensor`; or fsdp cannot take what was cut. ReportedByPeer on all ranks but one.
     """
-    from paceline.parallel.tensor import shard_along_tensor  # as share_along_context above
+    from paceline.parallel.tensor import shard_along_tensor  # as split_along_context above
 
     sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=wish.sequence)
     if wish.strategy == "fsdp" and sharding.used_elsewhere:  # it puts other tensors in the place of these
@@ -179,15 +179,15 @@ def _compare(expected: float, of_first: OfFirst, made: Strategy) -> None:
             raise UsageError(code="stages-change-loss", stages=line.stages, got=got, expected=expected)
 
 
-def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+def division_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     """A line for each stage: where it begins, what it weighs, and how long it will wait."""
     stages = division.stages
     most = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
-    waits = idle(schedule, [(one.forward_seconds, one.backward_seconds) for one in stages], most)
+    waits = idle_fractions(schedule, [(one.forward_seconds, one.backward_seconds) for one in stages], most)
     whole = sum(one.seconds for one in stages)
     lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {plural(most, 'micro-batch', 'micro-batches')}"]
     for number, (one, begin, wait) in enumerate(
-        zip(stages, ["", *(cut.module for cut in division.cuts)], waits, strict=True)
+        zip(stages, ["", *(point.module for point in division.split_points)], waits, strict=True)
     ):
         place = f"stage {number} {f'from {begin}' if begin else 'from the input'}"
         share = f"{one.seconds / whole:.0%} of the time" if whole else "no time"

@@ -31,7 +31,7 @@ from paceline.nested import mapped, tensors
 from paceline.protocol.evidence import is_victim
 from paceline.rank.world import World
 from paceline.seeding import derive, seed_streams, stream_states
-from paceline.sessions.life import UNSEEDED, close_all
+from paceline.sessions.lifecycle import UNSEEDED, close_all
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import Apply, Observer, observed_by
 from paceline.stepping.hooks import nodes_of, own_functions, own_hooks

@@ -41,7 +41,7 @@ from paceline.lab.verify import (
 )
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, joined, on_mesh
-from paceline.strategies.refusals import ELEMENT_WISE
+from paceline.strategies.validation import ELEMENT_WISE
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step

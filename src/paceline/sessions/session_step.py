@@ -1,4 +1,4 @@
-"""The position of a custom loop in its step, and the calls that are allowed there."""
+"""The position of a custom loop in its step, and the allowed calls at this position."""
 
 from collections.abc import Callable
 
@@ -16,17 +16,17 @@ class Notes:
     """Prints each note once."""
 
     def __init__(self, say: Callable[[str], None] = print) -> None:
-        self._say, self._said = say, set[str]()
+        self._say, self._printed = say, set[str]()
 
-    def once(self, words: str) -> None:
+    def once(self, text: str) -> None:
         """Print a note, unless it was printed before."""
-        if words not in self._said:
-            self._said.add(words)
-            self._say(f"NOTE: {words}")
+        if text not in self._printed:
+            self._printed.add(text)
+            self._say(f"NOTE: {text}")
 
 
 def trains_otherwise(model: nn.Module) -> bool:
-    """Whether the training mode of a model differs from its eval mode, according to its modules."""
+    """Whether the model has modules that differ between training and eval mode."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
 
@@ -37,7 +37,7 @@ class SessionStep(Step):
     """whether models have the buffers of all virtual ranks"""
     notes = Notes()
     optimizers: tuple[int, ...] = ()
-    """the ids of the prepared ones"""
+    """ids of the prepared optimizers"""
     saves = False
     """whether the session writes checkpoints"""
     observer: Observer | None = None
@@ -49,19 +49,19 @@ class SessionStep(Step):
 
     @property
     def untouched(self) -> bool:
-        """Whether this rank has computed nothing of the step on which another rank may depend."""
+        """Whether this rank has not yet computed anything of the step that other ranks may need."""
         return self._first is None and (self.micro_step is None or self.micro_step.done == (0, ()))
 
     @property
     def is_whole(self) -> bool:
-        """Whether the current micro-batch is the last one, and has done the same as the others of the step."""
+        """Whether the current micro-batch is the last one, with the same backwards as the others of the step."""
         micro_step, usual = self.micro_step, self._usual
         if micro_step is None or micro_step.has_failed or not self.is_over:
             return False
         return bool(micro_step.weights) and usual in (None, micro_step.done)
 
     def may_update(self, part: TrainedModel, optimizer: int) -> bool:
-        """Whether `step()` of the optimizer with this number updates now."""
+        """Whether `step()` of the optimizer with this number updates the model now."""
         micro_step = self.micro_step
         if micro_step is None:
             return True
@@ -76,21 +76,21 @@ class SessionStep(Step):
         return True
 
     def check_only_loop(self) -> None:
-        """Raise UsageError if a training loop begins in the body of another."""
+        """Raise UsageError if a training loop begins in the body of a training loop."""
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
     def check_evaluation(self) -> None:
-        """Raise UsageError where a model is evaluated with buffers of one virtual rank."""
+        """Raise UsageError if a model is evaluated with the buffers of one virtual rank."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 
     def check_forward(self) -> None:
-        """Raise UsageError where not every rank may call a model that all ranks must call together."""
+        """Raise UsageError if not all ranks may call a model whose forward is a collective."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="sharded-model-outside-loop")
 
     def check_evaluated(self, samples: int, ranks: int) -> None:
-        """Raise UsageError where some rank has no share of a batch, and so would not call such a model."""
+        """Raise UsageError if a rank without samples would not call a model whose forward is a collective."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)

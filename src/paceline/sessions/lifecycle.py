@@ -1,4 +1,4 @@
-"""The life of a session: it joins the ranks, finds the state to go on from, and ends in good order."""
+"""The start and end of a session: it joins the ranks, finds the checkpoint of a resume, and closes the run."""
 
 import math
 import os
@@ -37,11 +37,11 @@ from paceline.rank.guard import Guard
 from paceline.rank.world import World, joined
 from paceline.runs.summary import Summary
 from paceline.runs.trackers import tracker_names
-from paceline.sessions.gate import Notes, SessionStep
-from paceline.sessions.leaves import Leaves
-from paceline.sessions.loop import Loop
+from paceline.sessions.foreign_tensors import ForeignTensors
+from paceline.sessions.loop import SessionLoop
 from paceline.sessions.observer import current_observer
-from paceline.sessions.registered import Registered
+from paceline.sessions.registered import RegisteredObjects
+from paceline.sessions.session_step import Notes, SessionStep
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
 from paceline.train.checkpointing import Rhythm
@@ -52,13 +52,13 @@ from paceline.train.fit import PhaseClock
 from paceline.train.preemption import noticing
 from paceline.train.wording import see_it
 
-NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # what code raises that finds None in .grad
-CLIPPING = "torch/nn/utils/clip_grad.py"  # raises an error that does not name None
-UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; people give smaller ones
+NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # errors of code that reads None from .grad
+CLIPPING = "torch/nn/utils/clip_grad.py"  # its error for a None gradient does not contain "NoneType"
+UNSEEDED = 2**32  # torch seeds itself with a random number of 53 bits; users choose smaller ones
 
 
-class Life(Loop):
-    """The part of a session that begins and ends it."""
+class SessionLifecycle(SessionLoop):
+    """The methods of a session that start and end it."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Life(Loop):
         peak_tflops: float | None,
         **of_strategy: Any,
     ) -> None:
-        """The arguments are those of `session`, which has their defaults; `of_strategy`: those of one strategy only."""
+        """See `session`, which has the defaults. `of_strategy`: arguments of a single strategy."""
         if strategy not in STRATEGY_INFO:
             raise unknown("strategy", strategy, list(STRATEGY_INFO))
         others = options_of_others(strategy)
@@ -170,8 +170,8 @@ class Life(Loop):
         self._numbers: list[dict[str, Any]] = list(loop.get("parts", []))
         self._parts, self._loaders, self._fingerprints, self._data = [], [], {}, {}
         self._saved_data, self._loader_states = loop.get("data"), dict(loop.get("loaders", {}))
-        self._leaves = Leaves()
-        self._registered = Registered(loop.get("registered", {}))
+        self._foreign_tensors = ForeignTensors()
+        self._registered = RegisteredObjects(loop.get("registered", {}))
         self._steps.saves, self._resumes = place is not None, resume
         self._steps.tensor_hooks = tensor_hooks = TensorHooks()
         self._hooks = [
@@ -184,21 +184,19 @@ class Life(Loop):
         open_sessions.append(self)
 
     def seed_streams(self) -> None:
-        """Seed torch, numpy and `random`: what the script draws is the same in each run, and on each rank."""
+        """Seed torch, numpy and `random`, so that the script draws the same numbers in each run and on each rank."""
         torch.manual_seed(self._seed)
         random.seed(self._seed)
         numpy.random.seed(self._seed % 2**32)
 
     def _check_seed(self) -> None:
-        """Say that a model's weights differ from run to run, if the same bits were asked for."""
         if self._exact and not self._is_seeded and torch.initial_seed() >= UNSEEDED and self._course.origin is None:
             self._steps.notes.once(
-                "no seed was given, and torch was not seeded: the model's first weights, and so the digest, are others "
-                "in each run. Give session(seed=...), or call torch.manual_seed before the model is made"
+                "the session has no seed, and torch was not seeded: the initial weights, and so the digest, differ "
+                "between runs. Set session(seed=...), or call torch.manual_seed before the model is created"
             )
 
     def _note_added(self, module: Any, *_: Any) -> None:
-        """Hook of torch: a module or parameter was added to `module`."""
         for part in self._parts:
             part.note_added(module)
 
@@ -222,13 +220,13 @@ class Life(Loop):
             raise self._broken
 
     def explained(self, error: BaseException | None) -> UsageError | None:
-        """The error in words, if it came of gradients that are shared out, or not there before the last micro-batch."""
+        """An explanation of an error that comes from sharded gradients, or from .grad before the last micro-batch."""
         micro_step = self._steps.micro_step
         if not isinstance(error, NO_GRADIENT) or isinstance(error, PacelineError):
             return None
-        told, trace = f"{type(error).__name__}: {error}.", error.__traceback__
+        text, trace = f"{type(error).__name__}: {error}.", error.__traceback__
         if "mixed torch.Tensor and DTensor" in str(error):
-            return UsageError(code="sharded-weights-used", error=told).with_traceback(trace)
+            return UsageError(code="sharded-weights-used", error=text).with_traceback(trace)
         if (
             micro_step is None
             or micro_step.is_last
@@ -236,22 +234,22 @@ class Life(Loop):
             or any(part.has_gradients for part in self._parts)
         ):
             return None
-        files = [one.filename for one in traceback.extract_tb(trace)]
+        files = [frame.filename for frame in traceback.extract_tb(trace)]
         if "NoneType" not in str(error) and not any(file.endswith(CLIPPING) for file in files):
             return None
-        return UsageError(code="gradient-not-complete", error=told).with_traceback(trace)
+        return UsageError(code="gradient-not-complete", error=text).with_traceback(trace)
 
     exited: tuple[Any, int] | None = None
-    """the exit code that sys.exit was given in a training loop, and after which step"""
+    """(exit code, step) of a call of sys.exit in a training loop"""
 
     def note_exit(self, code: Any) -> None:
-        """The script calls sys.exit(code). At the process's end nobody knows that any more."""
+        """Record a call of sys.exit(code), because the code is not available at the end of the process."""
         if self._live:
             self.exited = code, self._course.step
 
     def close(self, error: BaseException | None = None) -> None:
-        """End in good order, or with the error that ends the loop. Also called at the process's end."""
-        if self._closed or os.getpid() != self._pid:  # a loader's process ends, too, and the session is not its own
+        """End the session, with an error if there is one. Also called at the end of the process."""
+        if self._closed or os.getpid() != self._pid:  # a worker process of a loader also calls this
             return
         if self._observer is not None and self._opened and isinstance(error or SystemExit(), SystemExit):
             self._observer.on_end()
@@ -263,13 +261,13 @@ class Life(Loop):
             error = SystemExit(self.exited[0])
         in_loop = isinstance(error, SystemExit) and (self._live > 0 or self.exited is not None)
         if isinstance(error, SystemExit) and (self._stopped or not error.code):
-            error = None  # an end in good order
+            error = None  # a regular end
         error = error or self._broken
         try:
             if error is not None:
                 self._fail(error)
             elif self._stopped or self._complete:
-                if self._complete and not self._stopped and not in_loop:  # else the other ranks may be elsewhere
+                if self._complete and not self._stopped and not in_loop:  # otherwise other ranks may still train
                     self._check_reached()
                     self._compare_replicas()
                 self._guard.box.enter(Phase.CLOSE)
@@ -287,59 +285,59 @@ class Life(Loop):
             self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _check_reached(self) -> None:
-        """Raise UsageError if the loop has ended before the place at which the run was to resume."""
         if self._resumed is not None and self._parts:
             epoch, phase = self._resumed["epoch"] + 1, self._resumed["phase"] + 1
             raise UsageError(code="resume-place-not-reached", epoch=epoch, phase=phase)
 
     def _closing(self, summary: Summary) -> list[str]:
         if summary.exit == ExitCode.SAVED:
-            return [f"asked to stop: saved after step {summary.steps}. Start the script again to go on"]
+            return [f"stopped on request: saved after step {summary.steps}. Start the script again to resume"]
         assert self._course.place is not None
         folder = self._course.place.folder
         return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {folder}", see_it(folder)]
 
-    def _log(self, found: dict[str, float]) -> None:
+    def _log(self, metrics: dict[str, float]) -> None:
         course = self._course
-        course.metrics, course.evaluated = course.metrics | found, course.step
-        course.found(course.step, found)
+        course.metrics, course.evaluated = course.metrics | metrics, course.step
+        course.found(course.step, metrics)
 
     def _fail(self, error: BaseException) -> None:
-        whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None
+        is_whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None
         with suppress(Exception):
-            if whole and self._steps.in_step:
+            if is_whole and self._steps.in_step:
                 self._steps.give_up()
         with suppress(Exception):
-            instead = self._course.fail(error, self._loop_state, whole=whole)
+            instead = self._course.fail(error, self._loop_state, whole=is_whole)
             if isinstance(error, OSError) and instead is not None:
                 print(instead, file=sys.stderr, flush=True)
             code, place = _code_of(error), self._course.place
             refused = code == ExitCode.USAGE and place is not None and place.attempt > 1
             if self._course.is_open and self.rank == 0 and not refused:
                 self._course.summarise(code, failure=f"{type(error).__name__}: {error}"[:2000])
-        if not isinstance(error, (KeyboardInterrupt, SystemExit)):  # before any teardown: the first to fail is known
+        # before any teardown, so that the first failing rank is known
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             record_failure(instead or error, _code_of(instead or error), traceback=not isinstance(error, PacelineError))
 
 
-open_sessions: list[Life] = []
+open_sessions: list[SessionLifecycle] = []
 
 
 def close_all(error: BaseException | None = None) -> None:
-    """End all sessions of this process."""
+    """Close all sessions of this process."""
     while open_sessions:
         open_sessions.pop().close(error)
 
 
 def install() -> None:
-    """At the process's end, however it comes, sessions end in good order; a PacelineError has its own exit code."""
+    """Close sessions at every end of the process, and let a PacelineError end it with the error's exit code."""
     if getattr(sys.excepthook, "of_paceline", False):
         return
     before = sys.excepthook
 
-    @wraps(before)  # also its module: whose hook prints the error in the end
+    @wraps(before)  # copies also the module, which shows whose hook prints the error
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
-            error = next((found for one in open_sessions if (found := one.explained(error))), error)
+            error = next((better for session in open_sessions if (better := session.explained(error))), error)
             close_all(error)
         reword(error)
         if isinstance(error, PacelineError):
@@ -351,8 +349,8 @@ def install() -> None:
         plain_exit = sys.exit
 
         def noted_exit(code: Any = None) -> NoReturn:
-            for one in open_sessions:
-                one.note_exit(code)
+            for session in open_sessions:
+                session.note_exit(code)
             plain_exit(code)
 
         noted_exit.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -361,7 +359,7 @@ def install() -> None:
     sys.excepthook = hook
     if not getattr(close_all, "is_registered", False):
         close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
-        # before threads are waited for: later none can be started, and a checkpoint's end starts one
+        # before Python waits for threads: later no thread can start, and the end of a checkpoint starts one
         threading._register_atexit(close_all)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 

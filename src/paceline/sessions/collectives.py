@@ -1,4 +1,4 @@
-"""What the ranks of a session tell each other: sums, means, agreements, and what one does for all."""
+"""The collectives of a session: sums, means, gathers, metrics, and calls on rank 0."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,56 +14,54 @@ from paceline.tasks.metric import is_torchmetric, several
 from paceline.train.metrics import dealt, in_order, result_of, state_of
 
 
-class Ranks:
-    """The part of a session that knows nothing of training."""
+class SessionCollectives:
+    """The methods of a session that do not depend on training."""
 
     world: World
     _observer: Observer | None = None
-    _evaluated_batch = 0
-    """samples of the batch that is evaluated; 0: none is"""
+    _evaluated_batch = 0  # samples of the current batch of an evaluation; 0 outside of an evaluation
 
     @property
     def rank(self) -> int:
-        """This process's number, from 0."""
+        """The rank of this process, from 0."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.world.size
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.world.device
 
     def sum(self, *numbers: float | Tensor) -> Any:
-        """Each number added up over all ranks, as a float; several come back as a tuple (a collective)."""
+        """The sum of a number over all ranks, as a float. For several numbers, a tuple of sums (a collective)."""
         self._check_all_here()
         values = [float(number) for number in numbers]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        found = sum_over_ranks(mine, "numbers of the loop", where=self._moment)
-        added: list[float] = found.tolist()
-        return added[0] if len(added) == 1 else tuple(added)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        sums: list[float] = sum_over_ranks(tensor, "numbers of the loop", where=self._moment).tolist()
+        return sums[0] if len(sums) == 1 else tuple(sums)
 
     def mean(self, total: float | Tensor, count: float | Tensor) -> float:
         """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
         total, count = self.sum(total, count)
         if count == 0:
             raise UsageError(code="mean-of-nothing")
-        found = float(total / count)
+        mean = float(total / count)
         if self._observer is not None:
-            self._observer.on_numbers({"s.mean": found})
-        return found
+            self._observer.on_numbers({"s.mean": mean})
+        return mean
 
     def any(self, flag: bool | Tensor) -> bool:
-        """Whether any rank says so: all get the same answer (a collective)."""
+        """Whether `flag` is true on any rank; the same result on all ranks (a collective)."""
         return self.sum(float(bool(flag))) > 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """(n, ...) of each rank -> (sum of n, ...) on every rank, in the order of ranks, nothing padded (a collective).
+        """(n, ...) on each rank -> (sum of n, ...) on every rank, in rank order, without padding (a collective).
 
-        In an evaluation loop, where they are one for each sample of the batch: in the order of the batch.
+        In an evaluation loop, for one value per sample of the batch, the result is in the order of the batch.
         """
         self._check_all_here()
         values = values.detach()
@@ -78,7 +76,7 @@ class Ranks:
 
     @property
     def _moment(self) -> tuple[int, ...]:
-        """Where in the training the loop is: the same on all ranks that call one of these."""
+        """The position of the loop in the training. It must be equal on all ranks that call a collective."""
         return ()
 
     def _check_all_here(self) -> None:
@@ -87,30 +85,31 @@ class Ranks:
             raise UsageError(code="collective-in-evaluation", samples=self._evaluated_batch, ranks=self.size)
 
     def compute(self, metric: Any) -> Any:
-        """What an object of torchmetrics, or a collection, comes to over the states of all ranks (a collective).
+        """Compute a torchmetrics object or collection from the states of all ranks (a collective).
 
-        Each rank has updated its own on its share. It stays as it is: reset it before the next evaluation.
+        Each rank has updated its object with its samples. The object does not change: reset it before the next
+        evaluation.
 
         Returns:
-            What `metric.compute()` gives on one process, the same on all ranks.
+            The result of `metric.compute()` on one process, equal on all ranks.
 
         Raises:
-            UsageError: for anything else, and if no rank has updated it.
+            UsageError: for any other object, and if no rank has updated it.
         """
         with raise_on_all_ranks(self.world):
             if not is_torchmetric(metric):
                 raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
         members = several(metric)
-        states = {name: state_of(one) for name, one in members.items()}
-        told = gather_tensors(states, self.world, "states of metrics", where=self._moment)
+        states = {name: state_of(member) for name, member in members.items()}
+        of_ranks = gather_tensors(states, self.world, "states of metrics", where=self._moment)
         with raise_on_all_ranks(self.world, prepares=False):
-            found = {name: result_of(one, [of_rank[name] for of_rank in told]) for name, one in members.items()}
-        return found.get("", found)
+            results = {name: result_of(m, [of_rank[name] for of_rank in of_ranks]) for name, m in members.items()}
+        return results.get("", results)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `act` on rank 0 while the others wait; its result there, None elsewhere (a collective).
+        """Call `act` on rank 0 while the other ranks wait (a collective).
 
-        What it raises is raised on rank 0, and ends the other ranks.
+        Returns its result on rank 0, and None on other ranks. An error in it ends all ranks.
         """
         with raise_on_all_ranks(self.world, prepares=False):
             return act(*arguments) if self.rank == 0 else None

@@ -1,4 +1,4 @@
-"""What a strategy cannot train, refused before the first step."""
+"""Checks before the first step that a strategy supports the model and the optimizer."""
 
 from torch import nn, optim
 from torch.nn.parameter import is_lazy
@@ -10,15 +10,15 @@ from paceline.config.strategies import FOR_SEVERAL
 from paceline.errors import UsageError
 from paceline.rank.world import World
 
-# Each updates an element by that element's own gradient and history alone.
+# Each element's update depends only on the gradient and the history of that element.
 ELEMENT_WISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop,
     optim.Rprop, optim.ASGD,
 )  # fmt: skip
 
 
-def only_alone(name: str, world: World) -> None:
-    """Refuse a world of several ranks, for a strategy that lives in one process.
+def check_single_process(name: str, world: World) -> None:
+    """Check that there is one rank, for a strategy that supports a single process only.
 
     Raises:
         UsageError: if `world` has more than one rank.
@@ -27,11 +27,11 @@ def only_alone(name: str, world: World) -> None:
         raise UsageError(code="strategy-of-one-process", value=name, processes=world.size, allowed=[*FOR_SEVERAL])
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Refuse parameters and buffers that get their shape in the first forward (nn.LazyLinear, nn.LazyBatchNorm2d).
+def check_no_lazy_parameters(model: nn.Module) -> None:
+    """Check for lazy modules (nn.LazyLinear, nn.LazyBatchNorm2d), whose tensors have no shape before the first forward.
 
     Raises:
-        UsageError: naming the first of them.
+        UsageError: for the first lazy parameter or buffer.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -39,22 +39,22 @@ def refuse_lazy(model: nn.Module) -> None:
             raise UsageError(code="lazy-parameter", name=name, kind=kind)
 
 
-def refuse_sparse(model: nn.Module, strategy: str) -> None:
-    """Refuse embeddings that give sparse gradients, for a strategy that only adds up dense ones.
+def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
+    """Check for embeddings with sparse gradients, for a strategy that sums dense gradients only.
 
     Raises:
-        UsageError: naming the module.
+        UsageError: for the first such module.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise sparse_gradient(f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}")
 
 
-def refuse_max_norm(model: nn.Module) -> None:
-    """Refuse embeddings that shrink the rows of their own samples in forward, where each rank sees other samples.
+def check_no_max_norm(model: nn.Module) -> None:
+    """Check for embeddings with max_norm, whose forward changes the rows that this rank's samples use.
 
     Raises:
-        UsageError: naming the module.
+        UsageError: for the first such module.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -62,31 +62,31 @@ def refuse_max_norm(model: nn.Module) -> None:
             raise UsageError(code="embedding-max-norm", module=described, max_norm=module.max_norm)
 
 
-def refuse_hooks(model: nn.Module, strategy: str) -> None:
-    """Refuse hooks on the gradients of parameters, for a strategy that replaces the parameters.
+def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
+    """Check for gradient hooks on parameters, for a strategy that replaces the parameters.
 
     Raises:
-        UsageError: naming the first parameter that has one.
+        UsageError: for the first parameter with a hook.
     """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
             raise UsageError(code="hooked-parameter", name=name, strategy=strategy)
 
 
-def refuse_foreign(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that trains what is not in the model.
+def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer trains parameters of the model only.
 
     Raises:
-        UsageError: naming its shape.
+        UsageError: for the first other parameter.
     """
-    own = set(model.parameters())
+    parameters = set(model.parameters())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in own:
+        if parameter not in parameters:
             raise UsageError(code="foreign-parameter", shape=tuple(parameter.shape))
 
 
-def refuse_synchronised(model: nn.Module, name: str) -> None:
-    """Refuse synchronised batch norm, for a strategy whose result must not depend on the world size.
+def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
+    """Check for synchronised batch norm, for a strategy whose result must not depend on the world size.
 
     Raises:
         UsageError: if `model` has any.
@@ -95,12 +95,12 @@ def refuse_synchronised(model: nn.Module, name: str) -> None:
         raise UsageError(code="exact-with-sync-batchnorm", strategy=name)
 
 
-def refuse_whole(strategy: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that may look at more than one element at a time, for a strategy that cuts parameters.
+def check_element_wise(strategy: str, optimizer: Optimizer) -> None:
+    """Check that the optimizer's update is element-wise, for a strategy that shards parameters.
 
     Raises:
-        UsageError: naming those that do not.
+        UsageError: for any other optimizer.
     """
     if type(optimizer) not in ELEMENT_WISE:
-        known, kind = [one.__name__ for one in ELEMENT_WISE], type(optimizer).__name__
+        known, kind = [supported.__name__ for supported in ELEMENT_WISE], type(optimizer).__name__
         raise UsageError(code="optimizer-not-element-wise", strategy=strategy, kind=kind, known=known)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, under the parameter's name in the model."""
+"""The state of an optimizer as named tensors: saved and loaded by the parameters' names in the model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_
 from paceline.collectives.shards import Piece
 from paceline.errors import UsageError
 
-ITEM = ".item"  # ends the name of a plain number
+ITEM = ".item"  # suffix of the name of a plain number
 
 
 def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
-    """Its whole state; None values are left out, as an optimizer makes them again."""
+    """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     held: list[TensorShard] = []
     for parameter, state in optimizer.state.items():
@@ -26,10 +26,10 @@ def hold_optimizer(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
 
 
 def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an optimizer keeps for parameter `name`, plain numbers as tensors of one element.
+    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element.
 
     Raises:
-        UsageError: for anything else, which only pickle could save, and loading a pickle runs what it says.
+        UsageError: for any other value. Only pickle could save it, and loading a pickle executes code.
     """
     for key, value in state.items():
         full = f"optimizer/{name}/{key}"
@@ -42,7 +42,7 @@ def named_state(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tens
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
-    """Take over its whole state; a parameter without any has not been trained yet."""
+    """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
     optimizer.state.clear()
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
@@ -50,43 +50,46 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
 
 
 def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
-    """Give it the `states` of some of its parameters; an empty one is none."""
+    """Set the optimizer's `states` for some of its parameters. An empty state is skipped."""
     for name, parameter in named.items():
         if state := states[name]:
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
 
 
 def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
-    """(key, full name) of all that was saved for parameter `name`."""
+    """(key, full name) of each saved tensor of parameter `name`."""
     prefix = f"optimizer/{name}/"
     for full in source.names(prefix):
         key = full.removeprefix(prefix)
-        if "/" not in key:  # else of a parameter called name/...
+        if "/" not in key:  # otherwise it belongs to a parameter called name/...
             yield key, full
 
 
 def hold_pieces(
-    pieces: Mapping[str, Piece], optimizer: Optimizer, uncut: Mapping[str, nn.Parameter] | None = None
+    pieces: Mapping[str, Piece], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `hold_optimizer`, if it trains pieces of parameters, by the names of the parameters, and `uncut` ones."""
+    """As `hold_optimizer`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones."""
     held: list[TensorShard] = []
-    for name, parameter in (uncut or {}).items():
+    for name, parameter in (unsharded or {}).items():
         held += [TensorShard(full, tensor) for full, tensor in named_state(name, optimizer.state.get(parameter, {}))]
     for name, piece in pieces.items():
         for full, tensor in named_state(name, optimizer.state.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape:
                 held.append(TensorShard(full, tensor, piece.whole, piece.start, replicated=False))
-            elif piece.start == 0:  # a counter: one of those who have it saves it
+            elif piece.start == 0:  # a counter: one of the ranks that have it saves it
                 held.append(TensorShard(full, tensor, replicated=False))
     return held
 
 
 def load_pieces(
-    pieces: Mapping[str, Piece], optimizer: Optimizer, source: Source, uncut: Mapping[str, nn.Parameter] | None = None
+    pieces: Mapping[str, Piece],
+    optimizer: Optimizer,
+    source: Source,
+    unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
-    """As `load_optimizer`, if it trains pieces of parameters and `uncut` ones."""
+    """As `load_optimizer`, for an optimizer of `pieces` of parameters and `unsharded` ones."""
     optimizer.state.clear()
-    for name, parameter in (uncut or {}).items():
+    for name, parameter in (unsharded or {}).items():
         if state := saved_state(source, name):
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
     for name, piece in pieces.items():
@@ -95,7 +98,7 @@ def load_pieces(
 
 
 def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[str, Any]:
-    """What was saved for parameter `name`, by key: all of it, or a piece; of a counter, the whole."""
+    """The saved state of parameter `name`, by key: whole tensors, or one piece of them. Counters are always whole."""
     state: dict[str, Any] = {}
     for key, full in saved_keys(source, name):
         if piece is None or key.endswith(ITEM) or key == "step" or source.shape(full) != piece.whole:
@@ -108,29 +111,29 @@ def saved_state(source: Source, name: str, piece: Piece | None = None) -> dict[s
 
 
 def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` where `parameter` is; counters (step) only if the optimizer is fused or capturable, as torch wants it."""
+    """`state` on the device of `parameter`. Counters move only for a fused or capturable optimizer, as in torch."""
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    all_there = group.get("fused") or group.get("capturable")
+    moves_counters = group.get("fused") or group.get("capturable")
 
-    def belongs_there(key: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and (all_there or (value.shape == parameter.shape and key != "step"))
+    def moves(key: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and (moves_counters or (value.shape == parameter.shape and key != "step"))
 
-    there = {key: value.to(parameter.device) if belongs_there(key, value) else value for key, value in state.items()}
-    return {key: _laid_like(parameter, value) for key, value in there.items()}
+    moved = {key: value.to(parameter.device) if moves(key, value) else value for key, value in state.items()}
+    return {key: _with_strides_of(parameter, value) for key, value in moved.items()}
 
 
-def _laid_like(parameter: nn.Parameter, value: Any) -> Any:
-    """`value` with the parameter's strides, if it has its shape: fused optimizers look at memory, not at strides."""
+def _with_strides_of(parameter: nn.Parameter, value: Any) -> Any:
+    """`value` with the parameter's strides, if the shapes are equal: fused optimizers ignore strides."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
-    """Fill trainable parameters with the mean over hosts, of a state that hosts have left between two outer steps.
+def load_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
+    """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
     Returns:
-        Of how many hosts the state is; 0: of none that took local steps.
+        The number of nodes that took local steps in the saved run; 0 if none did.
     """
     saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
     if saved is None or steps is None:
@@ -146,7 +149,7 @@ def take_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     return len(hosts)
 
 
-def words_of_mean(saved: int, now: str) -> str:
-    """That a state of `saved` hosts is taken over by others."""
-    mean = "it goes on from the mean of their parameters"
-    return f"the checkpoint is of {saved} hosts that took local steps, {now}: {mean}"
+def mean_message(saved: int, now: str) -> str:
+    """The message of a resume from local steps of `saved` nodes; `now` describes this run."""
+    mean = "training resumes from the mean of their parameters"
+    return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

@@ -1,4 +1,4 @@
-"""From what a user gives a session, a model or data, to parts of a training and a plan of who sees which sample."""
+"""Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from paceline.data.plan import BatchPlan, Tail
 from paceline.data.streams import ENDLESS, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.sessions.elsewhere import replace_in_place
-from paceline.sessions.gate import SessionStep
 from paceline.sessions.loader import Loader, Run, StreamLoader, check_taken, taken_over
 from paceline.sessions.order import covers_all, keeps_order, steps_of
 from paceline.sessions.prepared import PreparedModel, PreparedOptimizer
+from paceline.sessions.session_step import SessionStep
+from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.train.optimizer import checked_optimizer
 
@@ -26,7 +26,7 @@ OptimizerLike = Optimizer | MakeOptimizer
 SchedulerLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
-def planned(
+def make_loader(
     data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
     run: Run,
     world: World,
@@ -43,10 +43,10 @@ def planned(
     shuffle: bool | None,
     tail: Tail,
 ) -> Loader:
-    """What `Session.loader` returns; see there.
+    """See `Session.loader`.
 
     Raises:
-        UsageError: for what cannot be shared out.
+        UsageError: if the data cannot be distributed over ranks.
     """
     existing: DataLoader[Any] | None = None
     dataset: Any = data
@@ -59,9 +59,9 @@ def planned(
         existing, dataset = data, data.dataset
         loading = taken_over(data, loading)
         if data.persistent_workers:
-            say("NOTE: persistent_workers=True: a session starts a loader's processes anew in each epoch")
-        known = 0 if is_stream(dataset) else steps_of(data)
-        batch = data.batch_size or max(len(dataset) // max(1, known), 1)
+            say("NOTE: persistent_workers=True has no effect: a session starts the worker processes in each epoch")
+        steps = 0 if is_stream(dataset) else steps_of(data)
+        batch = data.batch_size or max(len(dataset) // max(1, steps), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
         if per_rank and not is_stream(dataset):
             if data.batch_size is None or not covers_all(data):
@@ -96,7 +96,7 @@ def _check_stream(stream: object, shuffle: bool | None, tail: Tail, num_workers:
         raise UsageError(code="stream-in-processes", value=num_workers)
 
 
-def prepared(
+def prepare_model(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -105,56 +105,55 @@ def prepared(
     number: int,
     gate: SessionStep,
 ) -> PreparedModel:
-    """The model as this rank's part, with its optimizer and scheduler; see `Session.prepare` (a collective)."""
+    """This rank's replica of the model, with optimizer and scheduler; see `Session.prepare` (a collective)."""
     with raise_on_all_ranks(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
         if not any(p.requires_grad for p in model.parameters()):
             raise UsageError(code="nothing-to-train")
-        make = made_optimizer(model, optimizer)
+        make = optimizer_factory(optimizer)
         model = model.to(world.device)
-    given = [*model.parameters()]
+    before = [*model.parameters()]
     replica = strategy(model, make, world)
     with raise_on_all_ranks(world):
-        replace_in_place(given, model)
+        invalidate_replaced_parameters(before, model)
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
             scheduler = scheduler(replica.optimizer)
         return PreparedModel(replica, scheduler, number, gate)
 
 
-def prepared_again(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
-    """Another optimizer of a model that was prepared already (a collective)."""
+def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> PreparedOptimizer:
+    """Add an optimizer to a model that is already prepared (a collective)."""
     with raise_on_all_ranks(world):
-        made = made_optimizer(part.replica.model, optimizer)(part.replica.model.parameters())
+        optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
         if callable(scheduler) and not hasattr(scheduler, "state_dict"):
-            scheduler = scheduler(made)
-        return part.add_optimizer(made, scheduler)
+            scheduler = scheduler(optimizer)
+        return part.add_optimizer(optimizer, scheduler)
 
 
-def made_optimizer(model: nn.Module, asked: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """What makes the optimizer, from the user's function or from an optimizer that is there already.
+def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer.
 
     Raises:
-        UsageError: it is neither, or the optimizer has taken steps already, trains another model or needs closures.
+        UsageError: if it is neither, or the optimizer has already taken steps or needs closures.
     """
-    if isinstance(asked, Optimizer):
-        checked_optimizer(asked)
-        if any(_has_stepped(state) for state in asked.state.values()):
+    if isinstance(optimizer, Optimizer):
+        checked_optimizer(optimizer)
+        if any(_has_stepped(state) for state in optimizer.state.values()):
             raise UsageError(code="optimizer-has-stepped")
-        return lambda _: _on_device(asked)
-    if not callable(asked):
-        raise UsageError(code="not-optimizer", kind=type(asked).__name__)
+        return lambda _: _on_device(optimizer)
+    if not callable(optimizer):
+        raise UsageError(code="not-optimizer", kind=type(optimizer).__name__)
 
-    return lambda parameters: checked_optimizer(asked(parameters))
+    return lambda parameters: checked_optimizer(optimizer(parameters))
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """By an optimizer's state of one parameter, which Adagrad has from the start."""
+    """Whether the state of a parameter is that of a step. Adagrad has a state from the start."""
     return bool(state) and bool(state.get("step", 1))
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:
-    """With the state that it has from the start where its parameters are now."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor):

@@ -1,0 +1,153 @@
+"""Training of several nodes on a slow network: compressed gradients, or local steps (see `outer_optimizer`)."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, needed
+from paceline.collectives.across import InterHostSum
+from paceline.collectives.buckets import trainable
+from paceline.collectives.communicator import fit_in_memory, make_communicator, print_notice
+from paceline.collectives.control import report_on_one_rank
+from paceline.collectives.hosts import Hosts
+from paceline.collectives.memory_sum import MAX_TENSORS
+from paceline.collectives.reducer import sum_on_each_host
+from paceline.config.strategies import SLOW, network_error
+from paceline.errors import UsageError, flag
+from paceline.rank.world import World
+from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.strategies.outer_optimizer import InterNodeOptions, OuterOptimizer
+
+
+def inter_node_strategy(
+    model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, options: InterNodeOptions
+) -> "InterNodeStrategy | None":
+    """The strategy for these `options` between nodes; None if no option applies (a collective).
+
+    Raises:
+        ValueError: if the ranks do not support the options.
+    """
+    hosts = _hosts_for(options, model, world)
+    if hosts is None:
+        return None
+    strategy = LocalSteps if options.get("local_steps") else InterNodeStrategy
+    return strategy(model, make_optimizer, world, hosts, virtual_ranks, options)
+
+
+def _hosts_for(options: InterNodeOptions, model: nn.Module, world: World) -> Hosts | None:
+    """The nodes of `world`. None if no option is set, or if there is one node; then a message explains it."""
+    values: dict[str, Any] = {name: options.get(name) for name in SLOW}
+    if error := network_error(values):
+        raise report_on_one_rank(error, world)
+    given = [name for name in ("compress", "local_steps") if values[name] is not None]
+    if not given:
+        return None
+    parameters, exchange = trainable(model), make_communicator()
+    hosts = exchange.hosts()
+    if hosts is not None and fit_in_memory(parameters):
+        return hosts
+    if world.size > 1 and exchange.kind != "shared":
+        raise report_on_one_rank(
+            UsageError(code="no-shared-memory-on-nodes", setting=given[0], most=MAX_TENSORS), world
+        )
+    flags = " ".join(flag(name, values[name]) for name in given)
+    print_notice(f"{flags} has no effect: all ranks are on one node")
+    return None
+
+
+class InterNodeStrategy(Strategy):
+    """Sums gradients on each node, and sends them compressed between nodes.
+
+    The compression residuals of each node are a part of the state. A skipped step also drops its changes of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        hosts: Hosts,
+        virtual_ranks: int | None,
+        options: InterNodeOptions,
+    ) -> None:
+        """`hosts`: the nodes of `world`."""
+        optimizer = make_optimizer(model.parameters())
+        self._hosts = hosts
+        self._across = InterHostSum(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
+        self._division = torch.tensor([hosts.count, hosts.memory.size])
+        self._prefix = f"feedback/{hosts.rank}/"
+        reducer = sum_on_each_host(model, hosts, self._prepare(model, optimizer, options))
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
+
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions) -> InterHostSum | None:
+        """The sum of gradients over nodes; None if nodes do not sum gradients in each step."""
+        return self._across
+
+    def keep_buffers(self) -> None:
+        """See Strategy."""
+        super().keep_buffers()
+        self._across.keep()
+
+    def put_back_buffers(self) -> None:
+        """See Strategy."""
+        super().put_back_buffers()
+        self._across.put_back()
+
+    def _state(self) -> list[TensorShard]:
+        residuals = self._across.state().items()
+        shards = [TensorShard(self._prefix + name, tensor, replicated=False) for name, tensor in residuals]
+        return [*super()._state(), TensorShard("feedback/division", self._division), *shards]
+
+    def _load(self, source: Source) -> None:
+        super()._load(source)
+        self._across.forget()
+        saved = source.tensor("feedback/division")
+        if saved is not None and torch.equal(saved, self._division):
+            of_rank = PrefixedSource(source, self._prefix)
+            residuals = self._across.state().items()
+            self._across.load({name: needed(of_rank, name, tensor) for name, tensor in residuals})
+        elif saved is not None:
+            print_notice(
+                f"the checkpoint was saved on {describe_division(saved)}, now there are "
+                f"{describe_division(self._division)}: the compression residuals are dropped and start at zero"
+            )
+
+
+class LocalSteps(InterNodeStrategy):
+    """Each node trains separately between outer steps; see `outer_optimizer`."""
+
+    def _prepare(self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions) -> InterHostSum | None:
+        self._outer = OuterOptimizer(model, optimizer, self._hosts, options, self._across)
+        self.host = self._hosts
+        return None
+
+    def _reduce(self, divisor: float | Tensor) -> bool | None:
+        assert self.reducer is not None
+        # with plain SGD the mean of the nodes' steps is then the step on the global batch
+        return self.reducer.finish(divisor / self._hosts.count) or None
+
+    def all_finite(self) -> bool:
+        """See Strategy."""
+        return self._outer.all_finite()
+
+    def merged_buffers(self) -> AbstractContextManager[None]:
+        """See Strategy."""
+        return self._outer.averaged(super().merged_buffers)
+
+    def _hold_parameters(self) -> list[TensorShard]:
+        return self._outer.hold_parameters()
+
+    def _hold_optimizer(self) -> list[TensorShard]:
+        return self._outer.hold()
+
+    def _load_optimizer(self, source: Source) -> None:
+        self._outer.load(source)
+
+
+def describe_division(division: Tensor) -> str:
+    """Describe a division (nodes, ranks of each node) for a message."""
+    count, size = division.tolist()
+    return f"{count} nodes of {size} rank{'s' if size > 1 else ''}"

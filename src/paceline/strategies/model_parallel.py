@@ -1,0 +1,97 @@
+"""Extends a strategy for one part of a model to the whole model, for tensor, context and pipeline parallelism.
+
+A strategy trains one part of the model, on the ranks that hold this part: to the strategy the part is the model, and
+these ranks are the world. This module adds results of all parts: the gradient norm, the weights, and the state as
+shards of whole tensors.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.shards import ShardedParameter, ShardedSource, sharded_as, whole
+from paceline.checkpoint.state import Source, TensorShard
+from paceline.collectives.control import Pending, sum_over_ranks
+from paceline.rank.world import World
+
+
+class ModelParallel:
+    """Results of all parts of a model, for the strategy of one part; see `Strategy.parts`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        shards: Mapping[str, ShardedParameter],
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """Keep the arguments.
+
+        Args:
+            model: this rank's part.
+            world: all ranks, in a mesh.
+            shards: by name, the parameters of which this rank holds a shard only.
+            is_elsewhere: whether a different stage saves the tensor of this name.
+        """
+        assert world.mesh is not None
+        self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
+        self._copy = (
+            world.along("tensor").rank + world.along("context").rank
+        )  # of unsharded tensors; 0 is the first copy
+        self._in_stages = world.mesh.of("pipeline") > 1
+
+    def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
+        """The tensors of this rank's part, as shards of the whole model's tensors."""
+        shards: list[TensorShard] = []
+        for tensor in held:
+            sharded = sharded_as(tensor.name, self._shards)
+            # the ranks along data also hold it
+            is_spare = (
+                tensor.spare or self._is_elsewhere(tensor.name) or (tensor.replicated and self._world.data.rank > 0)
+            )
+            if sharded is not None and tensor.shape == sharded.shape:
+                shards += [replace(piece, replicated=False, spare=is_spare) for piece in sharded.held(tensor)]
+            elif tensor.replicated and not self._in_stages:
+                shards.append(tensor)
+            else:
+                shards.append(replace(tensor, replicated=False, spare=is_spare or self._copy > 0))
+        return shards
+
+    def norm(self, gradients: Iterable[TensorShard]) -> Pending[float]:
+        """The norm of the whole model's gradients (a collective)."""
+        return global_norm(gradients, self._world)
+
+    def after_reduction(self, finite: bool | Pending[bool] | None) -> bool | Pending[bool] | None:
+        """Called after the reduction of this part's gradients. `finite`: whether they are finite, if known."""
+        return finite
+
+    def weights(
+        self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
+    ) -> Mapping[str, Tensor]:
+        """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
+        all_weights = dict(weights())
+        held = [
+            shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
+        ]
+        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in whole(held, self._world).items()}
+        first = {id(p): name for name, p in self._model.named_parameters()}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
+            if first[id(parameter)] in full_tensors:
+                all_weights[name] = full_tensors[first[id(parameter)]]
+        return all_weights
+
+    def source(self, source: Source) -> Source:
+        """A view of a saved state of the whole model as the state of this part."""
+        return ShardedSource(source, self._shards)
+
+
+def global_norm(gradients: Iterable[TensorShard], world: World) -> Pending[float]:
+    """The norm of the gradients of all ranks, with each element counted once (a collective)."""
+    total = torch.zeros(1, dtype=torch.float64, device=world.device)
+    for held in gradients:
+        if not (held.spare or (held.replicated and world.rank > 0)):
+            total += held.tensor.double().square().sum()
+    return Pending(sum_over_ranks(total, "norm of the gradients", world.group), lambda squares: math.sqrt(squares[0]))
