@@ -1,4 +1,4 @@
-"""`paceline checkpoint list RUN` and `verify RUN`: what a person sees, and the exit codes that a script sees."""
+"""`paceline checkpoint list RUN` and `verify RUN`: their output and exit codes."""
 
 from __future__ import annotations
 

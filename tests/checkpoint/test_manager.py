@@ -1,4 +1,4 @@
-"""Publishing is one rename; what is kept, what is deleted, and what a reader finds meanwhile."""
+"""Publication is one rename; which checkpoints are kept or deleted, and what a concurrent reader finds."""
 
 from __future__ import annotations
 

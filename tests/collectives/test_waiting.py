@@ -1,4 +1,4 @@
-"""A rank that will not come: the others notice it soon, say who it is, and are seen waiting for it."""
+"""If a rank is missing, the others notice it soon, name it, and are reported as waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole commands on the GPU in Python: train, checkpoint, resume on another number of ranks, verify."""
+"""Complete commands on the GPU in Python: train, checkpoint, resume on a different number of ranks, verify."""
 
 import os
 import subprocess

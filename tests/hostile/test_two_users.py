@@ -1,4 +1,4 @@
-"""Nothing that a neighbour has prepared acts in its finder's name: docs/security.md by rows, with two real users."""
+"""No file of a hostile user acts in the name of the user who finds it: docs/security.md row by row, with two real users."""
 
 from __future__ import annotations
 

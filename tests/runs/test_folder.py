@@ -1,4 +1,4 @@
-"""The run folder: numbered starts, one run at a time, nothing written over."""
+"""The run folder: numbered starts, one run at a time, no file is overwritten."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Who else could have written this? Real files of real numbers of users; root only where other users are needed."""
+"""Which users could have written a file: with real files, and as root if other users are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes through the door is bounded: in size, depth, length of lines, number of entries."""
+"""All reads are bounded: size, depth, length of lines, number of entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of records stay small: the old are thinned or put together, the new whole, and no failure ends a run."""
+"""Files of records stay small: old records are thinned or merged, new ones complete, and no error ends a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is its owner's alone, whole, and goes through no link."""
+"""Written files are private and complete, and writes follow no links."""
 
 from __future__ import annotations
 
