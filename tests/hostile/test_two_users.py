@@ -1,4 +1,4 @@
-"""No file of a hostile user acts in the name of the user who finds it: docs/security.md row by row, with two real users."""
+"""No file of a hostile user acts in the name of the user who finds it: the rows of docs/security.md."""
 
 from __future__ import annotations
 
