@@ -1,4 +1,4 @@
-"""Small checkpoints whose contents follow from their step, so that a mix of two is seen at once."""
+"""Small checkpoints whose content follows from the step, so that a mixture of two is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What disks, copies and people do to files: one random damage to a checkpoint, or to the writing of one."""
+"""Damage by disks, copies and people: one random damage to a checkpoint, or to the writing of one."""
 
 from __future__ import annotations
 

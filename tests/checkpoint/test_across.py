@@ -1,4 +1,4 @@
-"""Ranks of two hosts hold parts of a state: after the exchange each host has the whole, and can go on alone."""
+"""Ranks of two hosts have parts of a state. After the exchange, each host has the full state and can resume alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At every moment of a save the old checkpoint or the new one is there, whole; nothing in between is ever loaded."""
+"""At every moment of a save, the old or the new checkpoint is complete. No partial one is ever loaded."""
 
 from __future__ import annotations
 

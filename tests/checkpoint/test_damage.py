@@ -1,4 +1,4 @@
-"""No damage and no forgery is ever loaded: it is told by the file's name, and the checkpoint before is used."""
+"""No damaged or forged checkpoint is loaded. A report names the file, and the previous checkpoint is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only the newest generation publishes; the older ones are told, and never hang on the lock."""
+"""Only the newest generation publishes. Older ones get an error, and never hang on the lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""manifest.json says the same when it is read back, and refuses what could not."""
+"""manifest.json is read as it was written, and values that JSON would change raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publishing is one rename; what is kept, what is deleted, and what a reader finds meanwhile."""
+"""Publication is one rename; which checkpoints are kept or deleted, and what a concurrent reader finds."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_whole_checkpoint_of_the_same_step_is_kept(tmp_path):
     manifest = manifest_of(2, write_shards(tmp, 2, 1), generation=1)
     assert again.commit(tmp, manifest, 2, told.append) == tmp_path / "step-00000002"
     assert (tmp_path / "step-00000002").stat().st_ino == inode
-    assert "there already" in told[0]
+    assert "already exists" in told[0]
     assert leftovers(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""Where a training begins: the newest state that is whole, wherever it lies, the same for all ranks."""
+"""A training resumes from the newest intact state, on disk or in memory, the same on all ranks."""
 
 import gc
 import os

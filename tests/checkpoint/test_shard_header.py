@@ -1,4 +1,4 @@
-"""A file's header is what the manifest says, or the checkpoint is damaged: `verify` sees what a resume would meet."""
+"""A file's header matches the manifest, or the checkpoint is damaged: `verify` and a resumed run agree."""
 
 from __future__ import annotations
 

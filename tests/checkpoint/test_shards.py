@@ -1,4 +1,4 @@
-"""A rank's part of a state as a file: it comes back as it was, whole or in pieces, or is refused."""
+"""A rank's part of a state as a file is read as it was written, completely or in parts, or raises an error."""
 
 from __future__ import annotations
 

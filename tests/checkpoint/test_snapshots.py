@@ -1,4 +1,4 @@
-"""Snapshots in memory: whatever happens while one is written, a whole older one is there, and no half one is taken."""
+"""Snapshots in memory: at every moment of a write an older one is complete, and no partial one is used."""
 
 from __future__ import annotations
 

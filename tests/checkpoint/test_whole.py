@@ -1,4 +1,4 @@
-"""The whole state on every rank: each piece in its place, to the bit, whatever its type."""
+"""The full state on every rank has each shard at its elements, bit for bit, for any type."""
 
 from __future__ import annotations
 

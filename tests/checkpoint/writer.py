@@ -1,4 +1,4 @@
-"""A run that does nothing but save: `writer.py ROOT ATTEMPT GENERATION STEPS` prints each step that it publishes."""
+"""A run that only saves: `writer.py ROOT ATTEMPT GENERATION STEPS` prints each step that it publishes."""
 
 from __future__ import annotations
 

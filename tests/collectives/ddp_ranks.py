@@ -1,4 +1,4 @@
-"""What ranks do in test_ddp.py: one small training by DDP, with options; plain, or with its gradients in memory."""
+"""The ranks of test_ddp.py: a small training with DDP and options, with and without gradients in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share memory, as threads of one process: real memory and real waits, without the seconds of a start."""
+"""Ranks that share memory as threads of one process: real memory and real waits, without starting processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with gradients of all kinds, and its gradients summed over virtual ranks, to the bit."""
+"""A model with gradients of all kinds, and its gradients summed over virtual ranks, for comparisons of bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What leaves a host made smaller: nothing is lost, only late, and all ranks come to the same bits.
+"""Compressed sums over hosts: no value is lost, only delayed, and all ranks get the same bits.
 
-One host is made several by what each rank says of its own (`memory.host_key`).
+Each rank reports a different `memory.host_key`, so that one host counts as several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Synchronised batch norm: W ranks equal torch's BatchNorm on the union of their inputs, in float64 to 1e-13."""
+"""SyncBatchNorm on W ranks equals torch's BatchNorm on the union of their inputs, in float64 to 1e-13."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients as they are packed and laid out."""
+"""Gradients are packed and laid out as described."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sums and numbers besides gradients: whoever asks late gets the same, from the same place only."""
+"""Sums and numbers besides gradients: late reads give the same values, and all ranks call from the same line."""
 
 from __future__ import annotations
 

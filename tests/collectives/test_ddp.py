@@ -1,4 +1,4 @@
-"""DDP with its gradients in memory is DDP, to the last bit; and where it cannot have that, it is left as it is."""
+"""DDP with gradients in shared memory has the bits of DDP. If that is impossible, DDP does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared memory for all ranks or for none: refused at any stage, on any rank, nobody is left waiting."""
+"""All ranks share memory, or none: a failure at any stage on any rank reaches all ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ranks of several hosts add up in memory first, and come to the very bits of one process.
+"""Ranks of several hosts add up in memory first, and get the bits of one process.
 
-One host is made several by what each rank says of its own (`memory.host_key`).
+Each rank reports a different `memory.host_key`, so that one host counts as several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of another host that will not come: it is named, whoever waits for whom, and nobody waits for ever."""
+"""If a rank of a different host is missing, the error names it, and no rank waits forever."""
 
 from __future__ import annotations
 

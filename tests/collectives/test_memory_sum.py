@@ -1,4 +1,4 @@
-"""Sums through shared memory have the bits of one process; chunks hold each element once."""
+"""Sums in shared memory have the bits of one process, and chunks contain each element once."""
 
 from itertools import pairwise
 

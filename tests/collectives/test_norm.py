@@ -1,4 +1,4 @@
-"""The norm's bits belong to the gradients, never to how they are shared."""
+"""The bits of the norm depend on the gradients only, not on their shards."""
 
 from __future__ import annotations
 

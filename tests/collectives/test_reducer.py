@@ -1,4 +1,4 @@
-"""Gradient reduction: the sum over ranks, exactly, whatever is used, accumulated, reordered or broken on the way."""
+"""Gradient reduction gives the exact sum over ranks for unused, accumulated, reordered and failing gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replication: bytes arrive whole whatever their type and strides, and a model that differs is named."""
+"""Broadcasts copy all bytes for any type and strides, and report a model that differs."""
 
 from __future__ import annotations
 

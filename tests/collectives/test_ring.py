@@ -1,4 +1,4 @@
-"""The ring's sum in memory has the bits of gloo's all-reduce, whatever the number of ranks and however it is cut."""
+"""The ring sum in shared memory has the bits of gloo's all-reduce, for any number of ranks and any sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded updates and sums have the bits of whole ones, and leave nothing behind."""
+"""Sharded updates and sums have the bits of unsharded ones, and free their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree's sum: one order of additions, whatever the number of ranks, of empty leaves and of buckets."""
+"""The tree's sum has one order of additions for any number of ranks, empty leaves and buckets."""
 
 from __future__ import annotations
 

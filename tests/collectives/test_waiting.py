@@ -1,4 +1,4 @@
-"""A rank that will not come: the others notice it soon, say who it is, and are seen waiting for it."""
+"""If a rank is missing, the others notice it soon, name it, and are reported as waiting for it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         assert ranks_to_unblock(verdict, evidence) == (0,)
         status_page.release(waiting.box, b"{}")
         assert waiting.process.wait(20) == 1
-        assert "freed" in (waiting.failure() or pytest.fail("no record")).message
+        assert "unblocked" in (waiting.failure() or pytest.fail("no record")).message
 
 
 FSDP = f"""{TORCH}

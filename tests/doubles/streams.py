@@ -1,16 +1,16 @@
-"""Streams and events that compute nothing, and a recorder of what happens before what: without a GPU.
+"""Streams and events without computation, and a recorder of their order, for tests without a GPU.
 
     with Recorder() as recorder:             # torch.cuda's streams and events, .to("cuda") and page-locked memory
         ...
     assert recorder.races == []
 
-Each stream has a clock, and knows how far it has waited for the others. Tensors that were sent to "cuda" are tensors of
-the CPU here, with the stream that has made them. Races are: a tensor that is read by a stream which has not waited for
-the one that made it; memory that goes back to its stream while another one, that it does not wait for and that was not
-recorded, may still read it; and a copy out of memory that is not page-locked, for which the host waits.
+Each stream has a clock, and knows which operations of the others it has waited for. Tensors on "cuda" are tensors on
+the CPU here, with the stream that created them. A race is: a read by a stream that has not waited for the creating
+stream; memory that is freed to its stream while a different stream, neither waited for nor recorded, may still read it;
+a copy from memory that is not page-locked, for which the host waits.
 
-Honest for orders that a program does not ensure, whether or not a GPU would show them. Not for how long anything takes,
-nor for kernels that write into tensors they were given.
+It detects missing orders even if a GPU would not show them. It does not model durations, nor kernels that write into
+tensors that they receive.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Counts what makes the host wait for the device, without a device: reads of values, and copies that block.
+"""Counts the operations for which the host waits for the device, without a device: reads of values, blocking copies.
 
     with HostReads() as reads: ...               # reads.lines: {"collectives/control.py:43": 1}
 
-The meta device has shapes and no values: whoever wants one value asks here, and gets a one; of several 1, 1, 0, 0, ...
-(a loss, a weight, and nobody says anything). A copy from the CPU waits for
-all that the stream has still to do unless it is `non_blocking`; `torch.tensor(..., device=...)` is such a copy, too.
-Honest for how often a step waits, and where. Not for reads by C++ itself, nor for a copy out of pageable memory that a
-driver does not stage.
+The meta device has shapes and no values. A read of one value gives 1 here; of several values 1, 1, 0, 0, ... (a loss, a
+weight, and control flags that are not set). A copy from the CPU waits for the stream unless it is `non_blocking`;
+`torch.tensor(..., device=...)` is such a copy. This counts how often a step waits, and on which line. It does not count
+reads by C++, nor copies from pageable memory that a driver does not stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainings on a GPU in Python: nothing mixes devices, and the bits are the CPU's."""
+"""Trainings on a GPU in Python: no operation mixes devices, and the bits are those of the CPU."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is done with many gradients takes as many kernels as for a few; the bits are those of one after the other."""
+"""Operations on many gradients use the same number of kernels as on a few, with the bits of one at a time."""
 
 from __future__ import annotations
 

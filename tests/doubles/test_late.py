@@ -1,4 +1,4 @@
-"""A step that reads once, at its end, as on a GPU: with real values it comes to what it comes to on the CPU."""
+"""A step that reads once at its end, as on a GPU, gives the results of the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The double does as NCCL does: what the other tests take from it as true."""
+"""The double behaves like NCCL, as the other tests assume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many operations on the device a step has that a plain loop has not."""
+"""The number of operations on the device in a step, compared with a plain loop."""
 
 from __future__ import annotations
 

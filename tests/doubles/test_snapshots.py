@@ -1,4 +1,4 @@
-"""A snapshot of what is on a device: into page-locked memory, with one wait."""
+"""A snapshot of tensors on a device: into page-locked memory, with one wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that travel on a stream of their own: waited for before use, and their memory not taken back too early."""
+"""Batches on a separate stream: steps wait for them, and their memory is not freed too early."""
 
 from __future__ import annotations
 

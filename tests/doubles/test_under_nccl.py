@@ -1,4 +1,4 @@
-"""Whole trainings on a group that behaves as NCCL's: the same bits, and nothing of an aborted step is kept."""
+"""Complete trainings on a group that behaves like NCCL's: the same bits, and nothing of an aborted step stays."""
 
 from __future__ import annotations
 

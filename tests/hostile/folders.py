@@ -1,4 +1,4 @@
-"""What a hostile neighbour prepares: run folders that name programs, processes and files of their finder."""
+"""Folders of a hostile user: run folders that name programs, processes and files of the user who finds them."""
 
 from __future__ import annotations
 

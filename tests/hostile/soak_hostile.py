@@ -319,16 +319,8 @@ def soak(numbers: Iterable[int], seed: int, place: Path, told: Callable[[int, di
         precious = canary.parent / "precious"
         precious.write_text("thesis")
         victim.own(precious)
-        plain, heavy = (
-            Typist(victim),
-            Typist(
-                victim,
-                "paceline.cli.ledger",
-                "paceline.train.prepare",
-                "paceline.lab.ranks.ledger",
-                "paceline.train.weights",
-            ),
-        )
+        modules = ("cli.ledger", "train.prepare", "lab.ranks.ledger", "train.weights")
+        plain, heavy = Typist(victim), Typist(victim, *(f"paceline.{module}" for module in modules))
         bystander = victim.popen("sleep", "100000")
         time.sleep(0.3)
         try:

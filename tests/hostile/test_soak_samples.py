@@ -1,4 +1,4 @@
-"""A seeded sample of what `make soak-hostile` and `make soak-connections` try by the thousand."""
+"""A seeded sample of the cases of `make soak-hostile` and `make soak-connections`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that a neighbour has prepared acts in its finder's name: docs/security.md by rows, with two real users."""
+"""No file of a hostile user acts in the name of the user who finds it: the rows of docs/security.md."""
 
 from __future__ import annotations
 
@@ -245,19 +245,8 @@ def test_another_module_of_the_same_name_is_not_resumed(users: Users, shared: Pa
     home, file = users.victim.home, shared / "canary"
     (home / "minetask.py").write_text((Path(__file__).parents[2] / "examples" / "own_task.py").read_text())
     users.victim.own(home / "minetask.py")
-    words = (
-        "train",
-        "minetask:task",
-        "--nproc",
-        "1",
-        "--steps",
-        "2",
-        "--checkpoint-every",
-        "1",
-        "--run-dir",
-        home / "run",
-    )
-    done = users.victim.paceline(*words)
+    words = "train minetask:task --nproc 1 --steps 2 --checkpoint-every 1 --run-dir".split()
+    done = users.victim.paceline(*words, home / "run")
     assert done.returncode == 0, done.stderr
     (shared / "minetask.py").write_text(payload(file))
     users.mallory.own(shared / "minetask.py")

@@ -1,4 +1,4 @@
-"""Two users of one machine, made by root: `victim`, who types commands, and `mallory`, who prepares what they find."""
+"""Two users of one machine, created by root: `victim`, who types commands, and `mallory`, who prepares files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events: what is written is read, whatever else stands in the file."""
+"""Events are read as they were written, whatever else the file contains."""
 
 import os
 from pathlib import Path

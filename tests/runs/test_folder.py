@@ -1,4 +1,4 @@
-"""The run folder: numbered starts, one run at a time, nothing written over."""
+"""The run folder: numbered starts, one run at a time, no file is overwritten."""
 
 import os
 import re
@@ -117,15 +117,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 NEVER_BEGAN = [
     [],
     ["config.toml"],
-    [
-        "config.toml",
-        "config.toml.partial",
-        "environment.json",
-        "summary.json",
-        "machine-0.jsonl",
-        ".lock",
-        "attempt-1/",
-    ],
+    "config.toml config.toml.partial environment.json summary.json machine-0.jsonl .lock attempt-1/".split(),
     ["attempt-1/", "attempt-2/", "checkpoints/"],
     ["checkpoints/.fence", "checkpoints/.tmp-3-1-0/"],
 ]

@@ -1,4 +1,4 @@
-"""All files of a run are opened by paceline.runs.reading and writing: the rest of the package opens none itself."""
+"""Only paceline.runs.reading and writing open files of a run."""
 
 import ast
 from pathlib import Path

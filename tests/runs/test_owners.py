@@ -1,4 +1,4 @@
-"""Who else could have written this? Real files of real numbers of users; root only where other users are needed."""
+"""Which users could have written a file: with real files, and as root if other users are needed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     with pytest.raises(NotOwned, match="can be written by all users"), open_file(file, ours=True):
         pass
     with open_file(file) as it:  # to look at it
-        assert "everybody" in it.strangers
+        assert "all users" in it.strangers
 
 
 def test_nothing_is_reached_through_a_link(place: Path) -> None:

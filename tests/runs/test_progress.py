@@ -1,4 +1,4 @@
-"""The progress that a person sees: plain lines, a bar within 80 columns, and the line that `paceline.run` shows."""
+"""Progress for people: plain lines, a bar within 80 columns, and the line of `paceline.run`."""
 
 from __future__ import annotations
 

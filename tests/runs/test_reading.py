@@ -1,4 +1,4 @@
-"""What comes through the door is bounded: in size, depth, length of lines, number of entries."""
+"""All reads are bounded: size, depth, length of lines, number of entries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 def test_what_says_that_it_is_empty_and_is_not_is_bounded_too() -> None:
     assert Path("/proc/self/status").stat().st_size == 0
-    with pytest.raises(Unreadable, match="more than 10 bytes"):
+    with pytest.raises(Unreadable, match="limit of 10 bytes"):
         read(Path(f"/proc/{os.getpid()}/status"), limit_bytes=10)
 
 
@@ -72,7 +72,7 @@ def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, t
     (tmp_path / "a.toml").write_bytes(text.encode(errors="surrogatepass"))
     began = time.monotonic()
     with pytest.raises(
-        Unreadable, match=r"a\.toml (is not valid TOML|has a line with more than 200 dots|has .* bytes)"
+        Unreadable, match=r"a\.toml (is not valid TOML|has a line with more than the limit of 200 dots|has .* bytes)"
     ):
         decode_toml(tmp_path / "a.toml")
     assert time.monotonic() - began < 9
@@ -96,7 +96,7 @@ def test_a_line_that_is_too_long_ends_the_reading(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(reading, "MAX_LINE_BYTES", 1000)
     (tmp_path / "a").write_bytes(b"good\n" + b"x" * 2_000_000)
     found = read_lines(tmp_path / "a")
-    with pytest.raises(Unreadable, match="a line of more than 1,000 bytes"):
+    with pytest.raises(Unreadable, match="a line above the limit of 1,000 bytes"):
         list(found)
 
 

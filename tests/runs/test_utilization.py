@@ -1,4 +1,4 @@
-"""The arithmetic of MFU and tokens per second; and goodput, over starts, repeated steps and steps back."""
+"""The arithmetic of MFU and tokens per second; goodput over starts, repeated steps and rollbacks."""
 
 from __future__ import annotations
 

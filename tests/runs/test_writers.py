@@ -1,4 +1,4 @@
-"""Files of records stay small: the old are thinned or put together, the new whole, and no failure ends a run."""
+"""Files of records stay small: old records are thinned or merged, new ones complete, and no error ends a run."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_a_file_stays_below_its_limit_and_its_newer_half_whole(tmp_path: Path):
 
 def test_a_file_full_of_what_is_no_step_grows_on(tmp_path: Path, monkeypatch):
     path, thinned = tmp_path / "events-0.jsonl", []
-    whole = event_writer.fold
-    monkeypatch.setattr(event_writer, "fold", lambda *told: thinned.append(1) or whole(*told))
+    whole = event_writer.merge_steps
+    monkeypatch.setattr(event_writer, "merge_steps", lambda *told: thinned.append(1) or whole(*told))
     with EventWriter(path, limit_bytes=5_000) as writer:
         for number in range(1000):
             writer.write(Checkpointed(number, "", 0.0, 0.0, 0))

@@ -174,7 +174,7 @@ def by_leaf(rank: int, size: int) -> None:
 
 def scatter(rank: int, size: int) -> None:
     flat = torch.randn(4 * size, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-    whole = tree.sum_over_leaves({(rank, rank + 1): flat}, of_ranks(rank, size).owned)
+    whole = tree.sum_over_leaves({(rank, rank + 1): flat}, of_ranks(rank, size).ranges)
     assert bits(sum_of_share(flat)) == bits(whole.chunk(size)[rank])
 
 

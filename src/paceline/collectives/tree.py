@@ -96,7 +96,7 @@ class PartialSums(Generic[_T]):
     def add(self, leaf: int, value: _T | None) -> None:
         """Add `value` as `leaf`. Its memory then belongs to this object. Skipped leaves are zeros."""
         if not self._next <= leaf < self.owned[1]:
-            raise ValueError(f"leaf {leaf} is not one of the next leaves, {self._next}..{self.owned[1] - 1}")
+            raise ValueError(f"leaf {leaf} is not one of {self._next}..{self.owned[1] - 1}")
         while self._next < leaf:
             self._push(self._next, None)
         self._push(leaf, value)

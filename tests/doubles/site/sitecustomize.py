@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH ranks, and scripts that ask for gloo, meet on the group that is like NCCL's."""
+"""With this folder on PYTHONPATH, ranks and gloo scripts use the process group that behaves like NCCL's."""
 
 import sys
 from typing import Any

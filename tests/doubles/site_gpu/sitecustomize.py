@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH every process that imports torch has the GPU in Python."""
+"""With this folder on PYTHONPATH, every process that imports torch has the GPU in Python."""
 
 from paceline.rank.imports import when_imported
 
