@@ -14,8 +14,8 @@ from paceline.compute.precision import lacks_bf16
 from paceline.compute.resources import complaints, own_seat
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
-from paceline.train.computing import _chosen, take_threads
-from paceline.train.costs import WARM_UP_STEPS, Waiting
+from paceline.train.computing import _choose_precision, set_threads
+from paceline.train.costs import WARM_UP_STEPS, DataWait
 
 CPU = torch.device("cpu")
 
@@ -50,8 +50,8 @@ slow = Task(model, lambda split: Slow() if split == "train" else data(split), lo
 
 def threads_taken(rank: int, world_size: int, asked: int) -> list[object]:
     world = World(rank, world_size, rank, world_size, CPU, "gloo")
-    before = take_threads(None, world), torch.get_num_threads()  # OMP_NUM_THREADS of run_ranks is 1
-    return [*before, take_threads(asked, world), torch.get_num_threads()]
+    before = set_threads(None, world), torch.get_num_threads()  # OMP_NUM_THREADS of run_ranks is 1
+    return [*before, set_threads(asked, world), torch.get_num_threads()]
 
 
 @pytest.mark.ranks
@@ -72,12 +72,12 @@ def test_all_ranks_are_told_the_same_of_their_threads_and_what_was_asked_for_sta
     ],
 )
 def test_auto_takes_bf16_only_where_it_is_faster_for_all(told, precision, words):
-    chosen, notice = _chosen(told)
+    chosen, notice = _choose_precision(told)
     assert chosen == precision and words in notice
 
 
 def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
-    waiting = Waiting()
+    waiting = DataWait()
     assert waiting.share() is None
     for _ in range(WARM_UP_STEPS):
         waiting.step(9.0, 10.0)

@@ -19,7 +19,7 @@ from paceline.config.choices import steps_or_seconds
 from paceline.errors import ExitCode
 from paceline.runs import events, trackers
 from paceline.runs.summary import Summary, read_summary
-from paceline.train.evaluations import Best
+from paceline.train.evaluations import BestEvaluation
 
 TASK = """
 import time
@@ -70,17 +70,17 @@ def of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
 
 def test_the_best_is_the_first_of_the_best_by_its_own_direction() -> None:
     names = ["loss", "accuracy", "word_error"]
-    found = {name: Best(name, 2, names, {}) for name in (*names, "min:accuracy")}
+    found = {name: BestEvaluation(name, 2, names, {}) for name in (*names, "min:accuracy")}
     for step, value in enumerate((0.5, 0.7, 0.7, 0.2, math.nan), 1):
         for name, best in found.items():
             best.judge(step, {name.rpartition(":")[2]: value})
     assert {name: (best.step, best.since, best.is_over) for name, best in found.items()} == {
         "loss": (4, 1, False), "word_error": (4, 1, False), "min:accuracy": (4, 1, False), "accuracy": (2, 3, True),
     }  # fmt: skip
-    again = Best("accuracy", 4, names, found["accuracy"].as_json())
+    again = BestEvaluation("accuracy", 4, names, found["accuracy"].as_json())
     assert not again.judge(6, {"accuracy": 0.7}) and again.is_over
     with raises("unknown-name", kind="metric", value="acuracy"):
-        Best("acuracy", None, names, {})
+        BestEvaluation("acuracy", None, names, {})
 
 
 def test_a_rhythm_is_steps_or_a_time() -> None:

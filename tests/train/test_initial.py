@@ -19,7 +19,7 @@ from torch.optim import SGD
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
-from paceline.train.weights import begin_with, read_weights
+from paceline.train.weights import load_initial_weights, read_weights
 
 TASK = """
 import os
@@ -61,7 +61,7 @@ def begun(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     lines: list[str] = []
     replica = STRATEGIES[strategy](net, lambda p: SGD(p, lr=0.1), world)
-    begin_with(replica, path, trust=False, report=lines.append)
+    load_initial_weights(replica, path, trust=False, report=lines.append)
     return {name: value.clone() for name, value in replica.weights().items()}, lines
 
 

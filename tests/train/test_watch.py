@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
 from paceline.strategies import STRATEGIES
-from paceline.train.alike import check_replicas, checksum
+from paceline.train.consistency import check_replicas, checksum
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

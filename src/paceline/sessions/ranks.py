@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.observer import Observer
 from paceline.tasks.metric import is_torchmetric, several
-from paceline.train.metrics import dealt, in_order, result_of, state_of
+from paceline.train.metrics import gathered_order, result_of, sort_rows, state_of
 
 
 class Ranks:
@@ -74,7 +74,7 @@ class Ranks:
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
             raise told_once(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
-        return in_order(parts, dealt(self._evaluated_batch, self.size))
+        return sort_rows(parts, gathered_order(self._evaluated_batch, self.size))
 
     @property
     def _moment(self) -> tuple[int, ...]:

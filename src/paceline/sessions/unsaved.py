@@ -20,7 +20,7 @@ from paceline.rank.sites import LIBRARY, USER, owner
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import held_by, is_plain, parts_of, storage, storages
 from paceline.sessions.elsewhere import own_share
-from paceline.train.alike import checksum
+from paceline.train.consistency import checksum
 
 DEPTH = 3  # of objects and containers, from a name in the user's code
 MOST_PARTS, MOST_OBJECTS = 1000, 20_000  # of one container that are looked into, and altogether
