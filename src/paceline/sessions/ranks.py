@@ -10,7 +10,7 @@ from paceline.collectives.control import gather_tensors, sum_over_ranks, togethe
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.observer import Observer
-from paceline.tasks.metric import is_torchmetric, several
+from paceline.tasks.metric import is_torchmetric, metric_members
 from paceline.train.metrics import gathered_order, result_of, sort_rows, state_of
 
 
@@ -100,7 +100,7 @@ class Ranks:
         with together(self.world):
             if not is_torchmetric(metric):
                 raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
-        members = several(metric)
+        members = metric_members(metric)
         states = {name: state_of(one) for name, one in members.items()}
         told = gather_tensors(states, self.world, "states of metrics", where=self._moment)
         with together(self.world, prepares=False):

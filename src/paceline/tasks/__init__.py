@@ -135,7 +135,7 @@ def load_function(name: str) -> Callable[[], object]:
     Raises:
         UsageError: if it is not a function, or needs arguments.
     """
-    function = finding.imported(name)
+    function = finding.import_object(name)
     try:
         signature(function).bind()
     except TypeError as error:

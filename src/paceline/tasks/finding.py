@@ -37,7 +37,7 @@ def check_reference(kind: str, name: str) -> None:
             f"paceline: {whose}. The {kind} can import modules from this folder, so these users can run code as you",
             file=sys.stderr,
         )
-    if names := shadowed(folder):
+    if names := shadowed_modules(folder):
         print(
             f"paceline: {', '.join(names)} in {folder} has the name of an installed module, which is imported instead. "
             f"Rename it if the {kind} needs it",
@@ -45,7 +45,7 @@ def check_reference(kind: str, name: str) -> None:
         )
 
 
-def imported(name: str) -> Any:
+def import_object(name: str) -> Any:
     """Import the object `module:name`; None if the module has no such name."""
     module_name, _, attribute = name.rpartition(":")
     return getattr(import_module(module_name), attribute, None)
@@ -148,7 +148,7 @@ def locate(kind: str, name: str) -> tuple[Path, Path | None]:
         path = Path(module_name).resolve()
         if not path.is_file():
             raise UsageError(code="no-such-task-file", kind=kind, value=name, file=Path(module_name).absolute())
-        if path.name in shadowed(path.parent):
+        if path.name in shadowed_modules(path.parent):
             raise UsageError(code="task-file-shadowed", kind=kind, value=name, module=path.stem)
         return path.parent, path
     folder, module_name = _split_folder(module_name)
@@ -170,7 +170,7 @@ def _split_folder(module_name: str) -> tuple[Path, str]:
     return (Path(folder), module) if colon else (Path.cwd(), module_name)
 
 
-def shadowed(folder: Path) -> list[str]:
+def shadowed_modules(folder: Path) -> list[str]:
     """The modules in a folder that are hidden by an installed module of the same name. Checks up to MAX_FILES files."""
     other_folders = [entry for entry in sys.path if entry and Path(entry).resolve() != folder]
     names: list[str] = []
@@ -190,12 +190,12 @@ def import_module(module_name: str) -> Any:
         folder, module_name = _split_folder(module_name)
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-        return executed(module_name, folder.resolve())
+        return import_checked(module_name, folder.resolve())
     path = Path(module_name).resolve()
     # Use its real module name, with its folder in the path, so that loader workers and pickle can import it again.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    module = executed(path.stem, path.parent)
+    module = import_checked(path.stem, path.parent)
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(code="module-name-taken", path=path, name=path.stem, file=module.__file__)
     return module
@@ -210,7 +210,7 @@ def check_syntax(path: Path) -> None:
         raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
 
 
-def executed(module_name: str, folder: Path) -> Any:
+def import_checked(module_name: str, folder: Path) -> Any:
     """Import a module.
 
     Raises:

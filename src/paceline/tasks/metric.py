@@ -54,7 +54,7 @@ def is_torchmetric(metric: Any) -> bool:
     return all(hasattr(type(metric), name) for name in ("update", "compute", "reset", "metric_state"))
 
 
-def made(name: str, metric: Any) -> Any:
+def make_metric(name: str, metric: Any) -> Any:
     """Return `metric`, or the object that it makes if it is a function without arguments.
 
     Raises:
@@ -70,7 +70,7 @@ def made(name: str, metric: Any) -> Any:
     return result
 
 
-def several(metric: Any) -> Mapping[str, Any]:
+def metric_members(metric: Any) -> Mapping[str, Any]:
     """The members of a torchmetrics collection, by name; for any other object a dict with key ""."""
     return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
 

@@ -401,9 +401,9 @@ class CheckpointManager:
             path = save_alone(
                 self._holder, step, trainer_state, self._checkpoints, self._claim, keep=self._policy.keep, say=self._say
             )
-            result = f"saved the state after step {step}: {path}"
+            result = f"the state after step {step} is saved: {path}"
         except Exception as error:  # the run ends with the original error in any case
-            result = f"could not save the state after step {step}: {error}"
+            result = f"the state after step {step} cannot be saved: {error}"
         print(f"rank {world.rank}: {result}", file=sys.stderr, flush=True)
 
     def _unwritten(self, step: int) -> list[int]:

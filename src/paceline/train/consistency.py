@@ -23,9 +23,7 @@ MAX_MODULES = 5
 REGISTERED = "registered/"
 
 
-def check_replicas(
-    shards: Sequence[TensorShard], world: World, step: int, optimizers: Iterable[Optimizer] = ()
-) -> None:
+def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimizers: Iterable[Optimizer] = ()) -> None:
     """Compare the checksums of all replicated tensors over the ranks (collective, one message).
 
     A bit flip in the memory of one rank silently spreads into every result. State that only one rank holds (buffers of
@@ -36,7 +34,7 @@ def check_replicas(
         TrainingError: code DIVERGED, if a tensor differs. It names the tensor, the ranks in the minority (none if there
             is no majority) and any setting of the `optimizers` that differs. ToldElsewhere on the other ranks.
     """
-    compared = shards if world.mesh is not None else [shard for shard in shards if shard.replicated]
+    compared = state if world.mesh is not None else [shard for shard in state if shard.replicated]
     if world.size == 1 or not (compared or world.mesh):
         return
     local: list[int] = torch.stack([checksum(shard.tensor) for shard in compared]).tolist() if compared else []

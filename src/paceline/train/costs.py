@@ -15,7 +15,7 @@ from paceline.rank.world import World
 from paceline.runs.summary import Summary
 
 if TYPE_CHECKING:
-    from paceline.train.prepare import Parts
+    from paceline.train.prepare import TrainingComponents
 
 WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 REPORTED_FROM = 0.1  # of the time of a step
@@ -65,7 +65,7 @@ def held_bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def data_lines(summary: Summary, rank: int, parts: "Parts") -> list[str]:
+def data_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:
     """One line about the time that `rank` waited for data, with possible remedies; none if the time is short."""
     if summary.data_share is None or summary.data_share < REPORTED_FROM:
         return []

@@ -9,7 +9,7 @@ from paceline.data.loader import MicroBatch, as_pair, load_steps
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.train.fit import StepRecord
-from paceline.train.prepare import Parts
+from paceline.train.prepare import TrainingComponents
 from paceline.train.streaming import Stream
 
 
@@ -19,7 +19,7 @@ class DataProgress:
     coming = 0.0
     """The `coming` field of Votes; only streams need it."""
 
-    def __init__(self, parts: Parts, box: StatusPage) -> None:
+    def __init__(self, parts: TrainingComponents, box: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
         self._loading = replace(parts.loading, box=box)
 
@@ -61,7 +61,7 @@ class DataProgress:
 class StreamProgress(DataProgress):
     """The position in a stream, whose length is unknown."""
 
-    def __init__(self, parts: Parts, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
+    def __init__(self, parts: TrainingComponents, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
         super().__init__(parts, box)
         self._stream, stream.loading, stream.say = stream, self._loading, say
         self.load({})

@@ -16,7 +16,7 @@ from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.data_progress import DataProgress
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord
-from paceline.train.prepare import Parts
+from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.weights import save
 
@@ -79,7 +79,7 @@ class BestEvaluation:
 class Evaluator:
     """Evaluates during and after training. Its state is the same on all ranks."""
 
-    def __init__(self, parts: Parts, progress: TrainingProgress, data_progress: DataProgress) -> None:
+    def __init__(self, parts: TrainingComponents, progress: TrainingProgress, data_progress: DataProgress) -> None:
         """Raise UsageError if --keep-best names a metric that does not exist (collective)."""
         self._parts, self._progress, self._data_progress = parts, progress, data_progress
         self._world, self._run = parts.replica.world, parts.config.run
@@ -149,7 +149,7 @@ class Evaluator:
             replace(parts.loading, box=box, evaluates=True), tick=box.tick,
         )  # fmt: skip
         box.enter(before)
-        self._progress.write_evaluation(self._progress.step, metrics, split, time.perf_counter() - began)
+        self._progress.log_evaluation(self._progress.step, metrics, split, time.perf_counter() - began)
         return metrics
 
     def end(self) -> None:

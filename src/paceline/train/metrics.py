@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
 from paceline.nested import mapped
-from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, made, several
+from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, make_metric, metric_members
 from paceline.tasks.task import Loss
 from paceline.train.step import weighted_losses
 
@@ -29,7 +29,7 @@ def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torc
     """By result name, the accumulators of the loss and of each metric. torchmetrics objects are copied."""
     accumulators: dict[str, Accumulator] = {"loss": MetricAccumulator(_loss_metric(loss))}
     for name, metric in metrics.items():
-        for part, member in several(made(name, metric)).items():
+        for part, member in metric_members(make_metric(name, metric)).items():
             full_name = f"{name}/{part}" if part else name
             if is_torchmetric(member):
                 accumulators[full_name] = TorchmetricsAccumulator(deepcopy(member).to(device))

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks.finding import imported
+from paceline.tasks.finding import import_object
 from paceline.tasks.task import Task
 from paceline.train.numbers import load_numbers, numbers_of, settings_of
 
@@ -101,7 +101,7 @@ def _refuse(config: OptimizerConfig, names: Iterable[str], why: str) -> None:
 
 
 def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
-    make = imported(config.optimizer)
+    make = import_object(config.optimizer)
     if not callable(make):
         raise UsageError(code="optimizer-not-found", value=config.optimizer)
     parameter_names, given = signature(make).parameters, {"lr": lr, "weight_decay": config.weight_decay}
@@ -159,11 +159,7 @@ class TaskSchedule:
     """The schedule of a task: a torch scheduler that steps after each update, or constant rates without one."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any, total_steps: int) -> None:
-        """Attach the scheduler to the optimizer.
-
-        Raises:
-            UsageError: if the scheduler cannot step after each update, or its state cannot be saved.
-        """
+        """Raise UsageError if the scheduler cannot step after each update, or its state cannot be saved."""
         if scheduler is not None and (
             not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
         ):

@@ -52,7 +52,7 @@ NAMES = {"train": "training data", "validation": "validation data", "test": "tes
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingComponents:
     """Everything a training needs, on one rank."""
 
     config: TrainConfig
@@ -84,7 +84,7 @@ class Parts:
         self.schedule.load(origin.content.loop)
 
 
-def prepare(config: TrainConfig, world: World) -> Parts:
+def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     """Build and check all components (collective).
 
     Raises:
@@ -147,7 +147,7 @@ def prepare(config: TrainConfig, world: World) -> Parts:
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
     average = replica.average = None if o.ema is None else WeightAverage(replica, o.ema)
-    return Parts(
+    return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
     )  # fmt: skip

@@ -97,7 +97,7 @@ class TrainingProgress(RunRecorder):
             holder, place, self.origin, self._checkpoint_policy,
             writer=self.begin(place, track), say=self.say, enter=self._guard.box.enter,
         )  # fmt: skip
-        self.record_start(plan, self.step)
+        self.log_start(plan, self.step)
         for line in [*place.notices, *lines]:
             self.say(line)
         if self._not_finite == "rollback" and not self._checkpoints.can_roll_back:
@@ -124,7 +124,7 @@ class TrainingProgress(RunRecorder):
         self.throughput.step(samples)
         self.use.add(record.consumed)
         self._data_wait.step(record.data_seconds, record.seconds)
-        self.write_step(record, samples, self._share, listed=self._listed, tracked=tracked)
+        self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
             self.write_optional(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):

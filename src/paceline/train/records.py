@@ -25,7 +25,7 @@ from paceline.runs.trackers import Tracking, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.costs import held_bytes
-from paceline.train.fit import Border, StepRecord
+from paceline.train.fit import PhaseStart, StepRecord
 
 LAST = 8  # the last steps of a run are always traced
 WHOLE_BITS = 6  # the first 2**6 - 1 steps are all traced
@@ -82,13 +82,13 @@ class RunRecorder:
         self.show(line)
         self.write(events.Notice(line))
 
-    def write_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
+    def log_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
         """Record and print the metrics of an evaluation after `step`. They are equal on all ranks."""
         self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
         self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
         self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
 
-    def record_start(self, plan: BatchPlan, start: int) -> None:
+    def log_start(self, plan: BatchPlan, start: int) -> None:
         """Record that this rank starts with the state after `start` steps (collective)."""
         assert self.place is not None
         self._watch_machine()
@@ -100,9 +100,7 @@ class RunRecorder:
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
-    def write_step(
-        self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False
-    ) -> None:
+    def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
         """Record a step on `samples` samples. `listed`: with the index of each sample; `tracked`: also in trackers."""
         result = record.result
         if tracked:
@@ -145,7 +143,7 @@ class StepTraces:
     """Traces of some steps, for `paceline trace` and `paceline report`: fewer as the run gets longer, plus the last."""
 
     def __init__(self, box: StatusPage) -> None:
-        self._box, self._last = box, deque[tuple[int, Sequence[Border]]](maxlen=LAST)
+        self._box, self._last = box, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
 
     def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
         """The trace of the step, if it is due, preceded by the memory of the `new` replicas."""
@@ -163,7 +161,7 @@ class StepTraces:
         self._last.clear()
         return traces
 
-    def _traced(self, step: int, borders: Sequence[Border]) -> Traced:
+    def _traced(self, step: int, borders: Sequence[PhaseStart]) -> Traced:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [

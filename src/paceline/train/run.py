@@ -31,7 +31,7 @@ from paceline.runs.summary import Summary, write_summary
 from paceline.train.computing import set_threads
 from paceline.train.consistency import check_code
 from paceline.train.determinism import deterministic, hardware_facts
-from paceline.train.prepare import Parts, prepare
+from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
 from paceline.train.weights import load_initial_weights
 
@@ -122,7 +122,7 @@ def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConf
     return replace(config, compute=replace(config.compute, precision=chosen))
 
 
-def _write_settings(config: TrainConfig, place: RunLocation, parts: Parts) -> None:
+def _write_settings(config: TrainConfig, place: RunLocation, parts: TrainingComponents) -> None:
     assert place.attempt_dir is not None
     run_folder.shelve_summary(place.folder, place.attempt)
     run_folder.write_settings(place.folder, dump(repeatable(config)))

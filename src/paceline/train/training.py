@@ -27,7 +27,7 @@ from paceline.train.evaluations import Evaluator
 from paceline.train.fit import StepRecord, fit
 from paceline.train.parallelism import waited_line
 from paceline.train.preemption import stop_signals
-from paceline.train.prepare import Parts
+from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_facts
 
@@ -35,7 +35,7 @@ from paceline.train.wording import closing_lines, opening_lines, stopped_line, s
 class TaskTrainer:
     """Trains a task, from the first step or from a resume point."""
 
-    def __init__(self, parts: Parts, place: RunLocation, origin: ResumePoint | None) -> None:
+    def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
         """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config

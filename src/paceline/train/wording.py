@@ -14,10 +14,10 @@ from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
 if TYPE_CHECKING:
-    from paceline.train.prepare import Parts
+    from paceline.train.prepare import TrainingComponents
 
 
-def opening_lines(parts: "Parts") -> list[str]:
+def opening_lines(parts: "TrainingComponents") -> list[str]:
     """Describe the run: ranks, batch sizes, length, precision, and any settings with surprising effects."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
@@ -74,7 +74,7 @@ def report_hint(folder: Path) -> str:
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def summary_facts(parts: "Parts", place: RunLocation) -> dict[str, Any]:
+def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
     """The fields of the summary that only runs of tasks have."""
     compute, known = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
@@ -92,12 +92,12 @@ def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     return f"asked to stop: saved after step {step}{of}. Resume with: {command}"
 
 
-def _length(parts: "Parts") -> str:
+def _length(parts: "TrainingComponents") -> str:
     total, epochs = parts.total_steps, parts.config.run.epochs
     return f"{plural(total, 'step')} in all" if total else plural(epochs, "epoch")
 
 
-def _compute_line(parts: "Parts") -> str:
+def _compute_line(parts: "TrainingComponents") -> str:
     compute, precision = parts.config.compute, parts.config.compute.precision
     options = {
         f"forward and backward in {precision} (results differ from fp32)": precision != "fp32",

@@ -148,7 +148,7 @@ class CandidateTraining:
         place = RunLocation(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(RunRecorder(place, world, print)))
         self._records.begin(place, None)
-        self._records.record_start(self.plan, 0)
+        self._records.log_start(self.plan, 0)
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         taken = fit(
@@ -172,7 +172,7 @@ class CandidateTraining:
         self.use.add(record.consumed)
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
-        self._records.write_step(record, samples, self._share, listed=self._lists_samples)
+        self._records.log_step(record, samples, self._share, listed=self._lists_samples)
         return samples
 
     def __enter__(self) -> Self:
