@@ -42,9 +42,9 @@ from paceline.stepping.totals import Votes
 from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
 from paceline.tasks.task import Task
-from paceline.train.alike import check_replicas
-from paceline.train.checkpointing import Saver
-from paceline.train.determinism import deterministic, holds_for
+from paceline.train.checkpointing import CheckpointWriter
+from paceline.train.consistency import check_replicas
+from paceline.train.determinism import deterministic, hardware_facts
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
@@ -224,7 +224,9 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     checkpoints, claim, world = Checkpoints(folder / "checkpoints"), Claim(1, 0), run.world
     if world.rank == 0:
         checkpoints.claim(*claim)
-    saver = Saver(checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print)
+    saver = CheckpointWriter(
+        checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print
+    )
     voting = replace(variant, records=training(run, variant.replica, saver.votes))
     slower: list[float] = []
     for number in range(rounds + 1):
@@ -237,7 +239,7 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
                 votes = record.result.votes
                 during.append(1000 * record.seconds)
         slower.append(median(during) / plain.step)
-        saver.settle()
+        saver.wait()
     done = saver.take_done()[1:]
     if any(one.failure for one in done):
         raise SystemExit(f"a checkpoint could not be written: {[one.failure for one in done]}")
@@ -321,7 +323,7 @@ def main() -> None:
     for title in dict.fromkeys(row.table for row in rows):
         print(table(title, rows), end="\n\n")
     if arguments.out:
-        machine = {"cores": os.cpu_count(), **holds_for(torch.device("cpu")), "load": os.getloadavg()}
+        machine = {"cores": os.cpu_count(), **hardware_facts(torch.device("cpu")), "load": os.getloadavg()}
         about = {"machine": machine, "nproc": arguments.nproc, "threads_per_rank": 1, "rounds": rounds}
         lines = ",\n".join(json.dumps(asdict(row)) for row in rows)  # a line for each: a change shows as one
         arguments.out.write_text(json.dumps(about)[:-1] + f', "rows": [\n{lines}\n]}}\n')

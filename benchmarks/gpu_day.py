@@ -176,7 +176,7 @@ def killed(folder: Path) -> str:
     process.wait()
     time.sleep(5)  # its agent ends the ranks
     said = paceline(folder, "train", "--resume", "auto", "--run-dir", "killed", "--nproc", 1)
-    after = re.search(r"goes on after step (\d+)", said)
+    after = re.search(r"resumes after step (\d+)", said)
     summary = read_summary(folder / "killed")
     same(whole, ((summary and summary.weights_sha256) or "")[:16])
     return f"killed, resumed after step {after[1] if after else '?'} on another number of ranks: {whole}"
@@ -208,12 +208,12 @@ def prefetched(folder: Path) -> str:
     if not GPUS:
         return pytest(folder, "tests/doubles", "-k", "stream or ahead") + f"; the race itself: {NEEDS}"
     code = (
-        "import torch; from paceline.data.loader import on_its_way\n"
+        "import torch; from paceline.data.loader import prefetch_to_device\n"
         "def slow():\n"
         "  for i in range(50):\n"
         "    torch.cuda._sleep(20_000_000)\n"
         "    yield torch.full((1 << 20,), float(i)).pin_memory()\n"
-        "for i, batch in enumerate(on_its_way(slow(), torch.device('cuda', 0))):\n"
+        "for i, batch in enumerate(prefetch_to_device(slow(), torch.device('cuda', 0))):\n"
         "  scratch = torch.full((1 << 20,), -1.0, device='cuda')\n"
         "  assert bool((batch == i).all()), i\n"
         "print('50 batches arrived whole')"

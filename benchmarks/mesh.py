@@ -38,7 +38,7 @@ from paceline.lab.ranks.memory import Traffic
 from paceline.rank.guard import Guard
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.sharing import Wish, share_model
+from paceline.train.parallelism import ParallelConfig, parallelize_model
 from paceline.train.step import TaskSteps
 
 WORDS, RANKS, HEADS = 512, 2, 8
@@ -152,7 +152,7 @@ def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Str
                 parallelize=lambda _: {"embedding": "whole", "head": "whole"})  # fmt: skip
     data, loading = task.make_dataset("train"), Loading(world.device, 0, None)
     plan = BatchPlan(len(words), len(words), 1, len(words) // BATCH, 0)
-    sharing = share_model(task, model, data, loading, plan, world, Wish())
+    sharing = parallelize_model(task, model, data, loading, plan, world, ParallelConfig())
     replica = sharing.apply(STRATEGIES["bucketed"], model, lambda p: torch.optim.AdamW(p, lr=LR), world, 1)
     replica.model.train()
     (batch,) = load_steps(data, plan, range(1), loading, start=0, stop=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.train.determinism import holds_for
+from paceline.train.determinism import hardware_facts
 from race.contenders import BASE
 from race.heats import Outcome
 from race.starter import Contender, Lap
@@ -115,7 +115,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "python": platform.python_version(),
-        **holds_for(torch.device("cpu")),
+        **hardware_facts(torch.device("cpu")),
         **gpu,
     }
 

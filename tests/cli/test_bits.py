@@ -53,7 +53,7 @@ def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: s
 def test_a_killed_worker_costs_no_bit(lab: Lab, expected: str) -> None:
     settings = {**SMALL, "nproc": 2, "max_restarts": 3, "snapshot_every": 3}
     result = workers_killed(lab, settings, random.Random(1), "one")
-    assert "goes on after step" in lab.log.read_text(), result.told
+    assert "resumes after step" in lab.log.read_text(), result.told
     assert (result.code, result.digest, result.faults) == (0, expected, []), lab.log.read_text()
 
 
@@ -78,6 +78,6 @@ def test_a_run_asked_to_stop_costs_no_bit_on_another_world_size(lab: Lab, expect
 def goes_on(lab: Lab, nproc: int, expected: str) -> None:
     lab.start("", {"resume": "auto", "nproc": nproc})
     assert lab.finish() == 0, lab.log.read_text()
-    assert "goes on after step" in lab.log.read_text()
+    assert "resumes after step" in lab.log.read_text()
     assert bits(lab.folder) == expected
     assert list(lab.faults()) == []

@@ -119,9 +119,9 @@ def expected(step: int) -> float:
     """The sum over all samples of a step, by the plan's order."""
     import torch
 
-    from paceline.data.plan import shuffled
+    from paceline.data.plan import shuffled_indices
 
-    found = shuffled(slice((step - 1) * BATCH, step * BATCH), SAMPLES, 7, 0)
+    found = shuffled_indices(slice((step - 1) * BATCH, step * BATCH), SAMPLES, 7, 0)
     assert isinstance(found, torch.Tensor)
     return float(samples(found.numpy()).sum(dtype=np.int64))
 

@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_between_two_outer_steps_costs_nothing(
     os.kill(worker_on(lab, FOLLOWER), signal.SIGKILL)
     said = started.communicate(timeout=80)[0]
     assert started.returncode == 0, said
-    assert "goes on after step" in said, said
+    assert "resumes after step" in said, said
     assert weights(tmp_path / "hurt") == weights(tmp_path / "whole")
     clean_ledger(tmp_path / "hurt")
 

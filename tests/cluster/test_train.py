@@ -100,7 +100,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
         launcher.kill()
         lab.boot("n3")
     assert launcher.returncode == 0, said
-    assert (found := re.search(r"goes on after step (\d+) of 60, from the snapshot of step (\d+)\n", said)), said
+    assert (found := re.search(r"resumes after step (\d+) of 60, from the snapshot of step (\d+)\n", said)), said
     assert found[1] == found[2] and int(found[1]) >= 20
     if "--local-steps" in options:
         assert "from the mean" in said and "dropped" in said and weights(run_dir) != expected
@@ -130,7 +130,7 @@ def test_a_killed_rank_of_a_mesh_over_hosts_costs_the_steps_since_the_last_snaps
     os.kill(max(pid for pid, command in lab.processes("n3").items() if " train " in command), signal.SIGKILL)
     said = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 0, said
-    assert (found := re.search(r"goes on after step (\d+) of 60, from the snapshot of step \1\n", said)), said
+    assert (found := re.search(r"resumes after step (\d+) of 60, from the snapshot of step \1\n", said)), said
     assert int(found[1]) >= 20
     assert weights(run_dir) == weights(tmp_path / "expected")
     clean_ledger(run_dir)

@@ -91,7 +91,7 @@ def test_what_is_not_known_yet_is_not_compared():
 
 def test_a_value_that_was_not_set_is_said_and_a_long_one_cut():
     told = str(refusal(clip_norm=None, data="x" * 1000))
-    assert re.search("clip_norm: old-clip_norm .*, not set now", told)
+    assert "old-clip_norm" in told and "not set" in told
     assert "x" * 200 + "... now" in told and "x" * 201 not in told
 
 
@@ -101,7 +101,7 @@ def test_of_two_tables_only_what_differs_is_told():
     now = {**SAVED, "hardware": {"torch": "2.13", "mkl": "3", "long": "x" * 300, "new": 1}}
     with pytest.raises(UsageError) as caught:
         check_same(saved, now, [], WHERE)
-    assert re.search("{'torch': '2.12'} .*{'new': 1, 'torch': '2.13'} now", str(caught.value))
+    assert re.search("{'torch': '2.12'} .*{'new': 1, 'torch': '2.13'}", str(caught.value))
 
 
 @pytest.mark.parametrize(

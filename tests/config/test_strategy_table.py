@@ -32,7 +32,7 @@ def pages_that_differ(names: Iterable[str]) -> dict[str, set[str]]:
     differ = dict[str, set[str]]()
     for page, (where, word) in LISTS.items():
         found = re.search(where, (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-        assert found, f"{page} has no list of strategies any more"
+        assert found, f"{page}: no list"
         # memory.md is of ranks, and dp has none
         wanted = {*names} - ({"dp"} if page == "docs/memory.md" else set())
         if odd := wanted ^ {*re.findall(word, found[1], re.MULTILINE)}:

@@ -49,9 +49,9 @@ def test_a_batch_is_a_copy_and_a_mapped_file_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (np.array(["a", "b"]), "no numbers of numpy's type <U1"),
-        (np.array([1, 2], dtype=">f4"), r"type >f4\. .*astype\('float32'\)"),
-        (np.array([None, 1]), "type object"),
+        (np.array(["a", "b"]), "dtype <U1"),
+        (np.array([1, 2], dtype=">f4"), r"dtype >f4\. .*astype\('float32'\)"),
+        (np.array([None, 1]), "dtype object"),
         (np.zeros(3), "3 inputs but 2 targets"),
     ],
 )

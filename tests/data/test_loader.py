@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, Prefetch, load_steps, moved, on_its_way, one_ahead
+from paceline.data.loader import Loading, Prefetch, load_steps, move_to_device, prefetch, prefetch_to_device
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSamples, naming_lost_processes
 from paceline.errors import TrainingError
@@ -284,7 +284,7 @@ def counting(number, log):
 def test_each_is_begun_before_the_one_before_it_is_handed_out(number):
     log = []
     source = counting(number, log)
-    for i, item in enumerate(one_ahead(lambda: next(source), int)):
+    for i, item in enumerate(prefetch(lambda: next(source), int)):
         assert item == i
         log.append(f"use {i}")
     uses = [log.index(f"use {i}") for i in range(number)]
@@ -301,9 +301,9 @@ def test_an_error_of_the_source_comes_through():
 
     items = source()
     with pytest.raises(OSError, match="disk"):
-        list(one_ahead(lambda: next(items), int))
+        list(prefetch(lambda: next(items), int))
     items = source()
-    ahead = one_ahead(lambda: next(items), int)
+    ahead = prefetch(lambda: next(items), int)
     assert next(ahead) == 1  # what was there before it is not lost
     with pytest.raises(OSError, match="disk"):
         next(ahead)
@@ -311,14 +311,14 @@ def test_an_error_of_the_source_comes_through():
 
 def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():
     log = []
-    batches = on_its_way(counting(3, log), torch.device("cpu"))
+    batches = prefetch_to_device(counting(3, log), torch.device("cpu"))
     assert int(next(batches)) == 0 and log == ["begin 0"]
 
 
 def test_a_step_says_when_as_many_are_begun_as_it_had():
     log, ahead = [], Prefetch()
     things = counting(7, log)
-    items = one_ahead(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
     ahead.begin()
     assert log[2:] == ["begin 2", "begin 3"]
@@ -336,7 +336,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
         raise OSError("disk")
 
     things, ahead = source(), Prefetch()
-    items = one_ahead(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead)
     assert [next(items), next(items)] == [1, 2]
     ahead.begin()  # the step that is under way is not disturbed
     with pytest.raises(OSError, match="disk"):
@@ -346,7 +346,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
 def test_data_that_are_left_are_not_loaded_any_more():
     log, ahead = [], Prefetch()
     things = counting(5, log)
-    items = one_ahead(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead)
     assert next(items) == 0
     items.close()
     ahead.begin()
@@ -363,7 +363,7 @@ def test_tensors_move_in_nested_containers_and_nothing_else_does():
     one, meta = torch.ones(2, 3), torch.device("meta")
     packed = pack_padded_sequence(torch.ones(4, 2, 3), torch.tensor([2, 4]), enforce_sorted=False)
     batch = {"list": [one, (one, "word")], "record": Record({"deep": one}, "word"), "array": np.ones(2), "n": 1}
-    there = moved({**batch, "packed": packed}, meta)
+    there = move_to_device({**batch, "packed": packed}, meta)
     found = [there["list"][0], there["list"][1][0], there["record"].x["deep"], there["packed"].data]
     assert {tensor.device.type for tensor in (*found, there["packed"].unsorted_indices)} == {"meta"}
     assert type(there["packed"]) is type(packed)

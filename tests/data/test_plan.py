@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.data import plan as plan_module
-from paceline.data.plan import BatchPlan, add, fingerprint, permuted, rank_work, ranks_share, shuffled
+from paceline.data.plan import (
+    BatchPlan,
+    add_fingerprints,
+    fingerprint,
+    permute,
+    rank_work,
+    ranks_share,
+    shuffled_indices,
+)
 
 plans = st.builds(
     BatchPlan,
@@ -155,12 +163,12 @@ BINS = 64
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
 def test_each_sample_stands_at_one_place(size: int, key: int) -> None:
-    assert permuted(torch.arange(size), size, key).sort().values.equal(torch.arange(size))
+    assert permute(torch.arange(size), size, key).sort().values.equal(torch.arange(size))
 
 
 def test_a_part_of_an_epoch_is_that_part_of_the_whole() -> None:
-    whole = permuted(torch.arange(1000), 1000, 7)
-    assert permuted(torch.tensor([3, 999, 500]), 1000, 7).equal(whole[[3, 999, 500]])
+    whole = permute(torch.arange(1000), 1000, 7)
+    assert permute(torch.tensor([3, 999, 500]), 1000, 7).equal(whole[[3, 999, 500]])
 
 
 def chi_square(first: torch.Tensor, second: torch.Tensor, size: int) -> float:
@@ -175,12 +183,12 @@ def chi_square(first: torch.Tensor, second: torch.Tensor, size: int) -> float:
 @pytest.mark.parametrize("size", [2**26 - 5, 10**9])
 def test_places_neighbours_and_epochs_are_independent(size: int) -> None:
     places = torch.arange(200_000) * (size // 200_000)  # from all over the epoch
-    images = [permuted(places, size, key) for key in (1, 2)]
+    images = [permute(places, size, key) for key in (1, 2)]
     assert abs(chi_square(places, images[0], size)) < 5
-    assert abs(chi_square(images[0], permuted(places + 1, size, 1), size)) < 5
+    assert abs(chi_square(images[0], permute(places + 1, size, 1), size)) < 5
     assert abs(chi_square(images[0], images[1], size)) < 5
     near = torch.arange(200_000)  # a run of places, as a batch is
-    found = permuted(near, size, 3)
+    found = permute(near, size, 3)
     assert abs(chi_square(found[:-1], found[1:], size)) < 5
     assert len(found.unique()) == len(found)
 
@@ -189,14 +197,14 @@ def test_few_samples_keep_the_order_that_they_always_had(monkeypatch: pytest.Mon
     plan = BatchPlan(num_samples=10, global_batch=4, seed=0)
     assert [plan.global_indices(0, step).tolist() for step in range(3)] == [[7, 0, 4, 8], [9, 2, 5, 6], [1, 3]]
     monkeypatch.setattr(plan_module, "LISTED", 5)
-    assert sorted(shuffled(torch.arange(10), 10, 0, 0).tolist()) == [*range(10)]
+    assert sorted(shuffled_indices(torch.arange(10), 10, 0, 0).tolist()) == [*range(10)]
 
 
 LARGE = """
 import resource, time
 from paceline.data.plan import BatchPlan
 import numpy, torch
-from paceline.data.plan import mixed
+from paceline.data.plan import splitmix64
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 plan = BatchPlan(num_samples=10**9, global_batch=4096, virtual_ranks=8)
@@ -247,7 +255,7 @@ def test_order_does_not_matter(indices, random):
 
 @given(st.lists(samples, max_size=4))
 def test_parts_add_up(parts):
-    assert add(*map(of, parts)) == of([index for part in parts for index in part])
+    assert add_fingerprints(*map(of, parts)) == of([index for part in parts for index in part])
 
 
 @given(samples, st.data())

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, ranks_share
-from paceline.data.streams import ENDLESS, Part, Reader, StreamPlan, Stretch, part_of, read_chunks
+from paceline.data.streams import ENDLESS, ChunkReader, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
 
 CPU = Loading(torch.device("cpu"))
 
@@ -45,24 +45,24 @@ def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> Stream
     return StreamPlan(ENDLESS, 8, virtual_ranks, accumulation, 7, False, "keep", parts)
 
 
-def chunks(parts: list[Part], of: StreamPlan, share: range, **how: Any) -> list[Stretch]:
+def chunks(parts: list[StreamPart], of: StreamPlan, share: range, **how: Any) -> list[StreamChunk]:
     """All up to the end."""
     loading = how.pop("loading", CPU)
-    found: list[Stretch] = []
-    for chunk in read_chunks(Reader(parts, of, share, how.pop("epoch", 0), **how), loading):
-        if not chunk.mine and found and chunk.seen == found[-1].seen:
+    found: list[StreamChunk] = []
+    for chunk in read_chunks(ChunkReader(parts, of, share, how.pop("epoch", 0), **how), loading):
+        if not chunk.local_samples and found and chunk.seen == found[-1].seen:
             return found
         found.append(chunk)
     return found
 
 
-def dealt(found: list[list[Stretch]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
+def dealt(found: list[list[StreamChunk]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
     """(step, virtual rank, micro-batch) -> its samples' numbers, and what was drawn for each."""
     return {
         (step, share.virtual_rank, share.part): (share.numbers, share.batch[1].tolist())
         for of_rank in found
         for step, chunk in enumerate(of_rank)
-        for share in chunk.shares
+        for share in chunk.micro_batches
         if share.counted
     }
 
@@ -73,7 +73,7 @@ def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumu
     alone = None
     for size in (1, 2, 3):
         found = dealt(
-            [chunks([Part(Numbers([*range(21)]), 7)], of, ranks_share(3, rank, size)) for rank in range(size)]
+            [chunks([StreamPart(Numbers([*range(21)]), 7)], of, ranks_share(3, rank, size)) for rank in range(size)]
         )
         alone = alone or found
         assert found == alone
@@ -87,7 +87,9 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
     of, stream, alone = plan(4, parts=4), Numbers([*range(42)]), None
     for size in (1, 2, 3):
         shares = [ranks_share(4, rank, size) for rank in range(size)]
-        found = dealt([chunks([Part(part_of(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares])
+        found = dealt(
+            [chunks([StreamPart(part_of(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
+        )
         alone = alone or found
         assert found == alone
     assert alone is not None
@@ -98,12 +100,14 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
     of, share = plan(3), range(1, 3)
-    whole = chunks([Part(Numbers([*range(21)]), 7)], of, share, epoch=2)
-    whole += [] if len(whole) > start else [whole[-1]._replace(shares=[])]
-    part = Part(Numbers([*range(21)]), 7)
+    whole = chunks([StreamPart(Numbers([*range(21)]), 7)], of, share, epoch=2)
+    whole += [] if len(whole) > start else [whole[-1]._replace(micro_batches=[])]
+    part = StreamPart(Numbers([*range(21)]), 7)
     for states in ({}, {0: {"at": 8 * start}}, {}):  # the last: it begins again, though it stands at its end
         found = chunks([part], of, share, epoch=2, start=start, states=states)
-        assert [chunk.probe for chunk in found if chunk.mine] == [chunk.probe for chunk in whole[start:] if chunk.mine]
+        assert [chunk.probe for chunk in found if chunk.local_samples] == [
+            chunk.probe for chunk in whole[start:] if chunk.local_samples
+        ]
         assert dealt([found]) == dealt([whole[start:]])
 
 
@@ -111,7 +115,7 @@ def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
 def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_read() -> None:
     wds: Any = importlib.import_module("webdataset")
 
-    def order(part: Part, epoch: int) -> list[Any]:
+    def order(part: StreamPart, epoch: int) -> list[Any]:
         part.begin(epoch, 0, None)
         return [one["url"] for _, one in part.take(99)]
 
@@ -120,11 +124,11 @@ def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_re
             wds.SimpleShardList([f"{n:02}.tar" for n in range(50)]), wds.detshuffle(20, 10, seed=3), *more
         )
 
-    again, fresh = (Part(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
+    again, fresh = (StreamPart(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
     orders = [order(again, epoch) for epoch in (0, 0, 1, 2)]
     assert orders[0] == orders[1] and order(fresh, 2) == orders[3]
     assert len(set(orders[0])) == 50 and len({tuple(one) for one in orders}) == 3
-    script, part = made(), Part(made(), 7)
+    script, part = made(), StreamPart(made(), 7)
     assert [order(part, epoch) for epoch in range(3)] == [[one["url"] for one in script] for _ in range(3)]
 
 
@@ -134,7 +138,7 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    part = Part(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
+    part = StreamPart(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
     part.begin(0, 0, None)
     with pytest.raises(ValueError, match="nodesplitter") as error:
         part.take(1)
@@ -142,22 +146,27 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
 
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
-    part, of, ahead = Part(Numbers([*range(21)]), 7), plan(2), Loading(CPU.device, 1)
+    part, of, ahead = StreamPart(Numbers([*range(21)]), 7), plan(2), Loading(CPU.device, 1)
     here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
     assert dealt([here]) == dealt([there]) and [c.before for c in here] == [c.before for c in there]
 
 
 def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batch_before() -> None:
-    part, of = Part(Numbers([*range(9)]), 7), plan(3)
+    part, of = StreamPart(Numbers([*range(9)]), 7), plan(3)
     last = chunks([part], of, range(2, 3))[-1]
-    assert [(share.numbers, share.counted) for share in last.shares] == [([8], False)] and last.mine == 0
+    assert [(share.numbers, share.counted) for share in last.micro_batches] == [
+        ([8], False)
+    ] and last.local_samples == 0
     joined = chunks([part], of, range(2, 3), least=3)
-    assert [share.numbers for chunk in joined for share in chunk.shares] == [[2, 5, 8]]
-    exact = chunks([Part(Numbers([*range(11)]), 7)], of, range(2, 3), least=3)
-    assert [share.numbers for chunk in exact for share in chunk.shares] == [[2, 5], [10]]
+    assert [share.numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
+    exact = chunks([StreamPart(Numbers([*range(11)]), 7)], of, range(2, 3), least=3)
+    assert [share.numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
 
 
 def test_reading_draws_nothing_from_the_streams_outside() -> None:
     before = torch.get_rng_state()
-    assert len([*islice(read_chunks(Reader([Part(Numbers([*range(21)]), 7)], plan(1), range(1), 0), CPU), 2)]) == 2
+    assert (
+        len([*islice(read_chunks(ChunkReader([StreamPart(Numbers([*range(21)]), 7)], plan(1), range(1), 0), CPU), 2)])
+        == 2
+    )
     assert torch.equal(before, torch.get_rng_state())

@@ -9,7 +9,7 @@ import torch
 from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 
-from paceline.data.loader import Prefetch, on_its_way
+from paceline.data.loader import Prefetch, prefetch_to_device
 
 CUDA = torch.device("cuda")
 BATCHES = 5
@@ -23,7 +23,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
 def consumed(recorder: Recorder, ahead: Prefetch | None) -> list[float]:
     """Each batch is read and freed before the next one is requested."""
     found: list[float] = []
-    on_device: Generator[dict[str, Tensor]] = on_its_way(batches(), CUDA, ahead)
+    on_device: Generator[dict[str, Tensor]] = prefetch_to_device(batches(), CUDA, ahead)
     for batch in on_device:
         total = batch["inputs"].sum() + batch["targets"].sum()
         found.append(float(total))

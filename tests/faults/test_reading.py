@@ -85,11 +85,18 @@ def test_what_a_rank_prints_itself_names_nobody() -> None:
         assert paceline(f"[rank 0] {line}", 0).end is Fate.QUIET
 
 
-def test_without_a_rank_to_name_the_words_count() -> None:
-    assert paceline("paceline: port 9 is in use", 2, pattern="port").end is Fate.REFUSED
-    assert paceline("WARNING: no room", 0, pattern="room").end is Fate.TOLD
-    assert paceline("rank 0 (vm, pid 1) failed: x", 1, pattern="room") == Said(Fate.ENDED)
-    assert paceline("STALL (world 3). GUILTY: rank 1 (vm, pid 5)\nno room", 1, pattern="room").named == ()
+@pytest.mark.parametrize(
+    ("text", "code", "pattern", "end"),
+    [
+        ("paceline: port 9 is in use", 2, "port", Fate.REFUSED),
+        ("WARNING: no room", 0, "room", Fate.TOLD),
+        ("rank 0 (vm, pid 1) failed: x", 1, "room", Fate.ENDED),
+        ("STALL (world 3). GUILTY: rank 1 (vm, pid 5)\nno room", 1, "room", None),
+    ],
+)
+def test_without_a_rank_to_name_the_words_count(text: str, code: int, pattern: str, end: Fate | None) -> None:
+    said = paceline(text, code, pattern=pattern)
+    assert said.named == () and end in (said.end, None)
 
 
 def test_torchruns_root_cause_is_its_answer_and_not_its_list_of_failures() -> None:

@@ -19,7 +19,7 @@ from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
 from paceline.rank.world import on_mesh
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.sharing import ALONE, Wish, share_model
+from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, parallelize_model
 
 WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2", "context=2")
 OF_FOUR = (
@@ -37,11 +37,11 @@ VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 def prepared(way: str, world: World, seed: int) -> Strategy:
     torch.manual_seed(seed)
-    model, strategy, sharing = GPT().double(), way, ALONE
+    model, strategy, sharing = GPT().double(), way, NO_PARALLELISM
     if "=" in way:
         world, strategy = on_mesh(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
         data, loading = sentences("train"), Loading(world.device)
-        sharing = share_model(task, model, data, loading, PLAN, world, Wish(strategy))
+        sharing = parallelize_model(task, model, data, loading, PLAN, world, ParallelConfig(strategy))
 
     def maker(parameters: Any) -> optim.Optimizer:
         return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)

@@ -29,13 +29,13 @@ ALLOWED = {
     ("launch/agent/attach.py", "read_text"): "/proc",
     ("launch/agent/workers.py", "open"): "the log of a worker of ours",
     ("launch/agent/monitor.py", "rmtree"): "a verdict that could not be written whole",
-    ("train/alike.py", "read_bytes"): "the user's own code, compared between ranks",
+    ("train/consistency.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
     ("host/machine_log.py", "read_text"): "/proc",
     ("cli/monitor.py", "read_bytes"): "/proc",
     ("cli/monitor.py", "read_text"): "/proc",
     ("report/page.py", "read_text"): "its own templates, and plotly's script",
-    ("train/training.py", "open"): "the course of a run, which is no file",
+    ("train/training.py", "open"): "TrainingProgress.open, which is not a file",
 }
 
 

@@ -15,7 +15,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "same.json"
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_script_does_the_same_as_under_torchrun(name: str) -> None:
     found = compare(next(case for case in CASES if case.name == name))
-    assert found.torchrun.marked, "it has said nothing"
+    assert found.torchrun.marked
     assert found.launch == found.torchrun
 
 

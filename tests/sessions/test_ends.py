@@ -15,16 +15,16 @@ pytestmark = pytest.mark.sample(2)
 LOOP = """
 import errno, os
 import torch, paceline
-from paceline.train.records import Records
+from paceline.train.records import RunRecorder
 
-whole = Records.stepped
+whole = RunRecorder.log_step
 
 def full(self, record, *words, **more):
     if record.step == 3:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "events-0.jsonl")
     whole(self, record, *words, **more)
 
-Records.stepped = full
+RunRecorder.log_step = full
 with paceline.session("run") as s:
     model, optimizer = s.prepare(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1))
     for x in s.loader(torch.arange(16.0).reshape(8, 2) / 16, global_batch=2):

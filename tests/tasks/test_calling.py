@@ -135,7 +135,7 @@ def test_a_task_of_dicts_trains(tmp_path: Path) -> None:
 def test_a_bad_sample_of_dicts_is_named_and_verify_agrees(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("BAD = -1", "BAD = 13"))
     code, told = run(tmp_path, "train", "mine.py:task", "--epochs", "1", "--nproc", "2", "--batch-size", "8")
-    assert code == 5 and "samples 13 (their loss is finite)" in " ".join(told.split()), told
+    assert code == 5 and "samples 13 " in " ".join(told.split()), told
     (tmp_path / "mine.py").write_text(TASK)
     code, told = run(tmp_path, "verify", "mine.py:task", "--ranks", "1,2", "--steps", "2", "--strategies", "fsdp")
     assert code == 0, told

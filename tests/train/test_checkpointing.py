@@ -23,7 +23,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 from paceline.runs.events import Checkpointed, Step, read_events
 from paceline.stepping.totals import Votes
-from paceline.train.checkpointing import Saver
+from paceline.train.checkpointing import CheckpointWriter
 
 SIZE = 20_000
 CONTENT = TrainerState(samples_seen=5, metrics={"loss": 0.5}, definition={"seed": 0})
@@ -33,7 +33,7 @@ CONTENT = TrainerState(samples_seen=5, metrics={"loss": 0.5}, definition={"seed"
 class Rank:
     """One rank's saver, a state to save, and what it was told."""
 
-    saver: Saver
+    saver: CheckpointWriter
     world: World
     state: torch.Tensor
     checkpoints: Checkpoints
@@ -64,7 +64,7 @@ def rank_of(world: World, root: Path, flush_events: Callable[[], None] = lambda:
     if world.rank == 0:
         checkpoints.claim(1, 0)
     told: list[str] = []
-    saver = Saver(
+    saver = CheckpointWriter(
         checkpoints, world, world.size, Claim(1, 0), keep=keep, flush_events=flush_events, say=told.append
     )  # fmt: skip
     return Rank(saver, world, torch.zeros(SIZE), checkpoints, told)
@@ -97,7 +97,7 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         time.sleep(0.001)
         number += 1
         votes = this.step(number)
-        this.saver.agreed(votes)
+        this.saver.publish_if_written(votes)
         on_its_way = this.saver._writing is not None
         assert on_its_way == (votes != Votes(written=float(size)))  # on all ranks at the same step
     assert this.saver.votes() == (0.0, 0.0)
@@ -105,7 +105,7 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         this.step(step)
         this.begin(step)
     this.state.fill_(-1)
-    this.saver.settle()
+    this.saver.wait()
     assert this.saver._writing is None and this.saver._publishing is None
     return {"number": number, "done": this.done(), "failed": this.saver.failed}
 
@@ -133,8 +133,8 @@ def failing(rank: int, size: int, root: Path) -> Any:
         this.saver._writing.thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
         votes = this.step(step + 10)  # training is not disturbed
-        this.saver.agreed(votes)
-        this.saver.settle()
+        this.saver.publish_if_written(votes)
+        this.saver.wait()
         found[step] = (votes, this.done(), this.saver.failed)
     assert flushed == [1, 2, 3, 4]
     return found

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from tests import warm
 
-from paceline.train import alike
+from paceline.train import consistency
 
 TASK = (Path(__file__).parents[2] / "examples" / "own_task.py").read_text()
 
@@ -24,15 +24,9 @@ def train_in(folders: list[Path]) -> list[tuple[int, str]]:
         port = free.getsockname()[1]
     ranks = []
     for rank, folder in enumerate(folders):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(folders)),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(len(folders)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
+        ranks_here, size = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), str(len(folders))
+        env = {**ranks_here, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         command = ["-m", "paceline", "train", "mine:task", "--steps", "2", "--device", "cpu"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(warm.Popen(command, rank=rank, cwd=folder, env={**os.environ, **env}, **pipes))
@@ -73,4 +67,4 @@ def test_an_installed_module_is_nobodys_own_but_one_that_is_linked_there_is(tmp_
         module = ModuleType(name)
         module.__file__ = str(site / f"{name}.py")
         monkeypatch.setitem(sys.modules, name, module)
-    assert "linked_4711" in alike._own_code() and "installed_4711" not in alike._own_code()
+    assert "linked_4711" in consistency._user_code() and "installed_4711" not in consistency._user_code()

@@ -67,12 +67,8 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     found = Checkpoints(tmp_path).newest_valid(said.append)
     assert found is not None and found[0] == path and said == []
     manifest = found[1]
-    assert (manifest.step, manifest.samples_seen, manifest.scalars, manifest.virtual_ranks) == (
-        7,
-        24,
-        {"evaluated": 3},
-        1,
-    )
+    assert (manifest.step, manifest.samples_seen, manifest.virtual_ranks) == (7, 24, 1)
+    assert manifest.scalars == {"evaluated": 3}
     source = ShardFiles.of(path, manifest)
     held = {one.name: one.tensor for one in replica.state()}
     assert {*source.names("")} == held.keys()

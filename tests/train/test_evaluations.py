@@ -19,7 +19,7 @@ from paceline.config.choices import steps_or_seconds
 from paceline.errors import ExitCode
 from paceline.runs import events, trackers
 from paceline.runs.summary import Summary, read_summary
-from paceline.train.evaluations import Best
+from paceline.train.evaluations import BestEvaluation
 
 TASK = """
 import time
@@ -70,17 +70,17 @@ def of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
 
 def test_the_best_is_the_first_of_the_best_by_its_own_direction() -> None:
     names = ["loss", "accuracy", "word_error"]
-    found = {name: Best(name, 2, names, {}) for name in (*names, "min:accuracy")}
+    found = {name: BestEvaluation(name, 2, names, {}) for name in (*names, "min:accuracy")}
     for step, value in enumerate((0.5, 0.7, 0.7, 0.2, math.nan), 1):
         for name, best in found.items():
-            best.judge(step, {name.rpartition(":")[2]: value})
+            best.update(step, {name.rpartition(":")[2]: value})
     assert {name: (best.step, best.since, best.is_over) for name, best in found.items()} == {
         "loss": (4, 1, False), "word_error": (4, 1, False), "min:accuracy": (4, 1, False), "accuracy": (2, 3, True),
     }  # fmt: skip
-    again = Best("accuracy", 4, names, found["accuracy"].as_json())
-    assert not again.judge(6, {"accuracy": 0.7}) and again.is_over
+    again = BestEvaluation("accuracy", 4, names, found["accuracy"].as_json())
+    assert not again.update(6, {"accuracy": 0.7}) and again.is_over
     with raises("unknown-name", kind="metric", value="acuracy"):
-        Best("acuracy", None, names, {})
+        BestEvaluation("acuracy", None, names, {})
 
 
 def test_a_rhythm_is_steps_or_a_time() -> None:
@@ -172,7 +172,7 @@ def test_one_rank_may_end_a_training_and_all_functions_of_a_task_are_called_on_e
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert (tmp_path / f"seen-{rank}").read_text() == "2 8 40 ['loss']\n" + 2 * "2 14 40 ['loss']\n"
-    assert ended(tmp_path / "run").ended_early == "a function of the task has stopped it"
+    assert "callback" in str(ended(tmp_path / "run").ended_early)
     again = train(tmp_path, "stops", "--epochs", 5, "--resume", "auto")
     assert again.returncode == 0 and ended(tmp_path / "run").steps == 14
 
@@ -190,8 +190,9 @@ def test_a_checkpoint_is_due_by_the_clock_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_real_trackers_get_what_the_run_records(tmp_path: Path) -> None:
     done = train(tmp_path, "judged", "--epochs", 2, "--track", "tensorboard,wandb,mlflow", "--log-interval", 5)
-    assert done.returncode == 0 and "is incomplete" not in done.stdout, done.stdout + done.stderr
-    run = tmp_path / "run"
+    assert done.returncode == 0, done.stdout + done.stderr
+    run, names = tmp_path / "run", ("tensorboard", "wandb", "mlflow")
+    assert not [notice for notice in of(run, 0, events.Notice) if any(name in notice.text for name in names)]
     wanted = {event.step: event.metrics["loss"] for event in of(run, 0, events.Evaluated)}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

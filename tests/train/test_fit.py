@@ -20,17 +20,12 @@ def test_phases_add_up_and_what_follows_a_take_counts_for_nobody() -> None:
         now[0] += seconds
 
     pass_(100)  # before the first phase
-    for phase, seconds in [
-        (Phase.DATA, 1),
-        (Phase.FORWARD, 2),
-        (Phase.BACKWARD, 3),
-        (Phase.FORWARD, 4),
-        (Phase.SYNC, 5),
-    ]:
+    phases = [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.SYNC]
+    for seconds, phase in enumerate(phases, 1):
         clock(phase)
         pass_(seconds)
     assert clock.take() == {"data": 1, "forward": 6, "backward": 3, "sync": 5}
-    assert told == [Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.SYNC]
+    assert told == phases
     pass_(100)
     assert clock.take() == {}
     clock(Phase.DATA)

@@ -95,7 +95,7 @@ def test_stop_is_the_default_and_rollback_leaves_out_what_there_is_nothing_to_go
     assert ended.returncode == 5 and "[not-finite]" in ended.stderr and "samples 7 " in ended.stderr
     ended = train("train", "mine.py:bad", *COMMON, "--not-finite", "rollback")
     assert ended.returncode == 0
-    assert "WARNING: --not-finite rollback" in ended.stdout and "step 3 " in ended.stdout
+    assert "--not-finite rollback" in ended.stdout and "step 3 " in ended.stdout
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from paceline.collectives.control import gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
-from paceline.train.metrics import scores, states_of, tallies
+from paceline.train.metrics import compute_metrics, make_accumulators, states_of
 
 CPU = torch.device("cpu")
 SAMPLES = 101  # on 3 ranks: 34, 34 and 33
@@ -114,13 +114,13 @@ def expected() -> dict[str, float]:
 
 def alone(metrics: Any, virtual_ranks: int, samples: int = SAMPLES) -> dict[str, float]:
     """What `evaluate` does with the parts of the data, without any process group."""
-    whole, found = data(samples), tallies(loss, metrics, CPU)
+    whole, found = data(samples), make_accumulators(loss, metrics, CPU)
     for v in range(virtual_ranks):
         for indices in filter(len, torch.arange(samples)[v::virtual_ranks].split(8)):
             inputs, targets = whole.gather(indices)
             for tally in found.values():
                 tally.add(v, Net()(inputs).detach(), targets)
-    return scores(found, [states_of(found)], samples, virtual_ranks)
+    return compute_metrics(found, [states_of(found)], samples, virtual_ranks)
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 3, 8])

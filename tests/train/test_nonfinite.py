@@ -228,11 +228,7 @@ def test_a_step_goes_back_once_and_is_then_left_out():
     world = World(0, 1, 0, 1, CPU, "gloo")
     rollback, skip = (LeftOut(policy, world, said.append) for policy in ("rollback", "skip"))
     found = NotFinite("the loss is not finite")
-    assert [rollback.goes_back(7, found), rollback.goes_back(7, found), rollback.goes_back(9, found)] == [
-        True,
-        False,
-        True,
-    ]
+    assert [rollback.goes_back(step, found) for step in (7, 7, 9)] == [True, False, True]
     assert not skip.goes_back(7, found)
     assert said[1].startswith("step 7 ") and said[1].endswith(found.words)
     with raises("too-many-not-finite", raised=TrainingError, most=10, steps=200) as caught:

@@ -54,19 +54,8 @@ def train(folder: Path, task: str, *words: str, launched: bool = False) -> tuple
     changed = {"differs": "BAD, EMPTY = 1, False", "empty": "BAD, EMPTY = 0, True"}.get(task, "BAD, EMPTY = 0, False")
     (folder / "mine.py").write_text(TASK.replace("BAD, EMPTY = 0, False", changed))
     name = "three" if task == "differs" else task
-    words = (
-        "-m",
-        "paceline",
-        "train",
-        f"mine.py:{name}",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "10",
-        "--run-dir",
-        "run",
-        *words,
-    )
+    flags = ("--epochs", "2", "--batch-size", "10", "--run-dir", "run", *words)
+    words = ("-m", "paceline", "train", f"mine.py:{name}", *flags)
     done = warm.run((*words, "--nproc", "2"), cwd=folder) if launched else run_script(2, *words, cwd=folder)
     return done.returncode, done.stdout + done.stderr, read_summary(folder / "run")
 
@@ -84,8 +73,9 @@ def test_validation_on_the_way_and_test_at_the_end(tmp_path: Path) -> None:
     assert (summary.validation_metrics["count"], summary.test_metrics["count"]) == (21, 9)
     assert "undefined" not in summary.test_metrics and summary.test_loss == summary.test_metrics["loss"]
     assert summary.best == {"step": 2, "count": 21}
-    assert "validation after step 2: loss" in told and "undefined nan" in told
-    assert re.search(r"done: validation loss .*; test loss", " ".join(told.split()))
+    assert "validation after step 2" in told and "undefined nan" in told
+    done = told.partition("done: ")[2]
+    assert 0 <= done.find("validation") < done.find("test")
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.errors import ended_with, raises
 from tests.starts import start_steps
 from torch.utils.data import DataLoader
 
 from paceline.cli import ledger
 from paceline.config.settings import BatchShape, TrainConfig
 from paceline.data.loader import Loading
-from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import derive, random_stream
 from paceline.train.stream_task import stream_of
@@ -117,7 +117,7 @@ def test_two_passes_give_what_a_plain_loop_gives_and_the_tail_is_weighted_right(
     sgd = ("--optimizer", "sgd", "--momentum", 0, "--weight-decay", 0, "--lr", 0.5)
     done = paceline("train", f"{task_file}:task", *flags, *sgd)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "a stream that every rank reads, keeping its own samples; 2 passes over it" in done.stdout
+    assert "; 2 epochs" in done.stdout
     found = summary(tmp_path / "run")
     assert (found["steps"], found["samples_seen"]) == (10, 78)
     module = executed()
@@ -138,26 +138,25 @@ CONFIG = TrainConfig(task="streamed_task.py:task")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "fields"),
     [
-        ({}, "--schedule cosine needs the number of steps, and a stream has no length. Give --steps, or --schedule"),
-        ({"data": replace(CONFIG.data, tail="pad")}, "--tail pad: a stream cannot repeat samples"),
-        ({"data": replace(CONFIG.data, num_workers=2)}, "--num-workers 2: only one process reads a stream"),
-        ({"model": replace(CONFIG.model, batchnorm="sync")}, "--batchnorm sync must know a step's micro-batches"),
-        ({"task": "scheduled"}, "Task(make_schedule=...) needs the number of steps"),
-        ({"data_are": iter([1])}, "of type list_iterator, can be read once"),
-        ({"data_are": DataLoader([1])}, "of type DataLoader, are batches already"),
-        ({"data_are": 3}, "of type int, have neither samples by number nor an order"),
+        ({}, "stream-schedule-without-steps", {"value": "cosine"}),
+        ({"data": replace(CONFIG.data, tail="pad")}, "stream-cannot-be-padded", {}),
+        ({"data": replace(CONFIG.data, num_workers=2)}, "stream-in-several-processes", {"value": 2}),
+        ({"model": replace(CONFIG.model, batchnorm="sync")}, "stream-with-sync-batchnorm", {}),
+        ({"task": "scheduled"}, "schedule-without-length", {}),
+        ({"data_are": iter([1])}, "not-a-dataset", {"kind": "list_iterator"}),
+        ({"data_are": DataLoader([1])}, "not-a-dataset", {"kind": "DataLoader"}),
+        ({"data_are": 3}, "not-a-dataset", {"kind": "int"}),
     ],
 )
-def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], code: str, fields: dict[str, Any]) -> None:
     change = dict(change)
     task, data = executed()[change.pop("task", "task")], change.pop("data_are", None)
     world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), Loading(torch.device("cpu"))
     data = task.make_dataset("train") if data is None else data
-    with pytest.raises(UsageError) as error:
+    with raises(code, **fields):
         stream_of(replace(CONFIG, **change), task, data, BatchShape(8, 2, 1), loading, world)
-    assert words in str(error.value)
     longer = replace(CONFIG, run=replace(CONFIG.run, steps=9))  # then the schedules know their end
     assert (
         stream_of(longer, task, task.make_dataset("train"), BatchShape(8, 2, 1), loading, world).plan.known_steps == 0
@@ -167,13 +166,9 @@ def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], word
 def test_streams_that_cannot_be_read_again_or_are_to_be_judged_are_refused_before_the_first_step(
     paceline, task_file: Path
 ) -> None:
-    for name, words in (
-        ("noisy", "give different samples when they are read again"),
-        ("stream_to_judge", "the test data are a stream, but evaluation needs samples by index"),
-    ):
+    for name, code in (("noisy", "stream-not-repeatable"), ("stream_to_judge", "evaluation-of-stream")):
         chance = ("--set", "kind=Onward") if name == "noisy" else ()
-        done = paceline("train", f"{task_file}:{name}", "--steps", 3, *chance)
-        assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr
+        ended_with(paceline("train", f"{task_file}:{name}", "--steps", 3, *chance), code)
 
 
 EXACT = (

@@ -14,7 +14,7 @@ from paceline.protocol.status_page import RECORDS, StatusPage, make_status_page
 from paceline.rank.world import World
 from paceline.strategies.single import Single
 from paceline.train.fit import PhaseClock, StepRecord
-from paceline.train.records import LAST, Traces, anatomy, is_due, size_of
+from paceline.train.records import LAST, StepTraces, is_due, memory_breakdown, size_of
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
 NO_RESULT: Any = None
@@ -54,7 +54,7 @@ def _stepped(clock: PhaseClock, box: StatusPage, step: int) -> StepRecord:
 
 def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
     box = StatusPage(make_status_page(0))
-    traces, clock = Traces(box), PhaseClock(box.enter)
+    traces, clock = StepTraces(box), PhaseClock(box.enter)
     found: list[Any] = [one for step in (1, 2) for one in traces.of(_stepped(clock, box, step), ())]
     assert [one.step for one in found] == [1, 2]
     for one in found:
@@ -68,7 +68,7 @@ def test_phases_follow_each_other_without_a_gap_and_calls_lie_in_them() -> None:
 
 def test_the_last_steps_are_always_in_detail() -> None:
     box = StatusPage(make_status_page(0))
-    traces, clock = Traces(box), PhaseClock(box.enter)
+    traces, clock = StepTraces(box), PhaseClock(box.enter)
     for step in range(2**12 + 1, 2**12 + 40):
         assert traces.of(_stepped(clock, box, step), ()) == []
     assert [one.step for one in traces.rest()] == [*range(2**12 + 40 - LAST, 2**12 + 40)]
@@ -81,7 +81,7 @@ def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> No
     replica = Single(model, torch.optim.AdamW, WORLD)
     model(torch.ones(2, 10)).sum().backward()
     replica.optimizer.step()
-    found = anatomy([replica])
+    found = memory_breakdown([replica])
     assert found.parameters == [("weight", [3, 10], 120), ("bias", [3], 12)]
     steps = 2 * 4  # AdamW's own counters
     assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (132, 132, 264 + steps)

@@ -48,7 +48,7 @@ from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import tracker_names
 from paceline.tasks import check_optimizer, check_task
-from paceline.tasks.settings import defined, told
+from paceline.tasks.settings import all_settings, settings_help
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     if asked_help:
         line.print_help(asked_help, path.name if path else "", default)
         if ":" in (config.task or ""):
-            print(told(str(config.task)))
+            print(settings_help(str(config.task)))
         raise SystemExit(0)
     try:
         check_values(config)
@@ -193,7 +193,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
         with suppress(Damaged):
             saved = checkpoints.check(path, files=()).definition
             now = settings(configuration.with_defaults(config, nproc))
-            now |= defined(str(config.task), configuration.task_options(config))
+            now |= all_settings(str(config.task), configuration.task_options(config))
             check_same(saved, now, allowed, str(path))
             return
 

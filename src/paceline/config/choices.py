@@ -1,4 +1,4 @@
-"""Choices that commands and ranks share: launchers, checkpoint intervals, releases of torch."""
+"""Choices for commands and ranks: launchers, checkpoint intervals, releases of torch."""
 
 import re
 from typing import Literal, get_args
@@ -7,7 +7,7 @@ from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import UsageError
 
 OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.14"
-"""the releases of torch that CI installs"""
+"""The releases of torch that CI installs."""
 
 LauncherName = Literal["local", "ssh", "slurm", "print"]
 
@@ -17,21 +17,21 @@ LAUNCHER_SETTINGS: dict[LauncherName, str] = {
     "slurm": "join_timeout partition time gpus_per_node cpus_per_rank save_before sbatch follow cancel_on_interrupt",
     "print": "hosts join_timeout agent",
 }
-"""by launcher: the settings of [cluster] that not all launchers take; the names are also in the record of a run"""
+"""By launcher, the settings of [cluster] that only some launchers use. The record of a run contains these names."""
 assert tuple(LAUNCHER_SETTINGS) == get_args(LauncherName)
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def launchers_of(setting: str) -> list[LauncherName]:
     """The launchers that use a setting of [cluster]."""
-    return [name for name, own in LAUNCHER_SETTINGS.items() if setting in own.split()] or [*LAUNCHER_SETTINGS]
+    return [name for name, names in LAUNCHER_SETTINGS.items() if setting in names.split()] or [*LAUNCHER_SETTINGS]
 
 
 def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:
-    """(steps, seconds) between checkpoints, from 500 or "10min"; one of them is None, or both.
+    """Convert e.g. 500 or "10min" to (steps, seconds) between checkpoints. One of them, or both, is None.
 
     Raises:
-        UsageError: for a text that is not a time.
+        UsageError: if a string is not a time.
     """
     if not isinstance(checkpoint_every, str):
         return checkpoint_every, None
@@ -61,7 +61,7 @@ def lacks_torch(strategy: str) -> str:
 
 def _torch_release() -> tuple[str, tuple[int, ...]]:
     """The installed version of torch, and its first two numbers; empty without torch."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms, which most commands need not spend
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms, and most commands do not need it
 
     try:
         return (installed := version("torch")), _release(installed)

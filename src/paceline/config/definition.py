@@ -11,38 +11,38 @@ from paceline.config.strategies import EXACT, SLOW
 from paceline.errors import UsageError, unknown
 
 FIXED = {
-    "virtual_ranks": "buffers, random streams and shares belong to virtual ranks",
+    "virtual_ranks": "buffers, random streams and portions of batches belong to virtual ranks",
     "global_batch": "the position in an epoch is counted in global batches",
-    "tail": "it decides which samples an epoch has",
-    "seed": "it decides the order of samples and all random streams",
-    "batchnorm": "its statistics are of another kind",
-    "optimizer": "it keeps another state",
-    "make_optimizer": "it keeps another state, and goes on with the settings of the checkpoint",
-    "make_schedule": "it goes on with the numbers of the checkpoint",
-    "init_from": "a run that goes on has its weights from the checkpoint",
-    "stem": "it is another model",
-    "data": "the samples used so far would not be those left out from now on",
+    "tail": "it determines the samples of an epoch",
+    "seed": "it determines the order of samples and all random streams",
+    "batchnorm": "local and synchronized statistics differ",
+    "optimizer": "each optimizer has a different state",
+    "make_optimizer": "the state of the optimizer and its settings come from the checkpoint",
+    "make_schedule": "the state of the scheduler comes from the checkpoint",
+    "init_from": "a resumed run has its weights from the checkpoint",
+    "stem": "the model would have different layers",
+    "data": "paceline could not tell which samples are already used",
 }
-"""what may never change in a run, and why"""
+"""The settings that can never change in a run, with the reason."""
 
-BITS_ONLY = ("threads_per_rank", "hardware")  # compared only where bits were promised
+BITS_ONLY = ("threads_per_rank", "hardware")  # compared only with exact strategies
 CHANGEABLE = (
     "task", "accumulation", "lr", "weight_decay", "momentum", "clip_norm", "schedule", "warmup_steps", "lr_scaling",
     "lr_base_batch", "ema", "epochs", "steps", "precision", *SLOW, *BITS_ONLY,
 )  # fmt: skip
-"""what may change if `--allow-change` names it; everything else (world size, strategy, ...) may change freely"""
+"""The settings that can change with `--allow-change`. All others (world size, strategy, ...) can always change."""
 
-OF_TASK = "set."  # the prefix of the task's settings, which may change in the same way
+OF_TASK = "set."  # the prefix of task settings, which can also change with `--allow-change`
 
 ADDED = {
     "precision": "fp32", "make_optimizer": None, "make_schedule": None, "init_from": None, "ema": None,
     **dict.fromkeys(SLOW),
 }  # fmt: skip
-"""what the definitions of older checkpoints do not contain, with the value at that time"""
+"""Entries that are missing in the definitions of older checkpoints, with their values in those versions."""
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The part of the definition that comes from the (resolved) settings."""
+    """The part of the definition that comes from the resolved settings."""
     o = config.optimizer
     definition: dict[str, Any] = {
         "task": _in_its_folder(str(config.task)),
@@ -71,7 +71,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "precision": config.compute.precision,
         **vars(config.network),
     }
-    if config.compute.precision == "auto":  # not chosen yet
+    if config.compute.precision == "auto":  # not resolved yet
         del definition["precision"]
     return definition
 
@@ -85,7 +85,7 @@ def allowed_changes(text: str) -> list[str]:
     """The names in `--allow-change`.
 
     Raises:
-        UsageError: for a name that does not exist, or that nothing can allow.
+        UsageError: if a name does not exist, or its setting can never change.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -99,10 +99,13 @@ def allowed_changes(text: str) -> list[str]:
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
     """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.
 
-    Only names in `allowed` may differ. Returns these differences, as text.
+    Only names in `allowed` may differ.
+
+    Returns:
+        A text for each allowed difference.
 
     Raises:
-        UsageError: naming each difference, both values, and what to do.
+        UsageError: if another setting differs. The error lists all differences.
     """
     saved = ADDED | dict(saved)
     bits = saved.get("strategy") in EXACT and now.get("strategy") in EXACT
@@ -113,24 +116,24 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collec
         name: f"{name}: {_shown(saved[name], now[name])} in the checkpoint, {_shown(now[name], saved[name])} now"
         for name in differ
     }
-    refused = [name for name in differ if name not in allowed]
-    if refused:
-        may = [name for name in refused if name not in FIXED]
+    not_allowed = [name for name in differ if name not in allowed]
+    if not_allowed:
+        changeable = [name for name in not_allowed if name not in FIXED]
         raise UsageError(
-            code="another-run" if may else "another-run-for-good", where=where,
-            saved={name: saved[name] for name in refused}, now={name: now[name] for name in refused},
-            differences="; ".join(differences[name] for name in refused), allow=",".join([*allowed, *may]),
-            never="".join(f" {_never(name)}." for name in refused if name in FIXED),
+            code="another-run" if changeable else "another-run-for-good", where=where,
+            saved={name: saved[name] for name in not_allowed}, now={name: now[name] for name in not_allowed},
+            differences="; ".join(differences[name] for name in not_allowed), allow=",".join([*allowed, *changeable]),
+            never="".join(f" {_never(name)}." for name in not_allowed if name in FIXED),
         )  # fmt: skip
     return list(differences.values())
 
 
 def _never(name: str) -> str:
-    return f"{name} can never change on the way, since {FIXED[name]}"
+    return f"{name} can never change in a run, because {FIXED[name]}"
 
 
 def _shown(value: Any, other: Any) -> str:
-    if isinstance(value, dict) and isinstance(other, dict):  # of two tables, only the differences
+    if isinstance(value, dict) and isinstance(other, dict):  # show only the entries that differ
         table: dict[str, Any] = value
         value = {key: table[key] for key in sorted(table) if key not in other or table[key] != other[key]}
     text = "not set" if value is None else str(value)

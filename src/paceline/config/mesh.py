@@ -1,10 +1,10 @@
-"""The device mesh: ranks laid out in a few named dimensions, each of which splits something else. No torch here.
+"""The device mesh: ranks in named dimensions, each with a different kind of parallelism. No torch here.
 
     data=2,tensor=2 of 4 ranks        tensor 0   tensor 1
-                            data 0    rank 0     rank 1       a half of every layer each, and the same samples
-                            data 1    rank 2     rank 3       other samples
+                            data 0    rank 0     rank 1       each has half of every layer, both use the same samples
+                            data 1    rank 2     rank 3       different samples
 
-The last dimension of `DIMENSIONS` runs fastest: its ranks, which communicate most, are neighbours and on one host.
+The last dimension of `DIMENSIONS` varies fastest. Its ranks communicate most, so they are neighbors on one node.
 """
 
 import math
@@ -17,13 +17,13 @@ from paceline.errors import UsageError, unknown
 DIMENSIONS: Mapping[str, str] = {
     "pipeline": "the layers, in stages",
     "data": "the batch",
-    "shard": "the batch as well, and what strategy fsdp holds of the model",
+    "shard": "the batch, and the model state of strategy fsdp",
     "context": "each sample, along its sequence",
     "tensor": "each layer",
 }
-"""what each dimension splits, outermost first"""
+"""What each dimension splits, outermost first."""
 OF_BATCH = ("data", "shard")
-"""the dimensions along which ranks process different samples; along all others they process the same ones"""
+"""The dimensions along which ranks process different samples. Along all others they process the same samples."""
 OF_MODEL = tuple(name for name in DIMENSIONS if name not in OF_BATCH)
 
 
@@ -35,14 +35,14 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """The mesh that `--mesh data=2,tensor=2` asks for.
+        """Parse e.g. "data=2,tensor=2", the value of `--mesh`.
 
         Raises:
-            UsageError: the text has another form.
+            UsageError: if the text has a different form.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):
-            name, _, size = (word.strip() for word in part.partition("="))
+            name, _, size = (field.strip() for field in part.partition("="))
             if not (size.isascii() and size.isdigit() and int(size)):
                 raise UsageError(code="mesh-not-name-size", value=text, allowed=[*DIMENSIONS])
             if name not in DIMENSIONS:
@@ -56,7 +56,7 @@ class Mesh:
         return ",".join(f"{name}={self.of(name)}" for name in DIMENSIONS if name in self.sizes)
 
     def of(self, *names: str) -> int:
-        """The size of a dimension, or of several together."""
+        """The product of the sizes of these dimensions."""
         return math.prod(self.sizes.get(name, 1) for name in names)
 
     @property
@@ -95,15 +95,9 @@ class Mesh:
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """The meshes of so many ranks that a training supports."""
+    """All meshes of `ranks` ranks that paceline supports."""
     meshes: list[Mesh] = []
-    for outer, inner in (
-        ("data", "tensor"),
-        ("data", "pipeline"),
-        ("data", "context"),
-        ("data", "shard"),
-        ("shard", "tensor"),
-    ):
+    for outer, inner in (*(("data", name) for name in ("tensor", "pipeline", "context", "shard")), ("shard", "tensor")):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
             if size < ranks:
                 meshes.append(Mesh({outer: ranks // size, inner: size}))
@@ -118,10 +112,10 @@ def strategy_on(strategy: str, mesh: str) -> str:
 
 
 def mesh_of(text: str | None, world_size: int) -> Mesh:
-    """The mesh of a world: as asked for, or all ranks along data.
+    """Parse the mesh of a world. Without a text, all ranks are along data.
 
     Raises:
-        UsageError: its size is not the number of ranks, or the text is not a mesh.
+        UsageError: if its size is not the number of ranks, or the text is not a mesh.
     """
     mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
     if mesh.size != world_size:

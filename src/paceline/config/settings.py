@@ -1,4 +1,4 @@
-"""Every setting of a training, once: the command line, the TOML file and the run folder's record derive from it.
+"""All settings of a training. The command line, TOML files and the record in the run folder derive from them.
 
 No torch here: a wrong setting is reported before anything starts. Only the modules that pyproject.toml lists (contract
 "config") may use a TrainConfig: the commands, those that turn it into the parts of a training (train.run,
@@ -310,24 +310,24 @@ def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
 
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
-    """The values of settings that only some strategies have, as far as they are set, by name."""
-    # not vars(): msgspec leaves what a file does not set to the class
+    """The values, by name, of settings that are set and that only some strategies support."""
+    # not vars(): msgspec does not set attributes for missing keys, so they are class attributes
     values = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
     names = {name for info in STRATEGY_INFO.values() for name in info.options}
     return {name: values[name] for name in sorted(names) if values[name] is not None}
 
 
 def task_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of the task, as far as they are set."""
+    """The options of the task that are set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
     return {name: value for name, value in options.items() if value is not None} | settings_given(config.set)
 
 
 def settings_given(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--set NAME=VALUE`, by name; the last one of a name counts.
+    """The values of `--set NAME=VALUE`, by name. The last value of a name is used.
 
     Raises:
-        UsageError: a text has another form.
+        UsageError: if a text has a different form.
     """
     values: dict[str, str] = {}
     for text in texts:
@@ -339,7 +339,7 @@ def settings_given(texts: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Global batch = virtual ranks x accumulation x batch size (an upper bound, where it was set directly)."""
+    """Global batch = virtual ranks x accumulation x batch size, or at most that if it was set directly."""
 
     virtual_ranks: int
     accumulation: int
@@ -356,9 +356,9 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
     if data.global_batch is None:
         accumulation = data.accumulation or 1
         return BatchShape(virtual_ranks, accumulation, virtual_ranks * accumulation * batch_size)
-    share = math.ceil(data.global_batch / virtual_ranks)
-    accumulation = data.accumulation or math.ceil(share / batch_size)
-    if data.batch_size and data.accumulation and share > data.batch_size * accumulation:
+    portion = math.ceil(data.global_batch / virtual_ranks)
+    accumulation = data.accumulation or math.ceil(portion / batch_size)
+    if data.batch_size and data.accumulation and portion > data.batch_size * accumulation:
         raise UsageError(
             code="batch-does-not-fit", global_batch=data.global_batch, virtual_ranks=virtual_ranks,
             accumulation=accumulation, batch_size=data.batch_size, most=virtual_ranks * accumulation * data.batch_size,
@@ -367,14 +367,14 @@ def batch_shape(data: DataConfig, world_size: int) -> BatchShape:
 
 
 def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
-    """`config` with every default that depends on the world size filled in, so that the record repeats the run."""
+    """Resolve the defaults that depend on the world size, so that the record can reproduce the run."""
     shape = dataclasses.asdict(batch_shape(config.data, mesh_of(config.launch.mesh, world_size).replicas))
     # absolute: a run may be resumed from a different folder
     data_dir, init_from = (path and path.absolute() for path in (config.data.data_dir, config.model.init_from))
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
-    if strategy in EXACT and launch.threads_per_rank is None:  # the one number that every world size can have
+    if strategy in EXACT and launch.threads_per_rank is None:  # the only number that is possible at every world size
         launch = dataclasses.replace(launch, threads_per_rank=1)
     task = config.task and absolute_task(config.task)
     optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
@@ -384,9 +384,9 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def absolute_task(task: str) -> str:
-    """A task or optimizer with the absolute path of its file, or module's folder: others may load it from elsewhere."""
+    """Add the absolute path of the file or folder to a task or optimizer, because workers can run in other folders."""
     path, colon, name = task.rpartition(":")
-    if not colon:  # one of paceline's own
+    if not colon:  # built in
         return task
     if path.endswith(".py"):
         return f"{Path(path).resolve()}:{name}"
@@ -396,11 +396,11 @@ def absolute_task(task: str) -> str:
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
-    """`config` as it is recorded: without the settings of this start only."""
+    """Return the config to record: without the settings that apply to this start only."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", fresh=False, allow_change="", rehearse_preemption=None
     )
-    # a run is never repeated into its own folder, nor on machines that were not asked for again
+    # a repeated run needs a new folder, and uses other nodes only if they are given again
     run = dataclasses.replace(config.run, run_dir=None, trust=False)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())
 
@@ -409,16 +409,16 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
     """Read a TOML file, e.g. the config.toml of an earlier run.
 
     Args:
-        path: without links; see `disk.reading.real_path`.
+        path: without links; see `runs.reading.real_path`.
         ours: raise an error if another user could have written the file, as it names code to be run.
 
     Raises:
-        UsageError: if it cannot be read, is no TOML, or a key or value is not valid.
+        UsageError: if it cannot be read, is not TOML, or a key or value is invalid.
     """
     try:
         table = decode_toml(path, ours=ours)
     except NotOwned as error:
-        words = "it names code and programs to run. Copy it, and read it; `paceline train --trust` believes it"
+        words = "the file names code and programs to run. Check it and copy it, or use `paceline train --trust`"
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror, words=words) from None
     except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
@@ -436,7 +436,7 @@ def load(path: Path, *, ours: bool) -> TrainConfig:
 
 
 def _path(kind: type, value: Any) -> Any:
-    """A path, which msgspec does not convert."""
+    """Convert a string to a Path, because msgspec does not."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise TypeError(f"Expected a path as text, got {type(value).__name__}")
@@ -446,7 +446,7 @@ _hints = cache(get_type_hints)
 
 
 def _section(key: str) -> str:
-    """The table of a TOML file that has a key; empty if it is above all tables, or unknown."""
+    """The TOML table of a key; empty if the key is at the top level or unknown."""
     return next((s for s, t in _hints(TrainConfig).items() if dataclasses.is_dataclass(t) and key in _hints(t)), "")  # pyright: ignore[reportArgumentType]
 
 
@@ -460,8 +460,8 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
     hints = _hints(owner)
     for key, value in table.items():
         if key not in hints:
-            elsewhere = f". It belongs in [{right}]" if (right := _section(key)) else ""
-            raise unknown("key", section + key, [section + h for h in hints], more=elsewhere)
+            advice = f". It belongs in [{right}]" if (right := _section(key)) else ""
+            raise unknown("key", section + key, [section + h for h in hints], more=advice)
         if isinstance(value, Mapping):
             if not dataclasses.is_dataclass(hints[key]):
                 raise UsageError(code="config-not-a-table", key=section + key)
@@ -469,7 +469,7 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
 
 
 def dump_given(settings: Mapping[str, Any]) -> str:
-    """The TOML text of some settings only, without those that are None; `load` reads it."""
+    """The TOML text of the settings that are not None. `load` reads it."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
         if value is not None:
@@ -478,7 +478,7 @@ def dump_given(settings: Mapping[str, Any]) -> str:
 
 
 def dump(config: TrainConfig) -> str:
-    """The TOML text that `load` reads back into an equal config (None values are left out)."""
+    """The TOML text from which `load` restores an equal config. None values are omitted."""
 
     def table(settings: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: value for name, value in settings.items() if value is not None}
@@ -491,12 +491,12 @@ def dump(config: TrainConfig) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value of TOML as `--set` would have it."""
+    """Format a TOML value as in `--set`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(text: str) -> Any:
-    """The number or truth value that `_text` turns back into `text`, if there is one; else the text."""
+    """Convert text to the number or boolean that `_text` formats in the same way, or keep the text."""
     with suppress(tomllib.TOMLDecodeError):
         value = tomllib.loads(f"value = {text}")["value"]
         if isinstance(value, (bool, int, float)) and _text(value) == text:
@@ -520,20 +520,20 @@ _NOT_NEGATIVE = (
 
 def _check_compute(config: TrainConfig) -> None:
     compute, exact = config.compute, config.strategy in EXACT
-    again = compute.checkpoint_activations is not None
+    recomputes = compute.checkpoint_activations is not None
     info = STRATEGY_INFO.get(config.strategy or DEFAULT, STRATEGY_INFO[DEFAULT])
-    moves = info.sharded or info.several_gpus  # weights are gathered, or copied
+    moves_weights = info.sharded or info.several_gpus  # it gathers or copies them
     _raise_first({
         "exact-with-compile": compute.compile and exact,
         "exact-with-cuda-graphs": compute.cuda_graphs and exact,
-        "compile-with-recomputation": compute.compile and again,
+        "compile-with-recomputation": compute.compile and recomputes,
         "cuda-graphs-with-compile": compute.cuda_graphs and compute.compile,
-        "cuda-graphs-with-recomputation": compute.cuda_graphs and again,
-        "cuda-graphs-with-moved-weights": compute.cuda_graphs and moves,
+        "cuda-graphs-with-recomputation": compute.cuda_graphs and recomputes,
+        "cuda-graphs-with-moved-weights": compute.cuda_graphs and moves_weights,
         "cuda-graphs-with-hooks": compute.cuda_graphs and info.hooked,
         "tf32-on-cpu": compute.precision == "tf32" and config.launch.device == "cpu",
         "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
-        "nothing-to-recompute": again
+        "nothing-to-recompute": recomputes
         and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
     }, strategy=config.strategy, default=DEFAULT)  # fmt: skip
 
@@ -593,10 +593,10 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Check values that have the right type, wherever they came from.
+    """Check the values of settings, and contradictions between settings.
 
     Raises:
-        UsageError: naming the setting, its value and what it must be.
+        UsageError: if a value is invalid, or settings contradict each other.
     """
     for names, positive in ((_POSITIVE, True), (_NOT_NEGATIVE, False)):
         for name in names:
@@ -621,7 +621,7 @@ def check_values(config: TrainConfig) -> None:
     if config.launch.port > 65535:
         raise UsageError(code="port-out-of-range", value=config.launch.port)
     if ":" not in config.optimizer.optimizer and config.optimizer.optimizer not in OPTIMIZERS:
-        own = ", or any other as module:name, e.g. torch.optim:RMSprop"
-        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=own)
+        more = ", or any other as module:name, e.g. torch.optim:RMSprop"
+        raise unknown("optimizer", config.optimizer.optimizer, OPTIMIZERS, more=more)
     if config.strategy is not None and config.strategy not in STRATEGY_INFO:
         raise unknown("strategy", config.strategy, STRATEGY_INFO)

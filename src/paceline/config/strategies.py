@@ -17,29 +17,29 @@ class StrategyInfo:
     """The properties of a strategy that other packages use; the defaults are those of most strategies."""
 
     factory: str
-    """the class or function in the module of the strategy that makes it for a model"""
+    """The class or function, in the module of the strategy, that applies it to a model."""
     exact: bool = False
-    """gives the same bits at every world size"""
+    """The results have the same bits at every world size."""
     one_process: bool = False
-    """cannot train in a world of several ranks"""
+    """It supports a single process only."""
     several_gpus: bool = False
-    """splits a batch over the GPUs of its process; with fewer than two it only calls the model"""
+    """It splits a batch over the GPUs of its process. With fewer than two GPUs it only calls the model."""
     sharded: bool = False
-    """shards parameters or optimizer state over the ranks"""
+    """It shards parameters or optimizer state over the ranks."""
     on_mesh: bool = False
-    """can train a rank's part of a sharded or split model (`--mesh`)"""
+    """It supports a model that is sharded or split over a mesh (`--mesh`)."""
     hooked: bool = False
-    """uses torch's hooks on gradients, which CUDA graphs cannot record"""
+    """It uses gradient hooks of torch, which CUDA graphs cannot record."""
     least_torch: tuple[str, str] = ("", "")
-    """the oldest release that it runs on, if newer than OLDEST_TORCH, and the fault of older ones"""
+    """The oldest supported release, if newer than OLDEST_TORCH, and the problem of older releases."""
     options: Mapping[str, str] = field(default_factory=dict[str, str])
-    """the settings in `[model]` or `[network]` that only it has, and for each the keyword of its function"""
+    """The settings in `[model]` or `[network]` for this strategy only, with the keywords of its factory."""
     in_own_loops: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    """arguments of its function in sessions, whose scripts may read gradients"""
+    """Arguments of the factory in sessions, whose scripts can read gradients."""
 
 
 SLOW = ("compress", "powersgd_rank", "local_steps", "outer_lr", "outer_momentum")
-"""settings for a slow network between hosts"""
+"""The settings for a slow network between nodes."""
 COMPRESS = ("bf16", "int8", "powersgd")
 
 STRATEGY_INFO: Mapping[str, StrategyInfo] = {
@@ -61,7 +61,7 @@ STRATEGY_INFO: Mapping[str, StrategyInfo] = {
 
 DEFAULT = "bucketed"
 DEFAULT_ALONE = "single"
-"""in a world of one rank; also the reference for all other strategies"""
+"""The default for a single process, and the reference for all other strategies."""
 EXACT = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
 FOR_SEVERAL = tuple(name for name, info in STRATEGY_INFO.items() if not info.one_process)
 
@@ -72,9 +72,9 @@ else:
 
 
 def options_of_others(strategy: str) -> dict[str, str]:
-    """The settings that `strategy` does not take, each with the strategy that does."""
-    own = STRATEGY_INFO[strategy].options
-    return {setting: name for name, info in STRATEGY_INFO.items() for setting in info.options if setting not in own}
+    """The settings that `strategy` does not support, each with the strategy that does."""
+    supported = STRATEGY_INFO[strategy].options
+    return {option: name for name, info in STRATEGY_INFO.items() for option in info.options if option not in supported}
 
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:

@@ -10,40 +10,40 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from paceline.data.plan import mixed
+from paceline.data.plan import splitmix64
 from paceline.seeding import derive
 
 Rows = Tensor | NDArray[Any]
-"""one row for each sample; a numpy array may be memory-mapped: only the rows of a batch are read from the file"""
+"""One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
 Draw = Callable[[int], Tensor]
-"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples"""
+"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
 Gather = Callable[[Tensor, "SampleDraws"], Sequence[Tensor]]
-"""(indices (n,), the samples' random numbers) -> the batch"""
+"""(indices (n,), random numbers of the samples) -> the batch."""
 D = TypeVar("D", bound=Dataset[Any])
 
 
 @dataclass(frozen=True)
 class SampleDraws:
-    """The random numbers of an epoch's samples, which depend on the sample alone.
+    """The random numbers of the samples in an epoch. They do not depend on the batch.
 
-    A generator gives numbers in the order of the draws, so a sample's would depend on its neighbours. Here each is a
-    hash of (seed, epoch, sample, how many were drawn before), computed for the whole batch at once.
+    With a generator, the numbers of a sample would depend on the samples before it. Here each number is a hash of
+    (seed, epoch, sample, count of earlier draws), computed for the whole batch at once.
     """
 
     seed: int
     epoch: int
 
     def of(self, indices: Tensor, device: torch.device) -> Draw:
-        """Those of samples `indices` (n,), on `device`; the same bits on every device."""
+        """The random numbers of samples `indices` (n,), on `device`. All devices give the same bits."""
         key = np.uint64(derive(self.seed, "draws", self.epoch))
-        samples = mixed(indices.cpu().numpy().astype(np.uint64) ^ mixed(key.reshape(1)))[:, None]  # (n, 1)
+        samples = splitmix64(indices.cpu().numpy().astype(np.uint64) ^ splitmix64(key.reshape(1)))[:, None]  # (n, 1)
         drawn = 0
 
         def draw(k: int) -> Tensor:
             nonlocal drawn
-            numbers = mixed(samples + mixed(np.arange(drawn, drawn + k, dtype=np.uint64)))  # (n, k)
+            numbers = splitmix64(samples + splitmix64(np.arange(drawn, drawn + k, dtype=np.uint64)))  # (n, k)
             drawn += k
-            # 24 bits: what a float32 below 1 holds exactly
+            # 24 bits, because a float32 below 1 represents them exactly
             return torch.from_numpy((numbers >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)).to(device)
 
         return draw
@@ -55,14 +55,14 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
     `transform` must treat all samples equally and draw no random numbers, e.g. normalise: a sample must not depend on
     its batch. `augment` comes after it, and also gets `draw`: draw(k) is (n, k) float32 in [0, 1), and row j depends on
-    nothing but the run's seed, the epoch and sample j. A random flip, the same on every rank and in every batch:
+    the run's seed, the epoch and sample j only. For example, a random flip:
 
         def augment(images, draw):                                    # images (n, C, H, W)
             flip = draw(1).view(-1, 1, 1, 1) < 0.5
             return torch.where(flip, images.flip(3), images)
 
     Raises:
-        ValueError: if the numbers of inputs and targets differ, or torch has no such type of numbers.
+        ValueError: if the numbers of inputs and targets differ, or torch does not support their dtype.
     """
 
     inputs: Rows  # (N, ...)
@@ -77,10 +77,10 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
             try:
                 if not isinstance(rows, Tensor):
                     torch.from_numpy(np.empty(0, rows.dtype))
-            except (TypeError, ValueError):  # no such type; the other byte order
+            except (TypeError, ValueError):  # unsupported dtype or byte order
                 raise ValueError(
-                    f"torch has no numbers of numpy's type {rows.dtype}. Convert them once: "
-                    "array.astype('float32'), or for labels 'int64'"
+                    f"torch does not support numpy's dtype {rows.dtype}. Convert the array first: "
+                    "array.astype('float32'), or 'int64' for labels"
                 ) from None
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     def gather(self, indices: Tensor, draws: SampleDraws | None = None) -> tuple[Tensor, Tensor]:
         """The batch of samples `indices`: inputs (n, ...) and targets (n, ...).
 
-        Without `draws`, random numbers are those of seed 0 and epoch 0.
+        Without `draws`, the random numbers belong to seed 0 and epoch 0.
         """
         inputs = _rows(self.inputs, indices)
         if self.transform is not None:
@@ -104,18 +104,18 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _rows(rows: Rows, indices: Tensor) -> Tensor:
-    """Rows `indices` (n,), as a tensor where the rows are; a copy."""
+    """Copy rows `indices` (n,) to a tensor, on the device of the rows."""
     if isinstance(rows, Tensor):
         return rows.index_select(0, indices.to(rows.device, non_blocking=True))
-    # np.take copies just these rows; torch would warn of a file that is mapped for reading only
+    # np.take copies only these rows; torch would warn about a file that is mapped read-only
     return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
 
 
 def batch_gatherer(dataset: object) -> Gather | None:
-    """How to gather a whole batch of `dataset` at once; None if it only has single samples."""
+    """A function that gathers a whole batch of `dataset` at once; None if the dataset only has single samples."""
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
-    if type(dataset) is TensorDataset:  # not a subclass, which may have a __getitem__ of its own
+    if type(dataset) is TensorDataset:  # a subclass may override __getitem__
         tensors = dataset.tensors
         return lambda indices, _: [_rows(t, indices) for t in tensors]
     if type(dataset) is Subset:
@@ -127,25 +127,21 @@ def batch_gatherer(dataset: object) -> Gather | None:
 
 
 def held_rows(dataset: object) -> Sequence[Rows] | None:
-    """The tensors and arrays that hold the whole of `dataset`; None if it is no such dataset."""
+    """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None
 
 
 def on_device(
-    dataset: D,
-    device: torch.device,
-    *,
-    reserved: int = 0,
-    free_bytes: int | None = None,
+    dataset: D, device: torch.device, *, reserved: int = 0, free_bytes: int | None = None,
     collate: Callable[..., Any] | None = None,
-) -> D:
-    """`dataset` with its rows on `device`, if they are held and fit there; else itself.
+) -> D:  # fmt: skip
+    """Move a dataset of tensors or arrays to `device`, if it fits there. Otherwise return it unchanged.
 
-    A GPU then gathers its batches without copies. For the CPU nothing changes, nor if a `collate` function makes
-    batches out of samples on the CPU. The data may take `free_bytes`, by default a quarter of the GPU's free memory
-    after `reserved` bytes.
+    A GPU then gathers its batches without copies from the host. A dataset with a `collate` function is not moved,
+    because the function makes batches on the CPU. The maximum size of the data is `free_bytes`, by default a quarter of
+    the free memory after `reserved` bytes.
     """
     held = held_rows(dataset)
     if device.type == "cpu" or held is None or collate is not None:
@@ -157,9 +153,9 @@ def on_device(
     moved = [(r if isinstance(r, Tensor) else torch.from_numpy(np.array(r))).to(device) for r in held]
     if not isinstance(dataset, ArrayDataset):
         return cast("D", TensorDataset(*moved))
-    there = replace(dataset, inputs=moved[0], targets=moved[1])
+    moved_dataset = replace(dataset, inputs=moved[0], targets=moved[1])
     try:
-        there.gather(torch.zeros(1, dtype=torch.int64))
+        moved_dataset.gather(torch.zeros(1, dtype=torch.int64))
     except Exception:  # e.g. a transform that works on numpy arrays only
         return dataset
-    return cast("D", there)
+    return cast("D", moved_dataset)

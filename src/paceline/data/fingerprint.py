@@ -1,4 +1,4 @@
-"""Fingerprints of datasets, which ranks compare before the first step: of all data, or of a few samples."""
+"""Fingerprints of datasets, from all data or from a few samples. The ranks compare them before the first step."""
 
 import hashlib
 import re
@@ -16,17 +16,17 @@ from paceline.data.arrays import Rows, held_rows
 from paceline.data.loader import Loading, fetch_batches
 from paceline.seeding import preserved_streams
 
-WHOLE_BYTES = 1 << 30  # up to here, data held as tensors are compared whole: 1 s
-PROBES = 8  # samples of other data, evenly spread
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in repr, of an object that says nothing else
+WHOLE_BYTES = 1 << 30  # tensors up to this size are compared completely, which takes 1 s
+PROBES = 8  # samples that are compared of other data
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the default repr of an object
 CHANGING = "changes from draw to draw"
 
 
 def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
-    """Numbers that are equal for equal datasets, by name.
+    """Compute numbers that are equal for equal datasets, by name.
 
-    Random augmentation from torch's, Python's or numpy's global streams is seeded by the sample, so it is alike. A
-    sample that still differs each time cannot be compared, which is no reason to refuse it.
+    Random augmentation with the global random streams of torch, Python or numpy is seeded by the sample, so it is
+    equal. A dataset whose samples still differ in each reading is accepted, but it cannot be compared.
     """
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     held = held_rows(dataset)
@@ -37,21 +37,21 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
 
 
 def probes(length: int) -> list[int]:
-    """A few samples of `length`, evenly spread."""
+    """The indices of a few samples of `length`, evenly spaced."""
     return sorted({i * (length - 1) // (PROBES - 1) for i in range(PROBES)})
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
     """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
-    # a collate function of the user's own may fail on one sample, or leave it out
+    # the task's collate function could fail with a single sample, or drop it
     on_cpu = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
     with preserved_streams():
         return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probes(length)), 0, on_cpu))
 
 
 def hash_of(samples: Iterable[Any]) -> str:
-    """The hash of these samples, without the addresses of objects of unknown content."""
+    """The hash of these samples. Objects of unknown types are hashed by their repr without addresses."""
     sha = hashlib.sha256()
     for sample in samples:
         _hash(sha, sample)

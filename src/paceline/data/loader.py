@@ -5,9 +5,9 @@ workers. Either way the samples come in the plan's order, and a sample's random 
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
 On a GPU the next batches are loaded while the current ones are computed. A step calls `Prefetch.begin` when all of its
-work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and begins
-their copies on a separate stream. In an evaluation, which does not call it, one batch is begun before the one
-in front of it is returned. On the CPU nothing is done ahead.
+work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and starts
+their copies on a separate stream. An evaluation does not call it; there the next batch is started before the current
+one is returned. On the CPU there is no prefetching.
 """
 
 import os
@@ -30,73 +30,67 @@ from paceline.data.workers import (
     SeededSamples,
     asks_for_batches,
     begin_worker,
-    collated,
-    drained,
-    started,
+    collate_batch,
+    iterate_loader,
+    start_loader,
 )  # fmt: skip
 from paceline.errors import UsageError
 from paceline.nested import mapped, tensors
 from paceline.protocol.status_page import StatusPage
 
-Begun = TypeVar("Begun")
+Item = TypeVar("Item")
 Request = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 
 
 class Prefetch:
-    """A step calls it to begin the batches of the next step."""
+    """Starts to load the batches of the next step, when a step calls it."""
 
     def __init__(self) -> None:
         self.taken = 0
-        """batches that were returned since the last `begin`"""
+        """The number of batches returned since the last `begin`."""
         self.more: Callable[[], object] = lambda: None
-        """begins one more, of the data in use"""
+        """Starts to load one more batch of the current data."""
 
     def begin(self) -> None:
-        """Begin one batch for each returned since the last time; an error is raised when its batch is due."""
+        """Start one batch for each batch returned since the last call. Errors appear when a batch is requested."""
         count, self.taken = self.taken, 0
         for _ in range(count):
             self.more()
 
 
 class MicroBatch(NamedTuple):
-    """What one forward and backward work on, and where in the run it belongs."""
+    """The data of one forward and backward, and its position in the run."""
 
     inputs: Any
     targets: Any
     work: Work
     random_seed: int
     samples: int | None = None
-    """how many samples it has, if a collate function may have left some out; None: those of `work`"""
+    """The number of samples, if a collate function may have dropped some; None: those of `work`."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are fetched: onto this device, by this number of worker processes (0 = by the training process)."""
+    """How batches are fetched: to this device, by this number of worker processes (0: in the training process)."""
 
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     box: StatusPage | None = None
-    """where the worker processes write which sample they work on"""
+    """The worker processes write the index of their current sample there."""
     evaluates: bool = False
     ahead: Prefetch = field(default_factory=Prefetch)
-    """in training: a step calls it when the batches of the next one can be begun"""
+    """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """settings of torch's DataLoader for these processes, if there are any: timeout, prefetch_factor, ..."""
+    """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
 
 
 def load_steps(
-    dataset: Dataset[Any],
-    plan: BatchPlan,
-    share: range,
-    loading: Loading,
-    *,
-    start: int,
-    stop: int,
+    dataset: Dataset[Any], plan: BatchPlan, share: range, loading: Loading, *, start: int, stop: int,
     merged: bool = False,
-) -> Generator[list[MicroBatch]]:
-    """For each step start..stop-1 of the run: the micro-batches of the rank that owns the virtual ranks `share`."""
+) -> Generator[list[MicroBatch]]:  # fmt: skip
+    """Yield, for each step start..stop-1 of the run, the micro-batches of the rank with the virtual ranks `share`."""
     steps = (rank_work(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged) for step in range(start, stop))
     with closing(load_work(dataset, steps, plan.seed, loading)) as loaded:
         for step in loaded:
@@ -106,21 +100,21 @@ def load_steps(
 def load_work(
     dataset: Dataset[Any], steps: Iterable[list[Work]], seed: int, loading: Loading
 ) -> Generator[list[tuple[Any, Work]]]:
-    """For each step the batches of its work, as the dataset gives them.
+    """Yield, for each step, the batches of its work, in the form that the dataset returns.
 
-    `steps` may draw random numbers. So they are drawn here, and not while worker processes get their next requests,
-    when random streams are put back.
+    The iterator `steps` may use random numbers. It is advanced here, and not when worker processes get their next
+    requests, because random streams are restored there.
     """
     if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
         for step in steps:
             yield [(gather(work.indices, SampleDraws(seed, work.epoch)), work) for work in step]
         return
     prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
-    drawn, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
+    ready, requested, source = deque[list[Work]](), deque[Work](), iter(steps)
 
-    def draw() -> None:
-        while len(drawn) <= prefetched and (step := next(source, None)) is not None:
-            drawn.append(step)
+    def advance() -> None:
+        while len(ready) <= prefetched and (step := next(source, None)) is not None:
+            ready.append(step)
             requested.extend(step)
 
     def requests() -> Generator[Request]:
@@ -128,12 +122,12 @@ def load_work(
             work = requested.popleft()
             yield work.epoch, work.indices
 
-    draw()
+    advance()
     with closing(fetch_batches(dataset, requests(), seed, loading)) as batches:
-        while drawn:
-            step = drawn.popleft()
+        while ready:
+            step = ready.popleft()
             yield [(next(batches), work) for work in step]
-            draw()
+            advance()
 
 
 def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
@@ -149,10 +143,10 @@ def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> Gather | None:
 def fetch(
     dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading
 ) -> Generator[tuple[Any, Any]]:
-    """(inputs, targets) on the device for each request, in order.
+    """Yield (inputs, targets) on the device for each request, in order.
 
     Raises:
-        UsageError: if the dataset's items are neither (input, target) pairs nor dicts, which are both.
+        UsageError: if the items of the dataset are neither (input, target) pairs nor dicts. A dict is both.
     """
     with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
         for batch in batches:
@@ -160,15 +154,15 @@ def fetch(
 
 
 def fetch_batches(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
-    """The batch for each request on the device, in order, as the dataset gives it."""
+    """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
         batches: Generator[Any] = (gather(indices, SampleDraws(seed, epoch)) for epoch, indices in requests)
     else:
         batches = _by_loader(dataset, requests, seed, loading)
     ahead = None if loading.evaluates else loading.ahead
-    with closing(batches), closing(on_its_way(batches, loading.device, ahead)) as there:
-        yield from there
+    with closing(batches), closing(prefetch_to_device(batches, loading.device, ahead)) as on_device:
+        yield from on_device
 
 
 def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, loading: Loading) -> Generator[Any]:
@@ -179,20 +173,19 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[Request], seed: int, lo
     loader = DataLoader(
         seeded(dataset, seed, box, SLOTS_OF_A_LOADER if loading.evaluates else 0),
         batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
-        num_workers=loading.num_workers,
-        collate_fn=partial(collated, loading.collate) if whole else loading.collate,
-        pin_memory=loading.device.type != "cpu",
+        num_workers=loading.num_workers, pin_memory=loading.device.type != "cpu",
+        collate_fn=partial(collate_batch, loading.collate) if whole else loading.collate,
         worker_init_fn=partial(begin_worker, os.getpid()) if loading.num_workers else None,
-        generator=torch.Generator().manual_seed(0),  # else DataLoader draws its base seed from the global stream
+        generator=torch.Generator().manual_seed(0),  # otherwise DataLoader takes its base seed from the global stream
         **(loading.workers if loading.num_workers else {}),
-    )
-    with closing(drained(started(loader), box)) as batches:
+    )  # fmt: skip
+    with closing(iterate_loader(start_loader(loader), box)) as batches:
         yield from batches
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """A batch as (inputs, targets); UsageError if it is none."""
-    if isinstance(batch, Mapping):  # the model and the loss each take from it what they need
+    """Convert a batch to (inputs, targets); raise UsageError if it is neither a pair nor a dict."""
+    if isinstance(batch, Mapping):  # the model and the loss each select the entries that they need
         return batch, batch
     if not isinstance(batch, Sequence) or isinstance(batch, str) or len(batch) != 2:
         kind = type(batch).__name__ + (f" of length {len(batch)}" if isinstance(batch, Sequence) else "")
@@ -200,40 +193,40 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def on_its_way(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
-    """`batches` on `device`, in order; a step begins them by `ahead`, if there is one."""
+def prefetch_to_device(batches: Iterator[Any], device: torch.device, ahead: Prefetch | None = None) -> Generator[Any]:
+    """Yield `batches` on `device`, in order. `ahead` starts to load them during a step, if it is given."""
     if device.type != "cuda":
         for batch in batches:
-            yield moved(batch, device)
+            yield move_to_device(batch, device)
         return
     side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be there before they are gathered
+    side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be complete before they are gathered
 
     def begin() -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(side):
-            batch = moved(next(batches), device)
+            batch = move_to_device(next(batches), device)
             arrived = torch.cuda.Event()
             arrived.record(side)
         return batch, arrived
 
-    def end(begun: tuple[Any, torch.cuda.Event]) -> Any:
-        batch, arrived = begun
+    def end(item: tuple[Any, torch.cuda.Event]) -> Any:
+        batch, arrived = item
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
         for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
             tensor.record_stream(current)
         return batch
 
-    yield from one_ahead(begin, end, ahead)
+    yield from prefetch(begin, end, ahead)
 
 
-def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Prefetch | None = None) -> Generator[Any]:
-    """`end(begun)` for each thing that `begin` returns, until that raises StopIteration.
+def prefetch(begin: Callable[[], Item], end: Callable[[Item], Any], ahead: Prefetch | None = None) -> Generator[Any]:
+    """Yield `end(item)` for each item that `begin` returns, until it raises StopIteration.
 
-    Things are begun by `ahead`, or when they are due; without it one is begun before the previous one is returned. Any
-    different error of `begin` is raised when that thing is requested, not with the one before it.
+    With `ahead`, items are started by its `begin`, or at the latest when they are requested. Without it, each item is
+    started before the previous one is returned. Any other error of `begin` is raised when its item is requested.
     """
-    waiting, failed = deque[Begun](), list[Exception]()
+    waiting, failed = deque[Item](), list[Exception]()
 
     def more() -> None:
         if not failed:
@@ -250,12 +243,12 @@ def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Pr
                 more()
             if not waiting:
                 break
-            begun = waiting.popleft()
+            item = waiting.popleft()
             if ahead is None:
                 more()
             else:
                 ahead.taken += 1
-            yield end(begun)
+            yield end(item)
     finally:
         if ahead is not None and ahead.more is more:
             ahead.more, ahead.taken = (lambda: None), 0
@@ -264,12 +257,12 @@ def one_ahead(begin: Callable[[], Begun], end: Callable[[Begun], Any], ahead: Pr
             raise error
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """`batch` with all its tensors on `device`; to a GPU from page-locked memory, or the host would wait for it."""
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of `batch` to `device`. For a GPU they are page-locked first, so that the host need not wait."""
 
-    def there(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=True)
 
-    return mapped(batch, there)
+    return mapped(batch, move)

@@ -1,4 +1,4 @@
-"""MNIST, and every other data set in its format: IDX files, read and checked."""
+"""Reads and checks MNIST and other datasets in its format (IDX files)."""
 
 import gzip
 import hashlib
@@ -32,10 +32,10 @@ class IdxArray:
 
 
 def find_idx(folder: Path, stem: str) -> Path:
-    """The file `stem` in `folder`, gzipped or not, also under EMNIST's names ("emnist-digits-train-images-idx3-ubyte").
+    """Find the file `stem` in `folder`, gzipped or not, also with the names of EMNIST.
 
     Raises:
-        UsageError: if there is no such file, or more than one could be meant.
+        UsageError: if there is no such file, or more than one.
     """
     if not folder.is_dir():
         raise UsageError(f"the data folder {folder} does not exist (or is not a folder)")
@@ -43,25 +43,25 @@ def find_idx(folder: Path, stem: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     prefix = "test" + stem.removeprefix("t10k") if stem.startswith("t10k") else stem
-    found = sorted(
+    matches = sorted(
         p for p in folder.glob(f"*-{prefix}*") if p.name.removesuffix(".gz").endswith(f"-{prefix}") and p.is_file()
     )
-    if len(found) > 1:
-        raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in found)}. Keep one.")
-    if not found:
-        there = ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
-        raise UsageError(f"{folder} has no {stem} (nor {stem}.gz). It holds: {there}")
-    return found[0]
+    if len(matches) > 1:
+        raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in matches)}. Keep one.")
+    if not matches:
+        contents = ", ".join(sorted(p.name for p in folder.iterdir())[:12]) or "nothing"
+        raise UsageError(f"{folder} has no {stem} (nor {stem}.gz). It holds: {contents}")
+    return matches[0]
 
 
 def read_idx(path: Path, *, dimensions: int) -> IdxArray:
     """Read and check the IDX file at `path`, which must have `dimensions` dimensions; it may be gzipped.
 
-    It is two zero bytes, a type code, the number of dimensions, each dimension as a big-endian uint32, then the values.
-    Format: the "File formats" section of the original MNIST page (LeCun, Cortes, Burges).
+    The file has two zero bytes, a type code, the number of dimensions, each dimension as a big-endian uint32, and the
+    values. Format: the "File formats" section of the original MNIST page (LeCun, Cortes, Burges).
 
     Raises:
-        UsageError: if the file cannot be read, is no IDX file of unsigned bytes, is damaged, truncated or too long.
+        UsageError: if the file cannot be read, is not an IDX file of unsigned bytes, or has the wrong size.
     """
     try:
         raw = path.read_bytes()
@@ -89,7 +89,7 @@ def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxA
     """Images (N, rows, columns) and labels (N,) of a split, from the package or from `folder`.
 
     Raises:
-        UsageError: if a file is missing, damaged, or images and labels are not equally many.
+        UsageError: if a file is missing or damaged, or the numbers of images and labels differ.
     """
     source = PACKAGED if folder is None else folder
     images = read_idx(find_idx(source, f"{STEMS[split]}-images-idx3-ubyte"), dimensions=3)
@@ -107,10 +107,10 @@ def read_labels(split: Split, folder: Path) -> IdxArray:
 
 
 def check_mnist(folder: Path | None = None) -> None:
-    """Check the files before anything is started: the packaged ones by SHA-256, others by reading them.
+    """Check the files before the run starts: the packaged ones by SHA-256, others by reading them.
 
     Raises:
-        UsageError: naming the file and what is wrong with it.
+        UsageError: if a file is missing, damaged or invalid.
     """
     if folder is not None:
         for split in STEMS:

@@ -1,16 +1,17 @@
-"""Plans who sees which sample, and when: a pure function of five integers, the same on every rank.
+"""Plans which rank uses which sample in which step: a pure function of five integers, the same on all ranks.
 
-The *global batch* is the unit. In each epoch the samples are shuffled, cut into global batches, and each global batch
-is dealt to the virtual ranks like cards. With 10 samples, a global batch of 6 and 2 virtual ranks, unshuffled:
+In each epoch the samples are shuffled and split into *global batches*. Each global batch is distributed to the virtual
+ranks in turn, like cards. With 10 samples, a global batch of 6 and 2 virtual ranks, unshuffled:
 
     step 0: virtual rank 0 gets 0 2 4, virtual rank 1 gets 1 3 5
     step 1: virtual rank 0 gets 6 8,   virtual rank 1 gets 7 9
 
-The k-th global batch never depends on the number of (virtual) ranks, every sample occurs once an epoch, and shares are
-uneven (by one) rather than padded: the step weights by samples, so nothing needs to be repeated or left out.
+The k-th global batch does not depend on the number of (virtual) ranks, and each sample occurs once per epoch. The
+portions of virtual ranks can differ by one sample instead of being padded. The step weights each sample equally, so no
+sample needs to be repeated or dropped.
 
-Which samples were used is one 64-bit number, a fingerprint: the sum modulo 2**64 of a hash of each index. So the
-fingerprints of a step's ranks, or of an epoch's steps, add up to the one of all their samples.
+A 64-bit fingerprint identifies the set of samples that were used: the sum modulo 2**64 of a hash of each index. So the
+fingerprints of the ranks in a step, or of the steps in an epoch, add up to the fingerprint of all their samples.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ from paceline.errors import UsageError, plural
 from paceline.seeding import derive
 
 Tail = Literal["keep", "drop", "pad"]
-"""What becomes of an epoch's last, incomplete global batch: trained as it is, left out, or filled up with repeats."""
-LISTED = 1 << 24  # samples up to which an epoch's order is a list: 128 MB, and half a second to make it
+"""The last, incomplete global batch of an epoch: use it as it is, drop it, or pad it with repeated samples."""
+LISTED = 1 << 24  # up to this number of samples, the order of an epoch is a list (128 MB, created in 0.5 s)
 ROUNDS = 6
 MODULUS = 2**64
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -38,17 +39,17 @@ _LAST_SHIFT = np.uint64(31)
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Deals `num_samples` samples into global batches and these to virtual ranks.
+    """Distributes `num_samples` samples to global batches, and each global batch to the virtual ranks.
 
-    `accumulation` is the number of micro-batches that a virtual rank's share of a global batch is processed in.
-    A position in a run is three integers, (seed, epoch, step); `steps_per_epoch` turns them into a step count.
+    `accumulation` is the number of micro-batches into which a virtual rank splits its portion of a global batch.
+    A position in a run is three integers: (seed, epoch, step).
 
     Raises:
         UsageError: if a number is not positive, or `tail="drop"` would leave nothing to train on.
     """
 
-    own_order = False  # an order that no plan knows beforehand: what is used is written down
-    parts_of_stream = 0  # what is dealt is no stream
+    own_order = False  # True: the order is not known in advance, so the used samples are recorded
+    parts_of_stream = 0  # 0: not a stream
 
     num_samples: int
     global_batch: int
@@ -73,58 +74,58 @@ class BatchPlan:
 
     @property
     def known_steps(self) -> int:
-        """Steps of an epoch; 0 for a stream, whose length is unknown."""
+        """Steps per epoch; 0 for a stream, whose length is unknown."""
         return 0 if self.parts_of_stream else self.steps_per_epoch
 
     @property
     def size_words(self) -> str:
-        """For the opening line."""
+        """Text for the first lines of a run."""
         return f"{self.num_samples:,} samples = {plural(self.steps_per_epoch, 'step')} an epoch"
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples seen in one epoch, repeats of `tail="pad"` included."""
+        """Samples used in one epoch, including the repeated samples of `tail="pad"`."""
         return self.num_samples if self.tail == "keep" else self.steps_per_epoch * self.global_batch
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
-        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch` except at a kept tail."""
+        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, except for a kept tail."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
         start = step * self.global_batch
         stop = start + self.global_batch
         if self.shuffle and stop <= self.num_samples:
-            return shuffled(slice(start, stop), self.num_samples, self.seed, epoch)
-        places = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
-        return shuffled(places, self.num_samples, self.seed, epoch) if self.shuffle else places
+            return shuffled_indices(slice(start, stop), self.num_samples, self.seed, epoch)
+        positions = torch.arange(start, stop if self.tail == "pad" else min(stop, self.num_samples)) % self.num_samples
+        return shuffled_indices(positions, self.num_samples, self.seed, epoch) if self.shuffle else positions
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:
-        """(n,) int64: the share of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0."""
+        """(n,) int64: the portion of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0."""
         if not 0 <= virtual_rank < self.virtual_ranks:
             raise IndexError(f"virtual rank {virtual_rank} is not in 0..{self.virtual_ranks - 1}")
         return self.global_indices(epoch, step)[virtual_rank :: self.virtual_ranks]
 
     def parts(self, epoch: int, step: int) -> int:
-        """How many micro-batches this step has: `accumulation`, less those that would be empty on every rank."""
+        """The number of micro-batches in this step: `accumulation`, minus those that would be empty on all ranks."""
         return self._parts(self.global_indices(epoch, step))
 
     def _parts(self, whole: Tensor) -> int:
         return min(self.accumulation, -(-whole.numel() // self.virtual_ranks))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
-        """(n,) int64: micro-batch `part` of the virtual rank's share, which is split into nearly equal parts."""
+        """(n,) int64: micro-batch `part` of the virtual rank's portion, which is split into nearly equal parts."""
         return self.microbatches(self.global_indices(epoch, step), virtual_rank)[part]
 
     def microbatches(self, whole: Tensor, virtual_rank: int) -> Sequence[Tensor]:
-        """All micro-batches of the virtual rank's share of a global batch `whole`, (n,) int64."""
-        share = whole[virtual_rank :: self.virtual_ranks]
-        return (share,) if (parts := self._parts(whole)) == 1 else share.tensor_split(parts)
+        """All micro-batches of the virtual rank's portion of a global batch `whole`, (n,) int64."""
+        portion = whole[virtual_rank :: self.virtual_ranks]
+        return (portion,) if (parts := self._parts(whole)) == 1 else portion.tensor_split(parts)
 
 
 class Work(NamedTuple):
     """One forward and backward of a rank within a step: micro-batch `part` of `virtual_rank`.
 
-    A padding batch (`counted` is False) is one sample that a rank without a share still runs, so that every rank joins
-    the collectives of the step; its gradient, loss and buffers count for nothing.
+    A rank without samples in a step computes a padding batch of one sample (`counted` is False), so that all ranks join
+    the collectives of the step. Its gradient, loss and buffers do not count.
     """
 
     epoch: int
@@ -136,15 +137,15 @@ class Work(NamedTuple):
     global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
 
     def random_seed(self, seed: int) -> int:
-        """The seed of this forward's random stream (dropout): the same on every rank."""
+        """The seed of the random stream (e.g. for dropout) in this forward. It does not depend on the rank."""
         return derive(seed, "forward", self.epoch, self.step, self.virtual_rank, self.part)
 
 
 def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: bool = False) -> list[Work]:
-    """What a rank that owns the virtual ranks `share` computes in one step, in order; at least a padding batch.
+    """The work of a rank with the virtual ranks `share` in one step, in order: at least a padding batch.
 
-    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank runs the same number.
-    Synchronised batch norm needs this: its statistics are over the k-th micro-batches of all ranks.
+    With `merged`, the k-th micro-batches of all its virtual ranks become one, so that each rank computes the same
+    number. Synchronized batch norm needs this, because its statistics cover the k-th micro-batches of all ranks.
     """
     whole = plan.global_indices(epoch, step)
     size = whole.numel()
@@ -164,42 +165,42 @@ def rank_work(plan: BatchPlan, epoch: int, step: int, share: range, *, merged: b
 
 
 def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
-    """The virtual ranks that `rank` computes: a contiguous run, so that it is made of whole subtrees of a sum.
+    """The virtual ranks that `rank` computes. They are contiguous, so that they form whole subtrees of a sum.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7.
 
     Raises:
-        UsageError: with more ranks than virtual ranks, since some would have nothing to do.
+        UsageError: with more ranks than virtual ranks, because some ranks would have no work.
     """
     if world_size > virtual_ranks:
         raise UsageError(code="more-ranks-than-virtual-ranks", world_size=world_size, virtual_ranks=virtual_ranks)
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 
-def shuffled(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:
-    """(n,) int64: which sample is at each of `positions`, (n,) or a slice, in the shuffled epoch.
+def shuffled_indices(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:
+    """(n,) int64: the samples at `positions`, (n,) or a slice, in the shuffled epoch.
 
-    For a slice of a list there is no copy.
+    For a slice, the result is a view without a copy, up to LISTED samples.
     """
     if num_samples <= LISTED:
         return _listed(num_samples, seed, epoch)[positions]
     if isinstance(positions, slice):
         positions = torch.arange(positions.start, positions.stop)
-    return permuted(positions, num_samples, derive(seed, "order", epoch))
+    return permute(positions, num_samples, derive(seed, "order", epoch))
 
 
-@lru_cache(maxsize=2)  # the epoch in training, and the next one, which loader workers already fetch
+@lru_cache(maxsize=2)  # the current epoch, and the next one, which loader workers already fetch
 def _listed(num_samples: int, seed: int, epoch: int) -> Tensor:
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
     return torch.randperm(num_samples, generator=generator)
 
 
-def permuted(positions: Tensor, size: int, key: int) -> Tensor:
+def permute(positions: Tensor, size: int, key: int) -> Tensor:
     """(n,) int64: the images of `positions` (n,), in [0, size), under the permutation of [0, size) that `key` names.
 
-    A Feistel network permutes [0, 4**k) by halves of k bits, whatever its round function is. Here that is `mixed`, with
-    a key for each round. An image outside [0, size), at most three of four, is permuted again until it is inside (cycle
-    walking), which is a permutation of [0, size).
+    A Feistel network permutes [0, 4**k) by halves of k bits, for any round function. The round function here is
+    `splitmix64` with a key for each round. An image outside [0, size) (at most three of four) is permuted again until
+    it is inside (cycle walking). The result is a permutation of [0, size).
 
     Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3 and 5.
     """
@@ -211,7 +212,7 @@ def permuted(positions: Tensor, size: int, key: int) -> Tensor:
     while len(outside):
         left, right = images[outside] >> half, images[outside] & mask
         for round_key in keys:
-            left, right = right, left ^ (mixed(right ^ round_key) & mask)
+            left, right = right, left ^ (splitmix64(right ^ round_key) & mask)
         images[outside] = (left << half) | right
         outside = outside[images[outside] >= np.uint64(size)]
     return torch.from_numpy(images.astype(np.int64))
@@ -224,17 +225,17 @@ def fingerprint(indices: Tensor) -> int:
     often the one has that sample more than the other. The hash is one to one and is 0 for no index below 2**62. So one
     sample missing, doubled, or exchanged for another *always* changes the fingerprint. For larger differences take the
     hash as random: if any c is odd, the sum is 0 with probability 2**-64; if 2**k divides them all, with 2**(k - 64).
-    This guards against accidents only: samples with a given fingerprint can be found on purpose.
+    This detects accidents only: samples with a given fingerprint can be constructed on purpose.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; the
     multipliers are Stafford's variant 13).
     """
-    return int(mixed(indices.detach().cpu().numpy().reshape(-1).astype(np.uint64)).sum(dtype=np.uint64))
+    return int(splitmix64(indices.detach().cpu().numpy().reshape(-1).astype(np.uint64)).sum(dtype=np.uint64))
 
 
-def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The hash of each of `numbers`, as a new array."""
-    z = numbers + _STEP  # else sample 0 would have hash 0, and would never be missed
+    z = numbers + _STEP  # otherwise the hash of 0 would be 0, and a missing sample 0 would not be detected
     for shift, factor in _MIXING:
         z ^= z >> shift
         z *= factor
@@ -242,6 +243,6 @@ def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-def add(*prints: int) -> int:
-    """The fingerprint of several sets of samples together, from theirs."""
-    return sum(prints) % MODULUS
+def add_fingerprints(*fingerprints: int) -> int:
+    """The fingerprint of the union of several sets of samples."""
+    return sum(fingerprints) % MODULUS

@@ -1,9 +1,13 @@
-"""Data without end: the samples of a stream, numbered from 0 in each epoch, are dealt to virtual ranks batch by batch.
+"""Streaming (iterable) datasets: distributes the samples of a stream to virtual ranks, batch by batch.
 
-Whole, a stream is one sequence: global batch b is its next samples, dealt as any batch is. Every rank reads all of it
-and keeps its samples. In parts, virtual rank v has the v-th of V streams, and a rank reads only those of its virtual
-ranks. The n-th sample of part v has number n * V + v. In both cases the number of ranks changes nothing, and each rank
-knows the position after a number of batches without communication.
+Samples are numbered from 0 in each epoch. A stream is read in one of two ways:
+
+- Unsplit: global batch b contains the next samples of one sequence. Each rank reads all samples and keeps its own.
+- In V parts: virtual rank v has part v, and a rank reads only the parts of its virtual ranks. The n-th sample of part v
+  has number n * V + v.
+
+In both cases the result does not depend on the number of ranks, and each rank knows its position after a number of
+batches without communication.
 """
 
 import copy
@@ -21,44 +25,44 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import worker
 
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, moved
+from paceline.data.loader import Loading, move_to_device
 from paceline.data.plan import BatchPlan
-from paceline.data.workers import begin_worker, drained, started
+from paceline.data.workers import begin_worker, iterate_loader, start_loader
 from paceline.errors import UsageError
 from paceline.seeding import derive, seed_streams
 
 ENDLESS = 1 << 62
-PROBES = 4  # samples of each batch by which two readings are compared
+PROBES = 4  # samples of each batch that are hashed to compare two readings
 
 
 @dataclass(frozen=True)
 class StreamPlan(BatchPlan):
-    """The global batches of a stream, as if it never ended."""
+    """The global batches of a stream, as if it were infinite."""
 
     own_order = True
     parts_of_stream: int = 1
-    """1: it is one sequence; else the number of virtual ranks"""
+    """1 for an unsplit stream, otherwise the number of virtual ranks."""
 
     @property
     def size_words(self) -> str:
-        """For the opening line."""
+        """Text for the first lines of a run."""
         if self.parts_of_stream == 1:
             return "a stream that every rank reads, keeping its own samples"
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
 
 
 def is_stream(data: object) -> bool:
-    """Whether it can only be read sample after sample."""
+    """Whether the data can only be read in sequence."""
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def first_of(data: Any, count: int) -> Any:
-    """`data`; of a stream its first samples, `count` at most, which have numbers."""
+    """Return `data`, or a list of at most `count` first samples if it is a stream."""
     return [*islice(data, count)] if is_stream(data) else data
 
 
 def part_of(stream: Any, number: int, parts: int) -> Any:
-    """Part `number` of `parts` of a stream.
+    """Return part `number` of `parts` of a stream.
 
     Raises:
         UsageError: if it cannot be split into that number of parts.
@@ -71,23 +75,23 @@ def part_of(stream: Any, number: int, parts: int) -> Any:
     return stream.shard(num_shards=parts, index=number)
 
 
-class Part:
-    """A stream, or one part of it, epoch after epoch: gives its samples by number."""
+class StreamPart:
+    """Reads a stream, or one part of it, in each epoch, and numbers its samples."""
 
     def __init__(self, stream: Any, seed: int, number: int = 0, parts: int = 1) -> None:
         self.number, self._stream, self._seed, self._parts = number, stream, seed, parts
         self._saves = all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict"))
-        self._blank = self.state()
+        self._initial_state = self.state()
 
     def state(self) -> Any:
-        """Its position, from its `state_dict`; None if it has none."""
+        """The result of the stream's `state_dict()`; None if the stream has none."""
         return copy.deepcopy(self._stream.state_dict()) if self._saves else None
 
     def begin(self, epoch: int, start: int, state: Any) -> None:
-        """Go to sample `start` of `epoch`: by the `state` that it had there, or without one by counting."""
+        """Go to sample `start` of `epoch`: load the `state` at that position, or skip samples if it is None."""
         self._epoch, self.taken = epoch, 0
-        if self._saves:  # some begin a second time where they ended
-            self._stream.load_state_dict(copy.deepcopy(self._blank if state is None else state))
+        if self._saves:  # some streams start a second iteration where the first one ended
+            self._stream.load_state_dict(copy.deepcopy(self._initial_state if state is None else state))
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(epoch)
         if getattr(self._stream, "repetitions", 0) == 1:  # webdataset: its stages count how often they were read
@@ -103,7 +107,7 @@ class Part:
             pass
 
     def take(self, most: int) -> list[tuple[int, Any]]:
-        """The next samples, each with its number; fewer than `most` at the end."""
+        """Return the next samples with their numbers; fewer than `most` at the end of the stream."""
         return [*self._drawn(most)]
 
     def _drawn(self, most: int) -> Iterator[tuple[int, Any]]:
@@ -122,8 +126,8 @@ class Part:
             yield number, sample
 
 
-class Share(NamedTuple):
-    """One micro-batch of a virtual rank; a padding batch, for a rank that has none, is not counted."""
+class StreamBatch(NamedTuple):
+    """One micro-batch of a virtual rank. A padding batch, for a rank without samples, has `counted=False`."""
 
     virtual_rank: int
     part: int
@@ -133,48 +137,48 @@ class Share(NamedTuple):
 
     @property
     def indices(self) -> Tensor:
-        """(n,) int64: its numbers."""
+        """(n,) int64: the numbers of the samples."""
         return torch.tensor(self.numbers, dtype=torch.int64)
 
 
-class Stretch(NamedTuple):
+class StreamChunk(NamedTuple):
     """The micro-batches of a rank in one global batch."""
 
-    shares: list[Share]
+    micro_batches: list[StreamBatch]
     seen: int
-    """samples up to the end of this batch, in all that it reads"""
+    """The number of samples that this rank has read up to the end of this batch, including those of other ranks."""
     before: dict[int, Any]
-    """the state of each part before this batch, if it has one"""
+    """The state of each part before this batch; None for a part without a state."""
     probe: str
-    """a hash of some samples of the first part that it reads"""
+    """A hash of some samples of the first part that this rank reads."""
 
     @property
-    def mine(self) -> int:
-        """Samples of this rank."""
-        return sum(len(share.numbers) for share in self.shares if share.counted)
+    def local_samples(self) -> int:
+        """The number of samples of this rank."""
+        return sum(len(batch.numbers) for batch in self.micro_batches if batch.counted)
 
 
 @dataclass(eq=False)
-class Reader(IterableDataset[Stretch]):
-    """Reads a rank's chunks, one for each global batch from `start` on, without end: with no samples after the end."""
+class ChunkReader(IterableDataset[StreamChunk]):
+    """Yields a rank's chunks, one for each global batch from `start` on. After the end, chunks have no samples."""
 
-    parts: Sequence[Part]
+    parts: Sequence[StreamPart]
     plan: StreamPlan
     share: range
     epoch: int
     start: int = 0
     states: Mapping[int, Any] = field(default_factory=dict[int, Any])
-    """by part, its state before batch `start`"""
+    """By part number, the state before batch `start`."""
     least: int = 0
-    """a last batch of fewer samples belongs to the batch before it"""
+    """If the last batch has fewer samples than this, they are added to the previous batch."""
     collate: Callable[[list[Any]], Any] | None = None
 
-    def __iter__(self) -> Iterator[Stretch]:
-        worker._worker_info = None  # pyright: ignore[reportPrivateUsage] - a stream splits nothing by itself here
-        plan, spare = self.plan, None
+    def __iter__(self) -> Iterator[StreamChunk]:
+        worker._worker_info = None  # pyright: ignore[reportPrivateUsage] - so that the stream does not split itself by worker
+        plan, padding = self.plan, None
         for part in self.parts:
             part.begin(self.epoch, self.start * self._quota(part), self.states.get(part.number))
-        waiting: list[tuple[int, Any]] = []  # read and not yet in a batch
+        waiting: list[tuple[int, Any]] = []  # samples that are read but not in a batch yet
         for _ in count():
             before = {part.number: part.state() for part in self.parts}
             samples = [part.take(self._quota(part) + self.least - len(waiting)) for part in self.parts]
@@ -183,53 +187,57 @@ class Reader(IterableDataset[Stretch]):
                 last = len(waiting) < plan.global_batch + self.least
                 samples = [waiting if last else waiting[: plan.global_batch]]
                 waiting = [] if last else waiting[plan.global_batch :]
-            spare = next((of_part[0] for of_part in samples if of_part), spare)
+            padding = next((of_part[0] for of_part in samples if of_part), padding)
             seen = sum(part.taken for part in self.parts) - len(waiting)
             probed = samples[0][:: max(1, len(samples[0]) // PROBES)]
-            shares = [*self._dealt(samples)]
-            if not shares and spare is not None:
-                shares = [self._collated(self.share[0], 0, [spare], counted=False)]
-            yield Stretch(shares, seen, before, hash_of(sample for _, sample in probed))
+            micro_batches = [*self._split(samples)]
+            if not micro_batches and padding is not None:
+                micro_batches = [self._collate(self.share[0], 0, [padding], counted=False)]
+            yield StreamChunk(micro_batches, seen, before, hash_of(sample for _, sample in probed))
 
-    def _quota(self, part: Part) -> int:
-        """How many samples of a part are in one global batch."""
+    def _quota(self, part: StreamPart) -> int:
+        """The number of samples of a part in one global batch."""
         plan = self.plan
         if plan.parts_of_stream == 1:
             return plan.global_batch
         return len(range(part.number, plan.global_batch, plan.virtual_ranks))
 
-    def _dealt(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[Share]:
+    def _split(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[StreamBatch]:
         plan = self.plan
-        for at, virtual_rank in enumerate(self.share):
-            mine = samples[at] if plan.parts_of_stream > 1 else samples[0][virtual_rank :: plan.virtual_ranks]
-            rest, micro = iter(mine), min(plan.accumulation, len(mine))
-            for k in range(micro):
-                size = len(range(k, len(mine), micro))  # nearly equal, as torch splits a tensor
-                yield self._collated(virtual_rank, k, [*islice(rest, size)])
+        for index, virtual_rank in enumerate(self.share):
+            portion = samples[index] if plan.parts_of_stream > 1 else samples[0][virtual_rank :: plan.virtual_ranks]
+            rest, parts = iter(portion), min(plan.accumulation, len(portion))
+            for part in range(parts):
+                size = len(range(part, len(portion), parts))  # nearly equal sizes, as in Tensor.tensor_split
+                yield self._collate(virtual_rank, part, [*islice(rest, size)])
 
-    def _collated(self, virtual_rank: int, part: int, samples: list[tuple[int, Any]], *, counted: bool = True) -> Share:
+    def _collate(
+        self, virtual_rank: int, part: int, samples: list[tuple[int, Any]], *, counted: bool = True
+    ) -> StreamBatch:
         numbers = [number for number, _ in samples]
-        seed_streams(derive(self.plan.seed, "samples", self.epoch, *numbers))  # which other ranks' samples have moved
+        # reading the samples of other ranks has changed the random streams
+        seed_streams(derive(self.plan.seed, "samples", self.epoch, *numbers))
         batch = (self.collate or default_collate)([sample for _, sample in samples])
-        return Share(virtual_rank, part, numbers, counted, batch)
+        return StreamBatch(virtual_rank, part, numbers, counted, batch)
 
 
-def read_chunks(reader: Reader, loading: Loading) -> Generator[Stretch]:
-    """The chunks of a reader on the device; with a loader process, that one reads ahead."""
+def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]:
+    """Yield the chunks of a reader on the device. A loader process, if there is one, reads ahead."""
     box, chunks = None, iter(reader)
     if loading.num_workers:
         box = loading.box
         loader = DataLoader(
-            reader, batch_size=None, num_workers=1, collate_fn=_as_it_is, pin_memory=loading.device.type != "cpu",
+            reader, batch_size=None, num_workers=1, collate_fn=_identity, pin_memory=loading.device.type != "cpu",
             worker_init_fn=partial(begin_worker, os.getpid()), generator=torch.Generator().manual_seed(0),
             **loading.workers,
         )  # fmt: skip
-        chunks = started(loader)
-    with closing(drained(chunks, box)) as read_on:
-        for chunk in read_on:
-            shares = [share._replace(batch=moved(share.batch, loading.device)) for share in chunk.shares]
-            yield chunk._replace(shares=shares)
+        chunks = start_loader(loader)
+    with closing(iterate_loader(chunks, box)) as loaded:
+        for chunk in loaded:
+            yield chunk._replace(
+                micro_batches=[b._replace(batch=move_to_device(b.batch, loading.device)) for b in chunk.micro_batches]
+            )
 
 
-def _as_it_is(chunk: Any) -> Any:
+def _identity(chunk: Any) -> Any:
     return chunk

@@ -1,11 +1,11 @@
-"""The worker processes of a data loader: the random numbers of samples, their start and end, and the room they need.
+"""The worker processes of a data loader: random numbers of samples, start and end, and shared memory.
 
-The random augmentation of a sample is seeded by the sample, not by the process that loads it, or by the order. Sample
-by sample, all random streams restart for each (epoch, sample). A dataset with torch's hook `__getitems__` returns a
-whole micro-batch, and the streams restart for each (epoch, micro-batch). This is the same at every world size, but not
-for a different number of virtual ranks, global batch or accumulation.
+The random augmentation of a sample depends on the sample, not on the process that loads it, nor on the order. All
+random streams are seeded for each (epoch, sample). A dataset with torch's hook `__getitems__` returns a whole
+micro-batch, so the streams are seeded for each (epoch, micro-batch). The result is the same at every world size, but
+differs if the number of virtual ranks, the global batch or the accumulation changes.
 
-Workers pass tensors through /dev/shm, each with a file descriptor, and work ahead of the training:
+Workers pass tensors through /dev/shm, with one file descriptor each, and prefetch batches:
 
     bytes = bytes of a batch x (2 ahead x processes + 1 in use) x ranks on this machine
     files = tensors of a batch x (2 ahead x processes + 1 in use)
@@ -47,10 +47,10 @@ from paceline.protocol.status_page import SLOTS, StatusPage, read_loaders
 from paceline.seeding import derive, preserved_streams, seed_streams
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation exist at the same time
-EXIT_SECONDS = 1.0  # a worker closes its connections before the kernel reports its end
+EXIT_SECONDS = 1.0  # a worker closes its connections shortly before the kernel reports its end
 GONE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([0-9]+).*")  # torch's message for a killed worker
 AHEAD = 2  # batches that each process has ready: DataLoader's prefetch_factor
-OTHER_FILES = 64  # that a training holds besides
+OTHER_FILES = 64  # other open files of a training process
 SHARED_MEMORY = "/dev/shm"
 
 Key = tuple[int, int]
@@ -61,9 +61,9 @@ Key = tuple[int, int]
 
 
 class SeededSamples(Dataset[Any]):
-    """`dataset` by (epoch, index): seeds all random streams by them before it draws the sample.
+    """A dataset with (epoch, index) keys. It seeds all random streams with the key before it loads the sample.
 
-    A worker writes into the box which sample it works on.
+    A worker process writes its current sample to the status page `box`.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, box: StatusPage | None = None, first_slot: int = 0) -> None:
@@ -71,7 +71,7 @@ class SeededSamples(Dataset[Any]):
         self._box, self._first_slot = box, first_slot
 
     def __getstate__(self) -> dict[str, Any]:
-        # a spawned process, other than a forked one, does not have the memory
+        # a spawned process does not share the memory of the status page
         return {**self.__dict__, "_box": None}
 
     def __getitem__(self, key: Key) -> Any:
@@ -91,10 +91,10 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededBatches(SeededSamples):
-    """The same for a dataset that returns whole micro-batches; the box names the first sample."""
+    """The same for a dataset that returns whole micro-batches. The status page has the first sample of each."""
 
     def __getitems__(self, keys: list[Key]) -> Any:
-        """A list of samples, to be collated, or `WholeBatch`."""
+        """Return a list of samples to collate, or a WholeBatch."""
         indices = [index for _, index in keys]
         seed_streams(derive(self._seed, "samples", keys[0][0], *indices))
         dataset: Any = self._dataset
@@ -111,18 +111,18 @@ class SeededBatches(SeededSamples):
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """A batch that needs no collating."""
+    """A batch that is already collated."""
 
     batch: tuple[Any, ...]
 
 
-def collated(own: Callable[[list[Any]], Any] | None, samples: Any) -> Any:
-    """Samples -> batch, by the task's `own` function or torch's; a whole batch stays as it is."""
-    return samples.batch if isinstance(samples, WholeBatch) else (own or default_collate)(samples)
+def collate_batch(collate: Callable[[list[Any]], Any] | None, samples: Any) -> Any:
+    """Collate samples with the task's function, or with torch's if it is None. A WholeBatch is already collated."""
+    return samples.batch if isinstance(samples, WholeBatch) else (collate or default_collate)(samples)
 
 
 def asks_for_batches(dataset: object) -> bool:
-    """Whether `dataset` has a `__getitems__` of its own, or passes it on to one that has."""
+    """Whether `dataset` has `__getitems__`, or wraps only datasets that have it."""
     if type(dataset) is Subset:
         return asks_for_batches(dataset.dataset)
     if type(dataset) is StackDataset:
@@ -134,21 +134,21 @@ def asks_for_batches(dataset: object) -> bool:
 # ---- start and end -----------------------------------------------------------------------------------------------
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator of `loader`; if it still exists when this process ends, its workers are killed then.
+def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return an iterator of `loader`. If it still exists when this process ends, its workers are killed.
 
-    The traceback of an error keeps it, or a variable of the user's. At its end Python would send SIGTERM to the
-    workers, which ignore it (see `begin_worker`), and wait for them without end.
+    The traceback of an error, or a variable of the user, can keep the iterator alive. At its end Python would send
+    SIGTERM to the workers, which ignore it (see `begin_worker`), and wait for them forever.
     """
     others = {*active_children()}
     try:
         with without_garbage():
             iterator = iter(loader)
-    except BaseException:  # some may have been started
+    except BaseException:  # some workers may have started
         _kill({*active_children()} - others)
         raise
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
-    for worker in workers:  # torch does this to one that is still busy some seconds after a loop was left
+    for worker in workers:  # torch calls `terminate` if a worker is still busy some seconds after the end of a loop
         worker.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
     if workers:
         Finalize(iterator, _kill, (workers, id(iterator)), exitpriority=0)
@@ -156,14 +156,14 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def begin_worker(trainer_pid: int, worker: int) -> None:
-    """Runs first in a worker: the worker ends with the trainer, also if that is killed."""
+    """Initialize a worker: it ends together with the training process, even if that process is killed."""
     die_with_parent(trainer_pid)
-    for number in STOP_SIGNALS:  # meant for the trainer, which needs us to end its step, and saves
+    for number in STOP_SIGNALS:  # the training process handles them, and needs its workers to finish the step
         signal.signal(number, signal.SIG_IGN)
 
 
 def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
-    with suppress(ValueError):  # torch does not know that iterator any more
+    with suppress(ValueError):  # torch has already removed this iterator
         torch._C._remove_worker_pids(of_iterator)  # pyright: ignore[reportPrivateUsage] - or it raises an error
     for worker in workers:
         worker.kill()
@@ -177,24 +177,24 @@ def inherited_frozen_objects() -> bool:
 
 @contextmanager
 def without_garbage() -> Generator[None]:
-    """Inside, workers can be forked: they never collect garbage of this process.
+    """Freeze the garbage collector, so that workers forked inside never collect garbage of this process.
 
-    An event of CUDA may be such garbage, and if a forked process deletes one, CUDA aborts the process.
+    Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process.
     """
-    users = inherited_frozen_objects() or gc.get_freeze_count()
+    already_frozen = inherited_frozen_objects() or gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        if not users:
+        if not already_frozen:
             gc.unfreeze()
 
 
-def drained(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
-    """The batches of a loader's iterator; `box` shows when it is waited for. Random streams do not change."""
+def iterate_loader(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
+    """Yield the batches of a loader's iterator, without changes to random streams. `box` shows the waiting time."""
     try:
         while True:
-            with preserved_streams():  # without workers, samples are drawn, and seeded, in this very process
+            with preserved_streams():  # without workers, this process loads the samples and seeds the streams
                 if box is not None:
                     box.put("loading", 1)
                 try:
@@ -208,13 +208,13 @@ def drained(iterator: Iterator[Any], box: StatusPage | None) -> Generator[Any]:
                         box.put("loading", 0)
             yield batch
     finally:
-        del iterator  # ends the workers now, not when the garbage collector reaches it
+        del iterator  # ends the workers now, not at the next garbage collection
 
 
 def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
-    """`error`, or torch's message for a killed worker if torch has only seen that this worker is gone.
+    """Return `error`, or an error with the signal if torch has only detected that a worker is gone.
 
-    Which of the two it raises is a race between its handler of SIGCHLD and its look at the processes.
+    torch raises either error, depending on whether its SIGCHLD handler or its check of the processes comes first.
     """
     if "killed by signal" in str(error) or (gone := GONE.search(str(error))) is None:
         return error
@@ -227,12 +227,12 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 @contextmanager
 def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
-    """Inside, a killed worker becomes an error that names it, and the sample that it worked on.
+    """Convert the error about a killed worker to one that names the worker and its last sample.
 
-    torch raises from its handler of SIGCHLD, at any place of the main thread.
+    torch raises it from its SIGCHLD handler, so it can appear anywhere in the main thread.
 
     Raises:
-        TrainingError: with torch's own message at the end.
+        TrainingError: with torch's message at the end.
     """
     try:
         try:
@@ -257,34 +257,34 @@ def naming_lost_processes(box: StatusPage, rank: int) -> Generator[None]:
         ) from error
 
 
-# ---- room --------------------------------------------------------------------------------------------------------
+# ---- shared memory -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Room:
-    """The batches that need room on this machine."""
+class LoaderLoad:
+    """The batches that need shared memory on this node."""
 
     largest_batch: int
-    """samples of the largest micro-batch of the run"""
+    """Samples in the largest micro-batch of the run."""
     num_workers: int
-    """worker processes of each rank; without any there is nothing to check"""
+    """Worker processes of each rank; with 0 no check is needed."""
     local_ranks: int
 
 
-def check_room(batch: Any, samples: int, room: Room) -> None:
-    """Check before the first step that batches like `batch`, which has `samples` samples, have room.
+def check_shared_memory(batch: Any, samples: int, load: LoaderLoad) -> None:
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
 
     Raises:
-        UsageError: they have not. Later this looks like a crash of a worker.
+        UsageError: if shared memory or the number of open files is too small. Later this would crash a worker.
     """
-    num_workers, local_ranks = room.num_workers, room.local_ranks
+    num_workers, local_ranks = load.num_workers, load.local_ranks
     if not num_workers:
         return
     if sys.platform == "linux" and not Path(SHARED_MEMORY).is_dir():
         raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY)
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = AHEAD * num_workers + 1
-    needed_bytes = sum(sizes) * room.largest_batch // samples * batches * local_ranks
+    needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
     free_bytes = _free_bytes()
     if free_bytes is not None and free_bytes < needed_bytes:
         raise UsageError(
@@ -300,7 +300,7 @@ def check_room(batch: Any, samples: int, room: Room) -> None:
 def _free_bytes() -> int | None:
     try:
         status = os.statvfs(SHARED_MEMORY)
-    except OSError:  # not Linux: tensors are shared in another way, whose room is not known
+    except OSError:  # not Linux: the limit of shared memory is unknown
         return None
     return status.f_bavail * status.f_frsize
 

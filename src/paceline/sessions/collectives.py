@@ -10,8 +10,8 @@ from paceline.collectives.control import gather_tensors, raise_on_all_ranks, rep
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.observer import Observer
-from paceline.tasks.metric import is_torchmetric, several
-from paceline.train.metrics import dealt, in_order, result_of, state_of
+from paceline.tasks.metric import is_torchmetric, metric_members
+from paceline.train.metrics import gathered_order, result_of, sort_rows, state_of
 
 
 class SessionCollectives:
@@ -72,7 +72,7 @@ class SessionCollectives:
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), kind) for shape, kind in shapes}) > 1:
             raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
-        return in_order(parts, dealt(self._evaluated_batch, self.size))
+        return sort_rows(parts, gathered_order(self._evaluated_batch, self.size))
 
     @property
     def _moment(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class SessionCollectives:
         with raise_on_all_ranks(self.world):
             if not is_torchmetric(metric):
                 raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
-        members = several(metric)
+        members = metric_members(metric)
         states = {name: state_of(member) for name, member in members.items()}
         of_ranks = gather_tensors(states, self.world, "states of metrics", where=self._moment)
         with raise_on_all_ranks(self.world, prepares=False):

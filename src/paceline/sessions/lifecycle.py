@@ -44,13 +44,13 @@ from paceline.sessions.registered import RegisteredObjects
 from paceline.sessions.session_step import Notes, SessionStep
 from paceline.sessions.wording import keyword, reword, script_name
 from paceline.stepping.hooks import TensorHooks
-from paceline.train.checkpointing import Rhythm
-from paceline.train.computing import take_threads
-from paceline.train.course import Course
+from paceline.train.checkpointing import CheckpointPolicy
+from paceline.train.computing import set_threads
 from paceline.train.determinism import DEFAULT_THREADS, deterministic
 from paceline.train.fit import PhaseClock
-from paceline.train.preemption import noticing
-from paceline.train.wording import see_it
+from paceline.train.preemption import stop_signals
+from paceline.train.progress import TrainingProgress
+from paceline.train.wording import report_hint
 
 NO_GRADIENT = (AttributeError, TypeError, RuntimeError)  # errors of code that reads None from .grad
 CLIPPING = "torch/nn/utils/clip_grad.py"  # its error for a None gradient does not contain "NoneType"
@@ -129,7 +129,7 @@ class SessionLifecycle(SessionLoop):
             self._stack.enter_context(deterministic() if self._exact else nullcontext())
             threads_asked = threads or (DEFAULT_THREADS if self._exact else None)
             notices = [] if WorkerBirth.here() else untested_torch()
-            notices += take_threads(threads_asked, world, write=keyword)
+            notices += set_threads(threads_asked, world, write=keyword)
             origin = find_resume_point(place, world, resume=resume, trust=trust) if place is not None else None
             saved = origin.content.definition.get("virtual_ranks") if origin else None
             self._virtual_ranks = virtual_ranks or saved or world.size
@@ -140,8 +140,8 @@ class SessionLifecycle(SessionLoop):
             self._share = ranks_share(self._virtual_ranks, world.rank, world.size)
             self._settings = {"virtual_ranks": self._virtual_ranks, "seed": seed, "strategy": strategy, **self._own}
             check_equal("session settings", {**self._settings, "resume": resume, "threads": threads}, world)
-            rhythm = Rhythm(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
-            self._course = Course(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
+            rhythm = CheckpointPolicy(watch_every, 10**9, *steps_or_seconds(checkpoint_every), keep=keep)
+            self._course = TrainingProgress(place, origin, world, rhythm, not_finite, lambda line: self.print(line))
             self._course.use = Utilization(world, peak_tflops)
             self._max_steps = self._course.step + (self._observer or self._guard).max_steps
             self._guard.box.on_device = on_device = phase_events(world.device)
@@ -153,7 +153,7 @@ class SessionLifecycle(SessionLoop):
             )  # fmt: skip
             self._steps.notes, self._steps.observer = Notes(self._course.say), self._observer
             if place is not None:
-                self._course.request = self._stack.enter_context(noticing(told=world.rank == 0))
+                self._course.request = self._stack.enter_context(stop_signals(announce=world.rank == 0))
             for line in notices:
                 self._course.say(line)
         except BaseException as error:
@@ -294,12 +294,12 @@ class SessionLifecycle(SessionLoop):
             return [f"stopped on request: saved after step {summary.steps}. Start the script again to resume"]
         assert self._course.place is not None
         folder = self._course.place.folder
-        return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {folder}", see_it(folder)]
+        return [f"weights {str(summary.weights_sha256)[:16]}...", f"run folder {folder}", report_hint(folder)]
 
     def _log(self, metrics: dict[str, float]) -> None:
         course = self._course
         course.metrics, course.evaluated = course.metrics | metrics, course.step
-        course.found(course.step, metrics)
+        course.log_evaluation(course.step, metrics)
 
     def _fail(self, error: BaseException) -> None:
         is_whole, instead = not self._steps.updating and self._opened and not self._is_damaged, None

@@ -36,10 +36,10 @@ from paceline.sessions.registered import RegisteredObjects, check_no_scaler
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.wording import compare, json_copy, startup_message, write_session_settings
 from paceline.stepping.totals import Votes
-from paceline.train.alike import check_replicas
-from paceline.train.course import Course
-from paceline.train.determinism import holds_for
+from paceline.train.consistency import check_replicas
+from paceline.train.determinism import hardware_facts
 from paceline.train.fit import PhaseClock, StepRecord
+from paceline.train.progress import TrainingProgress
 
 TRACK_EVERY = 50  # steps between two reports of the loss
 SLOW_SECONDS = 1.0  # if reading a few samples takes longer, they are read only once
@@ -57,7 +57,7 @@ class SessionLoop(SessionCollectives):
     _seed: int
     _share: range
     _steps: SessionStep
-    _course: Course
+    _course: TrainingProgress
     _guard: Guard
     _clock: PhaseClock
     _track: str | None
@@ -235,7 +235,7 @@ class SessionLoop(SessionCollectives):
             self._stop_if_asked()
             self._clock(Phase.DATA)
         if not self._at_end and where["batch"]:  # the end of the epoch was not known before
-            self._course.between(Votes(), partial(self._loop_state, self.world), save=True, settled=True)
+            self._course.after_step(Votes(), partial(self._loop_state, self.world), save=True, wait=True)
         self._next_pass()
 
     def _leave_stream(self) -> None:
@@ -356,7 +356,8 @@ class SessionLoop(SessionCollectives):
         definition: dict[str, Any] = {
             **self._settings, "task": self._name, **self._data, "batchnorm": "local",
             "optimizer": [type(part.optimizer).__name__ for part in self._parts],
-            "threads_per_rank": torch.get_num_threads() if self._exact else None, "hardware": holds_for(self.device),
+            "hardware": hardware_facts(self.device),
+            "threads_per_rank": torch.get_num_threads() if self._exact else None,
         }  # fmt: skip
         if (origin := self._course.origin) is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
@@ -406,8 +407,8 @@ class SessionLoop(SessionCollectives):
         self._where["batch"] += 1
         course, lr = self._course, float(self._parts[0].optimizer.param_groups[0]["lr"])
         record = StepRecord(course.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.borders)
-        course.note(record, samples, tracked=record.step % TRACK_EVERY == 0)
-        course.back(record)
+        course.record_step(record, samples, tracked=record.step % TRACK_EVERY == 0)
+        course.rollback_point(record)
         if self._observer is not None:
             self._observer.on_step(record)
         if ProgressWriter.here is not None:
@@ -422,7 +423,7 @@ class SessionLoop(SessionCollectives):
                 self._look_around(self._registered.look_again)
             if self.saved:
                 json_copy(self.saved, strict=True)
-        course.between(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, settled=is_end)
+        course.after_step(done.votes, partial(self._loop_state, self.world), save=self._stopped or is_end, wait=is_end)
 
     def _check_periodically(self) -> None:
         """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""

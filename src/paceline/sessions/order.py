@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError
-from paceline.train.numbers import as_json, from_json, like
+from paceline.train.numbers import as_json, from_json, restore_type
 
 MOST_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
@@ -279,7 +279,7 @@ def _put_attribute(owner: Any, name: str, text: Any) -> None:
         before.clear()
         before.update(value)  # pyright: ignore[reportUnknownArgumentType]
     else:
-        setattr(owner, name, like(before, value))
+        setattr(owner, name, restore_type(before, value))
 
 
 def _has_state_dict(owner: Any) -> bool:

@@ -30,8 +30,8 @@ from paceline.stepping.trained_model import TrainedModel
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import hold_optimizer, load_states, saved_state
 from paceline.strategies.validation import check_optimizer_parameters
-from paceline.train.alike import checksum
-from paceline.train.numbers import as_json, from_json, like, load_numbers, numbers_of, settings_of
+from paceline.train.consistency import checksum
+from paceline.train.numbers import as_json, from_json, load_numbers, numbers_of, restore_type, settings_of
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -102,7 +102,7 @@ class PreparedOptimizer:
             raise
         if self.groups:
             for name, value in self.groups.pop(0).items():
-                added[name] = like(added.get(name), value)
+                added[name] = restore_type(added.get(name), value)
         self.part.load_waiting(self.optimizer, added["params"])
 
     def _step(self, closure: Any = None) -> Any:

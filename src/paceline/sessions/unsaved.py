@@ -20,7 +20,7 @@ from paceline.rank.sites import LIBRARY, USER, owner
 from paceline.sessions.assumptions import STATE
 from paceline.sessions.containers import elements_of, is_plain, storage, storages, tensors_of
 from paceline.sessions.sharded_tensors import local_shard
-from paceline.train.alike import checksum
+from paceline.train.consistency import checksum
 
 DEPTH = 3  # of nested objects and containers, from a name in the user's code
 MOST_PARTS, MOST_OBJECTS = 1000, 20_000  # that are searched: in one container, and in total

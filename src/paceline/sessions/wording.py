@@ -16,7 +16,7 @@ from paceline.errors import PacelineError, UsageError, flag, plural
 from paceline.rank.sites import line_of
 from paceline.rank.world import World, device_words
 from paceline.runs import folder as run_folder
-from paceline.train.wording import shares_line
+from paceline.train.wording import batch_line
 
 OF_LAUNCHERS = ("nproc", "nodes", "port", "stall_after", "max_restarts")  # options of `paceline launch`, also for loops
 ARGUMENTS = {
@@ -82,7 +82,7 @@ def compare(
 def startup_message(plan: BatchPlan, world: World, strategy: str, name: str) -> str:
     """The first message of a session: processes, strategy, batches and samples per rank."""
     on = f"{plural(world.size, 'process', 'processes')} on {device_words(world.device)}"
-    return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {shares_line(plan, world.size)}"
+    return f"{name}: {on}, strategy {strategy}; {plan.size_words}; {batch_line(plan, world.size)}"
 
 
 def write_session_settings(place: RunLocation | None, settings: Mapping[str, Any]) -> None:

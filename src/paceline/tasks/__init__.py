@@ -1,6 +1,6 @@
-"""Tasks by name: the built-in ones, and anybody's own as `module:name` or `file.py:name` (no torch here).
+"""Finds tasks by name: built-in tasks, and custom ones as `module:name` or `file.py:name`. No torch here.
 
-A task is found without importing it, so a typing mistake is reported before any process starts.
+The checks do not import the task, so a typing error is reported before any process starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.data.mnist import check_mnist
 from paceline.errors import UsageError, unknown
 from paceline.tasks import finding
 from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, source_of, tasks_in
-from paceline.tasks.settings import converted, settings_in, settings_of
+from paceline.tasks.settings import convert_settings, settings_in, settings_of
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Task
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Where a built-in task's function is, and which options it takes."""
+    """The function of a built-in task, and the options that it accepts."""
 
     reference: str
     options: tuple[str, ...]
@@ -41,7 +41,7 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
     """Check a task without importing it.
 
     Raises:
-        UsageError: there is no such task, it does not take an option, or its data are missing; says what there is.
+        UsageError: if the task does not exist, does not accept an option, or its data are missing.
     """
     if name is None:
         raise UsageError(code="no-task", allowed=[*TASKS])
@@ -54,17 +54,17 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         return
     if ":" not in name:
         if name.endswith(".py") and Path(name).is_file():
-            raise UsageError(code="task-is-a-file", value=name, tasks=_of_file(Path(name)))
+            raise UsageError(code="task-is-a-file", value=name, tasks=_tasks_in_file(Path(name)))
         raise unknown("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
     check_reference("task", name)
-    converted(name, settings_in(name), options)
+    convert_settings(name, settings_in(name), options)
 
 
 def check_optimizer(name: str) -> None:
-    """Check `module:name` without importing it, as far as its file tells; a name of ours is right.
+    """Check an optimizer `module:name` without importing it. A name without a module is not checked.
 
     Raises:
-        UsageError: there is no such module, or nothing of that name in it.
+        UsageError: if there is no such module, or its file does not define the name.
     """
     if ":" in name:
         check_reference("optimizer", name)
@@ -74,51 +74,51 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     """Import the task `name`; if it is a function, call it with `options`.
 
     Raises:
-        UsageError: if the module has no such name, it is not a task, or takes no such option. What a
-            function of the task raises passes through.
+        UsageError: if the module has no such name, it is not a task, or does not accept an option. Errors of the task's
+            function are not caught.
     """
     from paceline.tasks.task import Task  # imports torch
 
     reference = TASKS[name].reference if name in TASKS else name
     module_name, _, attribute = reference.rpartition(":")
     module = importlib.import_module(module_name) if name in TASKS else import_module(module_name)
-    found = getattr(module, attribute, None)
-    if found is None:
-        known = tasks_in(source_of("task", reference))
-        there = [n for n, value in vars(module).items() if isinstance(value, Task) or n in known]
-        raise unknown(f"task in {module_name}", attribute, there or [NONE_FOUND])
-    if isinstance(found, Task):
+    target = getattr(module, attribute, None)
+    if target is None:
+        in_source = tasks_in(source_of("task", reference))
+        choices = [n for n, value in vars(module).items() if isinstance(value, Task) or n in in_source]
+        raise unknown(f"task in {module_name}", attribute, choices or [NONE_FOUND])
+    if isinstance(target, Task):
         if options:
             raise UsageError(code="task-takes-no-settings", name=name, options=[*options])
-        return found
-    if callable(found):
-        options = converted(name, settings_of(found), options)
+        return target
+    if callable(target):
+        options = convert_settings(name, settings_of(target), options)
         try:
-            signature(found).bind(**options)
+            signature(target).bind(**options)
         except TypeError as error:
             raise UsageError(
                 code="task-settings", name=name, options=", ".join(options) or "none", reason=str(error)
             ) from None
-    task = found(**options) if callable(found) else found
+    task = target(**options) if callable(target) else target
     if not isinstance(task, Task):
         raise UsageError(code="not-a-task", name=name, kind=type(task).__name__)
     return task
 
 
 def is_loop(name: str) -> bool:
-    """Whether it is a function in a file with a session, which makes no Task: a training loop. Without importing it."""
+    """Whether `name` is a training loop: in its file, which is not imported, it uses a session and makes no Task."""
     tree = None if name in TASKS else source_of("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):
         return False
-    named = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
-    return any("Task(" not in ast.unparse(node) for node in named)
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
+    return any("Task(" not in ast.unparse(node) for node in functions)
 
 
 def check_loop(name: str) -> None:
-    """Check a training loop without importing it: it must not begin before its function is called.
+    """Check a training loop without importing it: an import of its file must not start the training.
 
     Raises:
-        UsageError: the file begins its session while it is imported; says where, and what to do.
+        UsageError: if an import of the file starts a session.
     """
     script, colon, function = name.rpartition(":")
     script = script if colon else name
@@ -130,20 +130,19 @@ def check_loop(name: str) -> None:
 
 
 def load_function(name: str) -> Callable[[], object]:
-    """Import the function `name`, which needs no arguments.
+    """Import the function `name`.
 
     Raises:
-        UsageError: it is none, or takes some.
+        UsageError: if it is not a function, or needs arguments.
     """
-    found = finding.imported(name)
+    function = finding.import_object(name)
     try:
-        signature(found).bind()
+        signature(function).bind()
     except TypeError as error:
         raise UsageError(code="task-needs-arguments", name=name, reason=str(error)) from None
-    return found
+    return function
 
 
-def _of_file(path: Path) -> str:
-    """FILE:NAME for each Task of a file, without importing it."""
+def _tasks_in_file(path: Path) -> str:
     names = tasks_in(source_of("task", f"{path}:NAME"))
     return " or ".join(f"{path}:{name}" for name in names or ["NAME"])

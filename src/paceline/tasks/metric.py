@@ -1,4 +1,4 @@
-"""What is measured of a model beside its loss, by data that several ranks go through."""
+"""Metrics of a model on a dataset that several ranks evaluate together."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,25 +14,26 @@ Combine = Literal["sum", "concatenate"] | Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a whole split that is no mean over its samples, in three functions: F1, AUC, a confusion matrix.
+    """A metric that is not a mean over samples, defined by three functions, e.g. F1, AUC or a confusion matrix.
 
         def counts(outputs, targets):
-            found, there = outputs > 0, targets > 0
-            return {"both": (found & there).sum(), "either": found.sum() + there.sum()}
+            predicted, actual = outputs > 0, targets > 0
+            return {"both": (predicted & actual).sum(), "either": predicted.sum() + actual.sum()}
 
         f1 = Metric(update=counts, compute=lambda total: 2 * total["both"] / total["either"])
 
-    What a batch holds depends on who evaluates it; so a state must say the same of two batches apart, once combined, as
-    of both together. States are combined in a fixed order: the result has the same bits at every world size.
+    The number of ranks decides how the data are split into batches. So the combined states of two batches must be equal
+    to the state of both batches together. paceline combines states in a fixed order, so the result has the same bits at
+    every world size.
     """
 
     update: Callable[[Any, Any], Any]
-    """(outputs, targets) -> the state of a batch: a tensor or number, or several by name"""
+    """(outputs, targets) -> the state of a batch: a tensor or number, or a dict of them."""
     compute: Callable[[Any], Any]
-    """(state of the whole split, on the CPU) -> the result: a number, or several by name"""
+    """(state of all data, on the CPU) -> the result: a number, or a dict of numbers."""
     combine: Combine = "sum"
-    """how two states become one: added up in float64; "concatenate": their rows in the order of the samples, where
-    there is one row for each; or a function (state, state) -> state"""
+    """How to combine two states. "sum": add them in float64. "concatenate": join their rows, sorted by sample if there
+    is one row per sample. Or a function (state, state) -> state."""
 
     def __post_init__(self) -> None:
         for name, value in {"update": self.update, "compute": self.compute}.items():
@@ -43,43 +44,43 @@ class Metric:
 
 
 PerSample = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> one number per sample, shape (B,), averaged over the data."""
+"""(outputs, targets) -> one number per sample, shape (B,). The result is their mean."""
 AnyMetric = Metric | PerSample | Callable[[], Any]
-"""A Metric, a torchmetrics object, a function that makes one of these, or a number per sample."""
+"""A Metric, a torchmetrics object, a function that makes one of these, or a PerSample function."""
 
 
 def is_torchmetric(metric: Any) -> bool:
-    """Whether it is an object of torchmetrics, a collection too. paceline itself does not need torchmetrics."""
+    """Whether it is a metric or collection of torchmetrics. paceline itself does not need torchmetrics."""
     return all(hasattr(type(metric), name) for name in ("update", "compute", "reset", "metric_state"))
 
 
-def made(name: str, metric: Any) -> Any:
-    """A Metric, a torchmetrics object or a function per sample: `metric` itself, or what it makes.
+def make_metric(name: str, metric: Any) -> Any:
+    """Return `metric`, or the object that it makes if it is a function without arguments.
 
     Raises:
-        UsageError: if it makes something else.
+        UsageError: if that object is neither a Metric nor a torchmetrics object.
     """
     if isinstance(metric, Metric) or is_torchmetric(metric):
         return metric
     if not isinstance(metric, type) and (takes(metric, 2) or not takes(metric, 0)):
         return metric
-    found = metric()
-    if not isinstance(found, Metric) and not is_torchmetric(found):
-        raise UsageError(code="metric-called-without", name=name, kind=type(found).__name__)
-    return found
+    result = metric()
+    if not isinstance(result, Metric) and not is_torchmetric(result):
+        raise UsageError(code="metric-called-without", name=name, kind=type(result).__name__)
+    return result
 
 
-def several(metric: Any) -> Mapping[str, Any]:
-    """The members of a collection of torchmetrics, by name; any other object as "" alone."""
+def metric_members(metric: Any) -> Mapping[str, Any]:
+    """The members of a torchmetrics collection, by name; for any other object a dict with key ""."""
     return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether it can be called with so many arguments, as far as it tells."""
+    """Whether the function accepts `count` positional arguments; True if its signature is unknown."""
     try:
         signature(function).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # some of C's functions do not tell
+    except ValueError:  # some functions implemented in C have no signature
         return True
     return True

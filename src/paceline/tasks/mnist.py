@@ -1,4 +1,4 @@
-"""MNIST, and whatever else comes in the same files: the small CNN and ResNet18."""
+"""Tasks for MNIST and datasets in the same format: a small CNN and ResNet18."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from paceline.data.mnist import Split, read_labels, read_mnist
 from paceline.tasks.models import CNN, ResNet18
 from paceline.tasks.task import Task
 
-MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, scaled to 0..1
+MEAN, STD = 0.1307, 0.3081  # of the training pixels of MNIST, scaled to 0..1
 
 
 def cnn(*, data_dir: Path | None = None) -> Task:
@@ -37,14 +37,14 @@ def _task(make_model: Callable[[int], nn.Module], data_dir: Path | None) -> Task
 
 
 def num_classes(folder: Path | None) -> int:
-    """10 for MNIST and Fashion-MNIST; what the labels need for EMNIST's splits, which have up to 62."""
+    """10 for MNIST and Fashion-MNIST; for EMNIST, the number of classes in the labels (up to 62)."""
     if folder is None:
         return 10
     return max(10, 1 + max(read_labels("train", folder).data))
 
 
 def dataset(split: Split, folder: Path | None = None) -> ArrayDataset:
-    """Images (N, 28, 28) uint8 kept small, made (n, 1, 28, 28) float32 a batch at a time; labels (N,) int64."""
+    """Images (N, 28, 28) uint8, converted to (n, 1, 28, 28) float32 for each batch; labels (N,) int64."""
     images, labels = read_mnist(split, folder)
     pixels = torch.frombuffer(bytearray(images.data), dtype=torch.uint8).reshape(images.shape)
     return ArrayDataset(pixels, torch.frombuffer(bytearray(labels.data), dtype=torch.uint8).long(), normalise)
@@ -61,5 +61,5 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, classes), (B,) -> (B,): 1 where the likeliest class is the right one."""
+    """(B, classes), (B,) -> (B,): 1 if the class with the largest logit is correct, otherwise 0."""
     return (logits.argmax(1) == labels).float()

@@ -1,16 +1,16 @@
-"""Models that know nothing of parallelism, as a user would write them for one device."""
+"""Models for a single device, without any code for parallelism."""
 
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import functional as F  # the name everybody knows it by
+from torch.nn import functional as F
 
 
 class CNN(nn.Module):
     """Two convolutions, two linear layers, dropout between: 1,199,882 parameters for 1 channel and 10 classes.
 
-    About 99 % on MNIST after a few epochs. Source: pytorch/examples, mnist/main.py; but it returns logits, not
-    log-probabilities, so that the loss is cross-entropy as for any other model here.
+    It reaches about 99 % on MNIST after a few epochs. Source: pytorch/examples, mnist/main.py. Unlike the source, it
+    returns logits, so that the loss is cross-entropy.
 
     Args:
         channels: of the input images, which are 28 x 28.
@@ -37,14 +37,14 @@ class CNN(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: the layers learn the difference to their input.
+    """Two 3x3 convolutions with a shortcut: the layers learn the difference from their input.
 
-    Where the shape changes, the shortcut is a strided 1x1 convolution (the paper's option B), else it is the input.
+    If the shape changes, the shortcut is a strided 1x1 convolution (option B of the paper), otherwise the input.
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        # No bias before a batch norm: it would subtract it again.
+        # no bias, because the batch norm would subtract it again
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
@@ -66,8 +66,8 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """Eighteen layers with weights: the stem, four stages of two blocks, one linear layer.
 
-    Written from the paper, with torchvision's names, so that its weights load with `load_state_dict`.
-    11,689,512 parameters for 3 channels, 1000 classes and the stem "imagenet".
+    The names of layers are those of torchvision, so that `load_state_dict` accepts its weights. It has 11,689,512
+    parameters for 3 channels, 1000 classes and the stem "imagenet".
 
     Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015; names, shapes and initial
     weights (from the same seed) are those of torchvision.models.resnet18.
@@ -76,10 +76,10 @@ class ResNet18(nn.Module):
         channels: of the input images: 3, or 1 for MNIST.
         num_classes: number of logits.
         stem: "imagenet" (7x7, stride 2, max-pool: a 224 x 224 image enters the stages as 56 x 56) or "small" (3x3,
-            stride 1, no pool: for images of about 32 x 32, of which the other stem would leave 8 x 8).
+            stride 1, no pool: for images of about 32 x 32, which the other stem would reduce to 8 x 8).
 
     Raises:
-        ValueError: for another stem.
+        ValueError: if the stem is unknown.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class ResNet18(nn.Module):
         return self.fc(x)  # (B, num_classes)
 
     def _initialise(self) -> None:
-        """Keep the variance of what flows *back* through a convolution and its relu (He et al., 2015, "fan out").
+        """Keep the variance of *gradients* through a convolution and its relu (He et al., 2015, "fan out").
 
-        Batch norms (weight 1, bias 0) and the linear layer start as torch makes them.
+        Batch norms (weight 1, bias 0) and the linear layer keep the initialization of torch.
         """
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):

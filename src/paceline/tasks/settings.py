@@ -1,6 +1,6 @@
-"""The settings of a task that is a function: its arguments, given by `--set NAME=VALUE`, typed by their annotations.
+"""The settings of a task function: its arguments, set by `--set NAME=VALUE`, with the types of their annotations.
 
-They are read from the function's source, without importing it: what is wrong is told before any process starts.
+They are read from the source of the function without importing it, so errors appear before any process starts.
 """
 
 import ast
@@ -17,44 +17,44 @@ import msgspec
 from paceline.errors import UsageError, unknown
 from paceline.tasks.finding import source_of
 
-WITH_FLAGS = ("data_dir", "stem")  # arguments that have flags of their own, and are compared by what they lead to
+WITH_FLAGS = ("data_dir", "stem")  # they have separate flags, and the definition compares their effect instead
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An argument of the function."""
+    """An argument of the task function."""
 
     name: str
     kind: Any
-    """its type; Any: not known, the value stays text"""
-    words: str
-    """the type as it is written"""
+    """The type of the argument; Any if it is unknown, then the value stays a string."""
+    annotation: str
+    """The type in the source."""
     default: str | None
-    """as it is written; None: a value must be given"""
+    """The default in the source; None if a value is required."""
 
 
 def settings_in(name: str) -> list[Setting] | None:
-    """The settings of the task `module:name`; None if its file does not tell, or the task is no function."""
+    """The settings of the task `module:name`; None if they are unknown or the task is not a function."""
     tree = source_of("task", name)
     attribute = name.rpartition(":")[2]
-    found = [n for n in (tree.body if tree else ()) if isinstance(n, ast.FunctionDef) and n.name == attribute]
-    return _settings(found[-1]) if found and not found[-1].decorator_list else None
+    functions = [n for n in (tree.body if tree else ()) if isinstance(n, ast.FunctionDef) and n.name == attribute]
+    return _settings(functions[-1]) if functions and not functions[-1].decorator_list else None
 
 
 def settings_of(function: Callable[..., Any]) -> list[Setting] | None:
-    """The settings of a function at hand; None if there is no source to tell them."""
+    """The settings of a function object; None if its source is not available."""
     with suppress(OSError, TypeError, SyntaxError):
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         return _settings(node) if isinstance(node, ast.FunctionDef) else None
     return None
 
 
-def converted(task: str, settings: list[Setting] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` as values of their types; what is no text is of its type already.
+def convert_settings(task: str, settings: list[Setting] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the strings in `given` to the types of the settings. Other values stay unchanged.
 
     Raises:
-        UsageError: the function has no such setting, a value is not of its type, or one is missing.
+        UsageError: if a name is unknown, a string cannot be converted, or a required setting is missing.
     """
     if settings is None:
         return dict(given)
@@ -68,21 +68,21 @@ def converted(task: str, settings: list[Setting] | None, given: Mapping[str, Any
     return {name: _converted(task, known[name], value) for name, value in given.items()}
 
 
-def defined(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a task, those that were not given too, as the definition of a run has them."""
+def all_settings(task: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a task, including those with default values, in the form of a run's definition."""
     settings = settings_in(task)
     values = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
-    values |= converted(task, settings, given)
+    values |= convert_settings(task, settings, given)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return {f"set.{name}": value for name, value in plain.items() if name not in WITH_FLAGS}
 
 
-def told(task: str) -> str:
-    """The settings of a task for people; empty if there are none, or the file does not tell."""
+def settings_help(task: str) -> str:
+    """The help text for the settings of a task; empty if it has none, or they are unknown."""
     settings = [s for s in settings_in(task) or () if s.name not in WITH_FLAGS]
-    rows = [(s.name, s.words, "required" if s.default is None else f"default {s.default}") for s in settings]
+    rows = [(s.name, s.annotation, "required" if s.default is None else f"default {s.default}") for s in settings]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
-    lines = [f"  {name:{widths[0]}}  {words:{widths[1]}}  {default}" for name, words, default in rows]
+    lines = [f"  {name:{widths[0]}}  {annotation:{widths[1]}}  {default}" for name, annotation, default in rows]
     return "\n".join([f"settings of {task}, --set NAME=VALUE:", *lines]) if lines else ""
 
 
@@ -90,9 +90,9 @@ def _settings(node: ast.FunctionDef) -> list[Setting] | None:
     a = node.args
     if a.kwarg or a.vararg:
         return None
-    places = [*a.posonlyargs, *a.args]
-    defaults = [*[None] * (len(places) - len(a.defaults)), *a.defaults, *a.kw_defaults]
-    return [_setting(arg, default) for arg, default in zip([*places, *a.kwonlyargs], defaults, strict=True)]
+    positional = [*a.posonlyargs, *a.args]
+    defaults = [*[None] * (len(positional) - len(a.defaults)), *a.defaults, *a.kw_defaults]
+    return [_setting(arg, default) for arg, default in zip([*positional, *a.kwonlyargs], defaults, strict=True)]
 
 
 def _setting(arg: ast.arg, default: ast.expr | None) -> Setting:
@@ -102,24 +102,24 @@ def _setting(arg: ast.arg, default: ast.expr | None) -> Setting:
         return Setting(arg.arg, type(value), type(value).__name__, text)
     kind: Any = Any
     with suppress(KeyError, SyntaxError, ValueError):
-        kind = _kind(arg.annotation)
+        kind = _type(arg.annotation)
     return Setting(arg.arg, kind, ast.unparse(arg.annotation) if arg.annotation else "", text)
 
 
-def _kind(node: ast.expr | None) -> Any:
+def _type(node: ast.expr | None) -> Any:
     match node:
         case ast.Constant(value=None):
             return None
         case ast.Constant(value=str(quoted)):
-            return _kind(ast.parse(quoted, mode="eval").body)
+            return _type(ast.parse(quoted, mode="eval").body)
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return TYPES[name]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return Union[_kind(left), _kind(right)]  # noqa: UP007 - of types that are values
+            return Union[_type(left), _type(right)]  # noqa: UP007 - these are values, not annotations
         case ast.Subscript(value=ast.Name(id="Literal") | ast.Attribute(attr="Literal"), slice=choices):
             return Literal[ast.literal_eval(choices)]
         case ast.Subscript(value=ast.Name(id="Optional") | ast.Attribute(attr="Optional"), slice=inner):
-            return Optional[_kind(inner)]  # noqa: UP045
+            return Optional[_type(inner)]  # noqa: UP045
         case _:
             raise KeyError(node)
 
@@ -131,11 +131,11 @@ def _literal(text: str | None) -> Any:
 
 
 def _converted(task: str, setting: Setting, value: Any) -> Any:
-    if not isinstance(value, str) or (setting.kind is Any and not setting.words):
+    if not isinstance(value, str) or (setting.kind is Any and not setting.annotation):
         return value
     if setting.kind is Any:
         raise UsageError(
-            code="set-type-not-text", name=setting.name, value=value, task=task, annotation=setting.words,
+            code="set-type-not-text", name=setting.name, value=value, task=task, annotation=setting.annotation,
             allowed=[*TYPES],
         )  # fmt: skip
     if value.lower() == "none" and type(None) in get_args(setting.kind):
@@ -144,5 +144,10 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return msgspec.convert(value, setting.kind, strict=False, dec_hook=lambda kind, text: kind(text))
     except msgspec.ValidationError as error:
         raise UsageError(
-            code="set-wrong-value", name=setting.name, value=value, task=task, kind=setting.words, reason=str(error)
+            code="set-wrong-value",
+            name=setting.name,
+            value=value,
+            task=task,
+            kind=setting.annotation,
+            reason=str(error),
         ) from None

@@ -1,4 +1,4 @@
-"""A task is what a user brings: a model, data and a loss, which know nothing of ranks."""
+"""The definition of a task: a model, data and a loss, written for a single device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,32 +17,32 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
 """(outputs, targets) -> one loss per sample, shape (B, ...), or (losses, weights) of equal shapes (B, ...)."""
-NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+NAMED_PARAMETERS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A training between two steps. On every rank the same, but for `rank`."""
+    """The state of a training after a step, for callbacks. It is equal on all ranks, except for `rank`."""
 
     step: int
-    """optimizer steps done"""
+    """The number of completed optimizer steps."""
     total_steps: int
-    """of the run; 0 where nobody knows, of passes over a stream"""
+    """The number of steps in the run; 0 if unknown (epochs over a stream)."""
     epoch: int
-    """that step's, from 0"""
+    """The epoch of the last step, from 0."""
     loss: float
-    """mean of that step's global batch"""
+    """The mean loss of the last global batch."""
     lr: float
     grad_norm: float | None
-    """global, before clipping; None where nothing is clipped"""
+    """The global gradient norm before clipping; None without clipping."""
     metrics: Mapping[str, float]
-    """of the newest evaluation; empty before the first"""
+    """The results of the last evaluation; empty before the first one."""
     model: nn.Module
-    """the plain model; under fsdp its parameters are shares"""
+    """The plain model. With fsdp its parameters are sharded."""
     rank: int
     world_size: int
     stop: Callable[[], None]
-    """end the training after the next step, on all ranks, as if that had been its last; one rank may ask alone"""
+    """Ends the training on all ranks after the next step, which then counts as the last one. One rank may call it."""
 
 
 Callback = Callable[[Moment], object]
@@ -50,38 +50,39 @@ Callback = Callable[[Moment], object]
 
 @dataclass(frozen=True)
 class Task:
-    """A single-device training, ready to be run on any number of ranks.
+    """A single-device training that paceline can run on any number of ranks.
 
-    The loss must not average: paceline sums over samples (or tokens: losses and weights of shape (B, T)), over
-    micro-batches and over ranks, and divides once by the total weight. Only so is an uneven batch weighted right.
+    The loss must not be a mean over the batch. paceline sums the losses of samples (or tokens: losses and weights of
+    shape (B, T)) over micro-batches and ranks, and divides once by the total weight. So the samples of uneven batches
+    have equal weights.
     """
 
     make_model: Callable[[], nn.Module]
     make_dataset: Callable[[Any], Dataset[Any]]
-    """of a Split the dataset of (input, target) pairs, or dicts, which are both; the same on every rank. Map-style; to
-    train on, also a stream"""
+    """Split -> its dataset of (input, target) pairs or dicts (then the dict is both), equal on all ranks. The dataset
+    must be map-style; the training data can also be a stream."""
     loss: Loss
     metrics: Mapping[str, AnyMetric] = field(default_factory=dict[str, AnyMetric])
-    """by name; see AnyMetric"""
+    """By name; see AnyMetric."""
     collate: Callable[[list[Any]], Any] | None = None
-    """samples -> batch, by default torch's default_collate"""
+    """Samples -> batch. Default: torch's default_collate."""
     splits: Sequence[Split] = ("train", "test")
-    """which there are; "validation", if there is one, is evaluated on the way, and "test" then only at the end"""
+    """The splits of the data. "validation" is evaluated during training, and then "test" at the end only."""
     on_step: Callback | None = None
-    """called on every rank after each step, with a Moment: numbers of the step, the model, a way to stop"""
+    """Called on every rank after each step, with a Moment."""
     on_evaluation: Callback | None = None
-    """called on every rank after each evaluation"""
+    """Called on every rank after each evaluation."""
     on_end: Callback | None = None
-    """called on every rank when the last step is done and the weights are saved"""
+    """Called on every rank after the last step, when the weights are saved."""
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None
-    """model -> its optimizer, with any groups of parameters; by default what --optimizer, --lr, ... say"""
+    """Model -> its optimizer, with any parameter groups. Default: the optimizer of --optimizer, --lr, ..."""
     make_schedule: Callable[[Optimizer, int], LRScheduler] | None = None
-    """(optimizer, steps of the run) -> a scheduler of torch, stepped after each update; by default what --schedule
-    says, or beside make_optimizer none: learning rates stay as the optimizer's groups have them"""
+    """(optimizer, steps of the run) -> a torch scheduler, which steps after each update. Default: the schedule of
+    --schedule; with make_optimizer, constant learning rates."""
     parallelize: Callable[[nn.Module], Mapping[str, str]] | None = None
-    """model -> how its layers are cut with --mesh tensor=N, by name or pattern of modules: colwise, rowwise, qkv
-    (queries, keys and values side by side), heads (nn.MultiheadAttention), vocabulary (nn.Embedding), whole; what it
-    does not name is cut as found"""
+    """Model -> how to shard its layers with --mesh tensor=N, by name or pattern of modules: colwise, rowwise, qkv
+    (fused queries, keys and values), heads (nn.MultiheadAttention), vocabulary (nn.Embedding) or whole (not sharded).
+    paceline detects the sharding of all other layers."""
 
     def __post_init__(self) -> None:
         kind = type(self.make_model).__name__
@@ -118,25 +119,25 @@ def _named(metrics: Any) -> Mapping[str, Any]:
 
 
 def call(model: nn.Module, inputs: Any, through: Callable[..., Any] | None = None) -> Any:
-    """What `model` gives for `inputs`.
+    """Call `model` with the inputs of a batch.
 
-    The values of a dict are given by name where the forward takes names of its keys: only those that it takes, all of
-    them with **kwargs. A forward that takes none of them, or needs something else besides, gets the dict as it is.
+    If `inputs` is a dict, its entries become keyword arguments: those that the forward accepts, or all of them if it
+    has **kwargs. If the forward accepts none of them, or requires an argument that is missing, it gets the dict.
 
     Args:
-        model: whose forward says what it takes.
+        model: its forward decides which arguments to pass.
         inputs: of a batch.
-        through: what is called, if not the model itself: a strategy's wrapper of it.
+        through: is called instead of the model, e.g. the wrapper of a strategy.
     """
-    called = model if through is None else through
-    names = _taken(model, inputs) if isinstance(inputs, Mapping) else []
-    return called(**{name: inputs[name] for name in names}) if names else called(inputs)
+    function = model if through is None else through
+    names = _accepted(model, inputs) if isinstance(inputs, Mapping) else []
+    return function(**{name: inputs[name] for name in names}) if names else function(inputs)
 
 
-def _taken(model: nn.Module, inputs: Mapping[Any, Any]) -> list[str]:
+def _accepted(model: nn.Module, inputs: Mapping[Any, Any]) -> list[str]:
     parameters = signature(model.forward).parameters
     keys = [key for key in inputs if isinstance(key, str)]
-    named = {name: p for name, p in parameters.items() if p.kind in NAMED}
+    named = {name: p for name, p in parameters.items() if p.kind in NAMED_PARAMETERS}
     if any(p.default is Parameter.empty and name not in keys for name, p in named.items()):
         return []
     takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())

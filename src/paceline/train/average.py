@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights (--ema): kept beside them, evaluated and saved in their place."""
+"""The exponential moving average (EMA) of the weights, for `--ema`. Evaluations use it, and it is saved in a file."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,41 +13,43 @@ from paceline.strategies.base import Strategy
 PREFIX = "ema/"
 
 
-class Average:
-    """Of the parameters as this rank holds them, so under every strategy alike and with the same bits."""
+class WeightAverage:
+    """The average of this rank's shards of the parameters. It has the same bits with every strategy.
+
+    Each update computes `decay * average + (1 - decay) * weights`. The initial value is the current weights.
+    """
 
     def __init__(self, replica: Strategy, decay: float) -> None:
-        """It begins as the weights are; `decay` of the old average stays at each update."""
-        held = [held for held in replica.state() if held.name.startswith("model/")]
-        self._held = [one for one in held if one.tensor.is_floating_point() or one.tensor.is_complex()]
-        self._weights = [one.tensor for one in self._held]
+        shards = [shard for shard in replica.state() if shard.name.startswith("model/")]
+        self._shards = [shard for shard in shards if shard.tensor.is_floating_point() or shard.tensor.is_complex()]
+        self._weights = [shard.tensor for shard in self._shards]
         self._average = [tensor.clone() for tensor in self._weights]
         self._decay = decay
 
-    def begin(self) -> None:
-        """Begin as the weights are now."""
+    def reset(self) -> None:
+        """Set the average to the current weights."""
         _copy(self._weights, self._average)
 
     @torch.no_grad()
     def update(self) -> None:
-        """The weights have changed."""
+        """Include the weights after an optimizer step in the average."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def state(self) -> list[TensorShard]:
-        """Its tensors, under names of their own."""
-        pairs = zip(self._held, self._average, strict=True)
-        return [replace(one, name=PREFIX + one.name.removeprefix("model/"), tensor=tensor) for one, tensor in pairs]
+        """The tensors that a checkpoint saves, with `PREFIX` in place of "model/"."""
+        pairs = zip(self._shards, self._average, strict=True)
+        return [replace(shard, name=PREFIX + shard.name.removeprefix("model/"), tensor=value) for shard, value in pairs]
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """Take over what `state` gave; or begin as the weights are, where a checkpoint has none."""
-        self.begin()
-        for held in self.state() if [*source.names(PREFIX)] else ():
-            load_into(source, held)
+        """Load the average from a checkpoint, or reset it if the checkpoint has none."""
+        self.reset()
+        for shard in self.state() if [*source.names(PREFIX)] else ():
+            load_into(source, shard)
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Inside, the model has the average for its weights."""
+        """Use the average as the weights of the model inside the `with` block."""
         weights = [tensor.clone() for tensor in self._weights]
         _copy(self._average, self._weights)
         try:

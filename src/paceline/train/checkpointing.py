@@ -1,12 +1,12 @@
-"""Keeps a training's state safe between steps: compares replicas, takes snapshots, writes and publishes checkpoints.
+"""Comparisons of replicas, snapshots in memory and asynchronous checkpoints on disk, all between steps.
 
-A checkpoint is a copy, taken between two steps, that a thread of each rank writes while training continues. Ranks agree
-in a later step's totals (`votes`) that all files are there, and rank 0 publishes the checkpoint. No thread uses a
-collective: their order would differ between ranks.
+Each rank copies its state between two steps. A thread then writes the copy to disk while training continues. In the
+totals of a later step (`votes`) the ranks agree that all files are complete, and rank 0 publishes the checkpoint. No
+thread uses a collective, because the order of collectives would differ between ranks.
 
-If a rank hangs and never answers, the guard breaks up the collective in which the others wait. A collective is then no
-longer possible, so the lowest rank that is not guilty saves the state alone (`save_alone`), if it holds all of it: its
-parameters are those after the last complete step, its buffers are restored.
+If a rank hangs, the guard aborts the collective in which the other ranks wait. No collective is possible after that.
+The lowest rank that did not cause the hang then saves the state alone (`save_alone`), if it holds the full state. Its
+parameters are those after the last complete step, and its buffers are restored.
 """
 
 import sys
@@ -38,30 +38,30 @@ from paceline.runs.writers import EventWriter
 from paceline.runs.writing import write_new
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
-from paceline.train.alike import check_replicas
+from paceline.train.consistency import check_replicas
 
-WRONG = (ExitCode.DIVERGED,)  # ends after which the state is not worth keeping
-NOBODY = '{"guilty": []}'  # the guard's message if no rank is guilty
+BAD_STATE_CODES = (ExitCode.DIVERGED,)  # after these errors the state itself is wrong
+NO_CULPRIT = '{"guilty": []}'  # the guard's message if no rank caused the hang
 
 
 @dataclass(frozen=True)
 class StateCollection:
-    """All models of a training, as one state to be saved."""
+    """All models of a training, saved as one state."""
 
     parts: Sequence[TrainedModel]
     world: World
     virtual_ranks: int
     others: Callable[[], list[TensorShard]] = list
-    """gives the tensors that are saved in addition to models, the same on all ranks"""
+    """Returns the tensors to save in addition to the models. They are equal on all ranks."""
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds only a shard of any of them."""
+        """Whether a rank holds only a shard of any model."""
         return any(part.replica.sharded for part in self.parts)
 
     def state(self) -> list[TensorShard]:
-        """All tensors of all models, and the others."""
-        return [*(held for part in self.parts for held in part.state()), *self.others()]
+        """The tensors of all models, followed by the others."""
+        return [*(shard for part in self.parts for shard in part.state()), *self.others()]
 
 
 # ---- write a checkpoint
@@ -69,7 +69,7 @@ class StateCollection:
 
 @dataclass
 class _Writing:
-    """A checkpoint that is being written; the thread sets `shard` or `failure`."""
+    """A checkpoint that a thread is writing. The thread sets `shard` or `failure` at its end."""
 
     step: int
     content: TrainerState
@@ -82,15 +82,15 @@ class _Writing:
 
 
 class _Release(msgspec.Struct, frozen=True):
-    """The part of the agent's message to an unblocked rank that is needed here."""
+    """The field that is needed here of the agent's message to the ranks that it has unblocked."""
 
     guilty: tuple[int, ...] | None = None
 
 
-def is_writer(word: str, rank: int, world_size: int) -> bool:
-    """Whether `rank` is the one to save alone, by the agent's message `word`, which all unblocked ranks get."""
+def is_writer(message: str, rank: int, world_size: int) -> bool:
+    """Whether `rank` must save alone, according to the agent's `message` to all unblocked ranks."""
     try:
-        guilty = msgspec.json.decode(word, type=_Release).guilty
+        guilty = msgspec.json.decode(message, type=_Release).guilty
     except msgspec.MsgspecError:
         return False
     return guilty is not None and rank == min(set(range(world_size)) - {*guilty}, default=None)
@@ -100,19 +100,19 @@ def save_alone(
     holder: StateCollection, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
     keep: int, say: Report,
 ) -> Path:  # fmt: skip
-    """Write and publish the state after `step`; return the folder. No collective.
+    """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
 
     Raises:
-        TrainingError: if a part of the state is on other ranks only, or a newer generation has taken over.
-        OSError: if it cannot be written.
+        TrainingError: if only other ranks hold a part of the state, or a newer generation owns the checkpoints.
+        OSError: if a file cannot be written.
     """
-    held, world = holder.state(), holder.world
-    elsewhere = next((f" (as {one.name} is on this one)" for one in held if not one.replicated), None)
-    if holder.sharded and elsewhere is None:  # of a small model a rank may hold no shard at all
+    shards, world = holder.state(), holder.world
+    elsewhere = next((f" (as {held.name} is on this one)" for held in shards if not held.replicated), None)
+    if holder.sharded and elsewhere is None:  # a rank can hold no shard at all of a small model
         elsewhere = ""
     if elsewhere is not None and world.size > 1:
         raise TrainingError(code="state-on-other-ranks", elsewhere=elsewhere)
-    shard = layout(held)
+    shard = layout(shards)
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
     folder = checkpoints.begin_alone(step, claim, world.rank)
@@ -132,7 +132,6 @@ def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, wo
 
 
 def _manifest(step: int, content: TrainerState, claim: Claim, virtual_ranks: int, *files: ShardFile) -> Manifest:
-    """The description of the state after `step`, which is in `files`."""
     optional = {"names": content.names, "loop": content.loop}
     return Manifest(
         format=FORMAT, step=step, attempt=claim.attempt, generation=claim.generation, world_size=len(files),
@@ -142,8 +141,8 @@ def _manifest(step: int, content: TrainerState, claim: Claim, virtual_ranks: int
     )  # fmt: skip
 
 
-class Saver:
-    """This rank's side of the run's checkpoints, one at a time; all calls are at the same steps on all ranks."""
+class CheckpointWriter:
+    """Writes this rank's shards, one checkpoint at a time. All ranks make all calls at the same steps."""
 
     def __init__(
         self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: Claim, *,
@@ -156,17 +155,17 @@ class Saver:
         self._publishing: threading.Thread | None = None
         self._done: list[events.Checkpointed] = []
         self.failed = ""
-        """why the last checkpoint could not be written; empty if it could (rank 0 knows)"""
+        """Why the last checkpoint could not be written; empty if it could. Set on rank 0 only."""
 
     def votes(self) -> tuple[float, float]:
-        """This rank's votes on the checkpoint that is being written: `written` and `failed`, as in Votes."""
+        """The fields `written` and `failed` of Votes for the pending checkpoint."""
         writing = self._writing
         return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
 
     def begin(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
-        """Copy the state after `step` and start to write it (a collective)."""
+        """Copy the state after `step` and start to write it (collective)."""
         began = time.perf_counter()
-        self.settle()
+        self.wait()
         world = self._world
         shard = layout(rank_part(held, world.rank, world.size))
         size_bytes = sum(all_gather_object(shard.total_bytes, world))
@@ -180,19 +179,19 @@ class Saver:
         _fill(self._buffer, shard, step, content, world.rank, world.size)
         now = time.perf_counter()
         writing = self._writing = _Writing(step, content, Path(folder), now - began, now)
-        # Not a daemon: the interpreter waits for a partial file.
+        # Not a daemon thread: the interpreter must wait until the file is complete.
         writing.thread = threading.Thread(
             target=self._write, args=(writing, self._buffer, shard), name="paceline-checkpoint"
         )
         writing.thread.start()
 
-    def agreed(self, votes: Votes) -> None:
-        """Continue with the checkpoint as far as the summed `votes` of all ranks allow (a collective)."""
+    def publish_if_written(self, votes: Votes) -> None:
+        """Publish the pending checkpoint if all ranks have voted that their shards are done (collective)."""
         if self._writing is not None and votes.written + votes.failed == self._world.size:
             self._publish()
 
-    def settle(self) -> None:
-        """Wait until no checkpoint is being written or published (a collective)."""
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written or published (collective)."""
         if self._writing is not None:
             self._writing.thread.join()
             self._publish()
@@ -201,18 +200,18 @@ class Saver:
             self._publishing = None
 
     def take_done(self) -> list[events.Checkpointed]:
-        """The checkpoints that have succeeded or failed since the last call; on rank 0."""
+        """Return the checkpoints that have succeeded or failed since the last call. Empty except on rank 0."""
         done, self._done = self._done, []
         return done
 
     def abandon(self) -> None:
-        """After an error: wait for the threads. The next claim removes an unpublished checkpoint."""
+        """Wait for the threads after an error. The next start of the run removes an unpublished checkpoint."""
         for thread in (self._writing.thread if self._writing else None, self._publishing):
             if thread is not None:
                 thread.join()
 
     def _prepare(self, step: int, size_bytes: int) -> tuple[str, str]:
-        """The folder to write into, or why there is none."""
+        """Return (folder, "") or ("", failure)."""
         try:
             failure = self._checkpoints.room_for(size_bytes)
             return ("", failure) if failure else (str(self._checkpoints.begin(step)), "")
@@ -221,13 +220,13 @@ class Saver:
 
     def _write(self, writing: _Writing, buffer: Tensor, shard: ShardLayout) -> None:
         try:
-            self._flush_events()  # the ledger must know every step that a checkpoint contains
+            self._flush_events()  # the event files must contain every step that the checkpoint contains
             writing.shard = _write_shard(writing.folder, buffer, shard, self._world.rank, self._world.size)
         except Exception as error:  # rank 0 reports any error
             writing.failure = f"rank {self._world.rank}: {type(error).__name__}: {error}"
 
     def _publish(self) -> None:
-        """All ranks have finished writing (a collective); rank 0 publishes in a thread."""
+        """Collect the results of all ranks (collective). Rank 0 publishes the checkpoint in a thread."""
         writing, self._writing = self._writing, None
         assert writing is not None
         ranks = all_gather_object([writing.failure, msgspec.to_builtins(writing.shard)], self._world)
@@ -246,7 +245,7 @@ class Saver:
         failure = ""
         try:
             self._checkpoints.commit(writing.folder, manifest, self._keep, self._say)
-        except Exception as error:  # a full disk, a newer generation: training continues, and reports it
+        except Exception as error:  # e.g. a full disk: paceline warns and training continues
             failure = f"{type(error).__name__}: {error}"
         self._end(writing, failure, sum(file.bytes for file in manifest.files))
 
@@ -259,53 +258,51 @@ class Saver:
         self._done.append(done)
 
 
-# ---- what is due between two steps
+# ---- work between steps
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """The number of steps after which each is due; None: only on request."""
+class CheckpointPolicy:
+    """Steps between comparisons of replicas, between snapshots and between checkpoints (None: only on request)."""
 
-    watch: int
-    snapshot: int
-    checkpoint: int | None
-    seconds: float | None = None
-    """between two checkpoints"""
+    compare_every: int
+    snapshot_every: int
+    checkpoint_every: int | None
+    checkpoint_seconds: float | None = None
     keep: int = 2
-    """the number of checkpoints to keep"""
+    """The number of checkpoints to keep."""
 
 
-class Keeping:
-    """This rank's snapshots, checkpoints and comparisons; all calls are at the same steps on all ranks."""
+class CheckpointManager:
+    """Compares replicas, takes snapshots and saves checkpoints. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, holder: StateCollection, place: RunLocation, origin: ResumePoint | None, rhythm: Rhythm, *,
+        self, holder: StateCollection, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
         writer: EventWriter, say: Report, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
-        """A collective.
+        """Claim the folder of checkpoints for this start of the run (collective).
 
         Raises:
-            UsageError: if the folder of checkpoints cannot be claimed; ReportedByPeer on all ranks but one.
+            UsageError: on one rank, if the folder cannot be claimed; ReportedByPeer on the others.
         """
-        self._holder, self._world, self._rhythm, self._writer, self._say = holder, holder.world, rhythm, writer, say
+        self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say
         self._enter = enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
         self._claim = Claim(place.attempt, place.generation)
         with raise_on_all_ranks(self._world):
             if self._world.rank == 0:
-                # Also if none is due: the run may be asked to stop, and a rank of an older generation must not publish.
+                # Needed even if the policy saves nothing: a signal can request a checkpoint before the run stops, and a
+                # process of an older generation must not publish one.
                 self._checkpoints.claim(*self._claim, place.notices.append)
                 if origin is not None and origin.files and (unwritten := self._unwritten(origin.step)):
-                    writer.write(
-                        events.UnloggedStep(origin.step, unwritten)
-                    )  # for the start before: this one has none yet
-        self._saver = Saver(
+                    writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
+        self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
-            keep=rhythm.keep, flush_events=writer.flush, say=say,
+            keep=policy.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer: SnapshotWriter | None = None
         files, local = inherited(), self._world.local_rank
-        if local < len(files):
+        if local < len(files):  # never overwrite the snapshot from which this start has resumed
             spared = next((file for file in files[local] if origin and file in origin.files), None)
             size = self._world.local_size
             self._snapshot_writer = SnapshotWriter(files[local], local, size, place.generation, spared=spared)
@@ -314,145 +311,145 @@ class Keeping:
         self._snapshots, self._snapshot_seconds, self._snapshot_bytes = 0, 0.0, 0
         self._saved_at = time.monotonic()
         self.failed = ""
-        """why the last checkpoint could not be written; empty if it could. The same on all ranks, after `end`"""
+        """Why the last checkpoint could not be written; empty if it could. Set by `end`, on all ranks."""
 
     def votes(self) -> tuple[float, float, float]:
-        """For the totals of the next step: `written`, `failed` and `due`, as in Votes."""
-        seconds = self._rhythm.seconds
-        # one clock, or ranks would save different steps
+        """The fields `written`, `failed` and `due` of Votes, for the totals of the next step."""
+        seconds = self._policy.checkpoint_seconds
+        # only rank 0 reads its clock; otherwise the ranks would save different steps
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
-        return *self._saver.votes(), float(is_due)
+        return *self._checkpoint_writer.votes(), float(is_due)
 
-    def between(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
-        """Do what is due after `step` (a collective); `votes` are the sum of the last step's votes.
+    def after_step(self, step: int, votes: Votes, content: Callable[[], TrainerState], *, save: bool) -> float:
+        """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
 
         Returns:
-            The seconds for which training was stopped.
+            The seconds for which training was paused.
 
         Raises:
             TrainingError: if the replicas differ.
         """
         began = time.perf_counter()
-        rhythm = self._rhythm
+        policy = self._policy
         self._enter(Phase.CHECKPOINT)
-        self._saver.agreed(votes)
-        save = save or votes.due > 0 or bool(rhythm.checkpoint and step % rhythm.checkpoint == 0)
-        snapshot = self._takes_snapshots and step % rhythm.snapshot == 0
-        watch = step % rhythm.watch == 0
-        if not (save or snapshot or watch):
+        self._checkpoint_writer.publish_if_written(votes)
+        save = save or votes.due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
+        snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
+        compare = step % policy.compare_every == 0
+        if not (save or snapshot or compare):
             self._report()
             return 0.0
-        held = self._holder.state()
-        if save or watch:  # never save a damaged state
+        shards = self._holder.state()
+        if save or compare:  # never save a damaged state
             try:
-                check_replicas(held, self._world, step, [part.replica.optimizer for part in self._holder.parts])
+                check_replicas(shards, self._world, step, [part.replica.optimizer for part in self._holder.parts])
             except PacelineError:
-                self._saver.settle()  # the checkpoint that is being written is of an intact state
+                self._checkpoint_writer.wait()  # the pending checkpoint was copied before the damage
                 raise
         if save:
-            self._saver.begin(held, step, content())
+            self._checkpoint_writer.begin(shards, step, content())
             self._saved_at = time.monotonic()
         if snapshot:
-            self._snapshot(held, step, content())
+            self._snapshot(shards, step, content())
         self._report()
         return time.perf_counter() - began
 
     def end(self) -> None:
-        """Wait until the last checkpoint is on disk (a collective)."""
-        self.settle()
+        """Wait until the last checkpoint is on disk (collective)."""
+        self.wait()
         if self._snapshots:
             size = self._snapshot_bytes
             self._writer.write(events.Snapshotted(self._snapshots, self._snapshot_seconds, size))
-        self.failed = all_gather_object(self._saver.failed, self._world)[0]
+        self.failed = all_gather_object(self._checkpoint_writer.failed, self._world)[0]
 
-    def settle(self) -> float:
-        """Wait until no checkpoint is being written; return the seconds (a collective)."""
+    def wait(self) -> float:
+        """Wait until no checkpoint is being written (collective). Return the seconds that it took."""
         began = time.perf_counter()
         self._enter(Phase.CHECKPOINT)
-        self._saver.settle()
+        self._checkpoint_writer.wait()
         self._report()
         return time.perf_counter() - began
 
     @property
-    def can_go_back(self) -> bool:
-        """Whether older states are kept."""
-        rhythm = self._rhythm
-        return bool(rhythm.checkpoint or rhythm.seconds or self._takes_snapshots)
+    def can_roll_back(self) -> bool:
+        """Whether the run keeps snapshots or checkpoints on a schedule."""
+        policy = self._policy
+        return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
 
     def newest(self) -> ResumePoint | None:
-        """The newest state in memory or on disk (a collective)."""
-        self.settle()
+        """The newest snapshot or checkpoint (collective)."""
+        self.wait()
         return newest_state(self._checkpoints, self._world, self._say, memory=True)
 
     def save_after(self, error: BaseException, step: int, content: Callable[[], TrainerState]) -> None:
-        """After an error: publish the state after `step`, unless this state is the error.
+        """Save the state after `step` when an error ends the run, unless the error is that the state is wrong.
 
-        Only one rank does so, which the guard's message names if the guard has unblocked the ranks. No collective: a
-        rank that hangs would not take part.
+        Only one rank saves. If the guard has unblocked the ranks, its message names the ranks to exclude. There is no
+        collective, because a rank that hangs would not take part.
         """
-        if getattr(error, "exit_code", None) in WRONG:
+        if getattr(error, "exit_code", None) in BAD_STATE_CODES:
             return
-        world, word, found = self._world, Guard.of_process().released(), content()
-        there = any(saved == step for saved, _ in self._checkpoints.entries())
-        if there or not is_writer(word or NOBODY, world.rank, world.size):
+        world, message, trainer_state = self._world, Guard.of_process().released(), content()
+        is_saved = any(saved == step for saved, _ in self._checkpoints.entries())
+        if is_saved or not is_writer(message or NO_CULPRIT, world.rank, world.size):
             return
-        self._enter(Phase.CHECKPOINT)  # the agent waits for a rank that makes progress
+        self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:
             if unwritten := self._unwritten(step):
                 self._writer.write(events.UnloggedStep(step, unwritten))
             self._writer.flush()
             path = save_alone(
-                self._holder, step, found, self._checkpoints, self._claim, keep=self._rhythm.keep, say=self._say
+                self._holder, step, trainer_state, self._checkpoints, self._claim, keep=self._policy.keep, say=self._say
             )
-            words = f"the state after step {step} is saved: {path}"
-        except Exception as error:  # the run ends with the stall in any case
-            words = f"the state after step {step} cannot be saved: {error}"
-        print(f"rank {world.rank}: {words}", file=sys.stderr, flush=True)
+            result = f"the state after step {step} is saved: {path}"
+        except Exception as error:  # the run ends with the original error in any case
+            result = f"the state after step {step} cannot be saved: {error}"
+        print(f"rank {world.rank}: {result}", file=sys.stderr, flush=True)
 
     def _unwritten(self, step: int) -> list[int]:
-        """The ranks whose event files do not have `step`, although this rank's state includes their part of it."""
+        """The ranks whose event files lack `step`, although this rank's state includes their part of the step."""
         others: set[int] = set()
         with suppress(OSError):
             files = events.event_files(self._folder)
             others = {*files, *range(self._world.size)} - {self._world.rank}
             for rank, path in files.items():
-                own = (e for e in events.last_events(path) if isinstance(e, events.Step | events.Started))
-                if isinstance(newest := next(own, None), events.Step) and newest.step >= step:
+                relevant = (e for e in events.last_events(path) if isinstance(e, events.Step | events.Started))
+                if isinstance(newest := next(relevant, None), events.Step) and newest.step >= step:
                     others.discard(rank)
         return sorted(others)
 
     def abandon(self) -> None:
-        """After an error: wait for the threads. An unpublished checkpoint is never published."""
-        self._saver.abandon()
+        """Wait for the threads after an error. An unpublished checkpoint stays unpublished."""
+        self._checkpoint_writer.abandon()
 
-    def _snapshot(self, held: Sequence[TensorShard], step: int, content: TrainerState) -> None:
+    def _snapshot(self, shards: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         began, world = time.perf_counter(), self._world
-        if world.local_size < world.size:  # the state that only this host's ranks hold must survive its loss
+        if world.local_size < world.size:  # each node also needs the shards that only other nodes hold
             if self._other_hosts is None:
-                self._other_hosts = OtherHosts(held, world)
+                self._other_hosts = OtherHosts(shards, world)
                 if why := self._other_hosts.why_not:
                     self._takes_snapshots = False
-                    self._say(f"no snapshots in memory: {why}. A restart goes on from a checkpoint on disk")
-            others = self._other_hosts.receive(held) if self._takes_snapshots else None
+                    self._say(f"no snapshots in memory: {why}. A restart resumes from a checkpoint on disk")
+            others = self._other_hosts.receive(shards) if self._takes_snapshots else None
             if others is None:
                 return
-            held = [*held, *others]
-        if self._snapshot_writer is None:  # there was no memory
+            shards = [*shards, *others]
+        if self._snapshot_writer is None:  # an earlier snapshot did not fit into memory
             return
         try:
-            self._snapshot_bytes = self._snapshot_writer.write(held, step, msgspec.to_builtins(content))
+            self._snapshot_bytes = self._snapshot_writer.write(shards, step, msgspec.to_builtins(content))
         except OSError as error:
             self._snapshot_writer = None
             self._say(
-                f"no snapshots from now on: rank {world.rank} has no memory for them ({error.strerror}). "
-                "Restarted workers will resume from a checkpoint on disk."
+                f"no more snapshots: rank {world.rank} has no memory for them ({error.strerror}). "
+                "A restart resumes from a checkpoint on disk"
             )
             return
         self._snapshots += 1
         self._snapshot_seconds += time.perf_counter() - began
 
     def _report(self) -> None:
-        for done in self._saver.take_done():
+        for done in self._checkpoint_writer.take_done():
             self._writer.write(done)
             if done.failure:
                 self._say(f"WARNING: the checkpoint of step {done.step} could not be written: {done.failure}")

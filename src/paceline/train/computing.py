@@ -1,4 +1,4 @@
-"""Settles threads, precision and memory, on all ranks together, before the first step."""
+"""Resolves threads, precision and memory settings on all ranks before the first step."""
 
 from __future__ import annotations
 
@@ -38,114 +38,112 @@ from paceline.train.step import weighted_losses
 if TYPE_CHECKING:
     from paceline.config.settings import ComputeConfig
 
-STATE_COPIES = 4  # weights, gradients, and two numbers that an optimizer keeps for each weight
+STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class Settled:
-    """How the run is computed; the same on all ranks but for the allocator."""
+class ResolvedCompute:
+    """The resolved compute settings, equal on all ranks except for the allocator."""
 
     precision: Precision = "fp32"
     allocator: Literal["tuned", "system"] = "system"
     notices: list[str] = field(default_factory=list[str])
-    """what the user should be told"""
+    """Lines for the user."""
 
 
-def take_threads(asked: int | None, world: World, *, write: Write = flag) -> list[str]:
-    """Give this rank its threads (a collective); return what is wrong with their number, in words.
+def set_threads(requested: int | None, world: World, *, write: Write = flag) -> list[str]:
+    """Set the number of CPU threads of this rank (collective). Return warnings about the number.
 
-    What the user has set, --threads-per-rank or OMP_NUM_THREADS, stays. Otherwise a rank gets its part of the cores
-    that it shares with others, but not more than torch would take. `write`: how an option is written.
+    `requested` (`--threads-per-rank`) and OMP_NUM_THREADS take precedence. Otherwise the ranks of a node divide its
+    cores, and no rank gets more threads than torch would use by default. `write` formats an option in a warning.
     """
-    if asked:
-        torch.set_num_threads(asked)
-    mine = current_cpu_allocation(torch.get_num_threads())
-    told = all_gather_object([msgspec.to_builtins(mine), bool(asked or "OMP_NUM_THREADS" in os.environ)], world)
-    seats = [msgspec.convert(seat, CpuAllocation) for seat, _ in told]
+    if requested:
+        torch.set_num_threads(requested)
+    local_seat = current_cpu_allocation(torch.get_num_threads())
+    is_fixed = bool(requested or "OMP_NUM_THREADS" in os.environ)
+    gathered = all_gather_object([msgspec.to_builtins(local_seat), is_fixed], world)
+    seats = [msgspec.convert(seat, CpuAllocation) for seat, _ in gathered]
     planned = [
         seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, threads_for(seats, rank)))
-        for rank, (seat, (_, fixed)) in enumerate(zip(seats, told, strict=True))
+        for rank, (seat, (_, fixed)) in enumerate(zip(seats, gathered, strict=True))
     ]
-    if planned[world.rank].threads != mine.threads:
+    if planned[world.rank].threads != local_seat.threads:
         torch.set_num_threads(planned[world.rank].threads)
     return thread_warnings(planned, may_idle=world.device.type != "cpu", write=write)
 
 
-def settle(
-    wish: ComputeConfig,
-    model: nn.Module,
-    task: Task,
-    dataset: Dataset[Any],
-    loading: Loading,
-    samples: int,
+def resolve_compute(
+    config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int,
     world: World,
-) -> Settled:
-    """Settle what `wish` leaves open, and set up `model` for it, in place (a collective). No strategy is applied yet.
+) -> ResolvedCompute:  # fmt: skip
+    """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
 
-    A probe step, where one is needed, computes the task's loss on the largest micro-batch, `samples` samples.
+    `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
 
     Raises:
-        UsageError: what is asked for is not possible here; raised on one rank, ReportedByPeer on the others.
+        UsageError: on one rank, if the hardware does not support a setting; ReportedByPeer on the others.
     """
     seconds: dict[str, float] = {}
-    why = ""
+    why_no_bf16 = ""
     with raise_on_all_ranks(world):
-        check_precision(wish.precision, world.device)
-        set_float32_mode(wish.precision, world.device)
-        why = lacks_bf16(world.device) if wish.precision == "auto" else ""
-        if wish.checkpoint_activations:
-            recompute(model, wish.checkpoint_activations)
-        if wish.precision == "auto" and not why:
-            seconds = _probed(model, task, dataset, loading, samples)
+        check_precision(config.precision, world.device)
+        set_float32_mode(config.precision, world.device)
+        why_no_bf16 = lacks_bf16(world.device) if config.precision == "auto" else ""
+        if config.checkpoint_activations:
+            recompute(model, config.checkpoint_activations)
+        if config.precision == "auto" and not why_no_bf16:
+            seconds = _measure_precisions(model, task, dataset, loading, samples)
     notices = list[str]()
-    if wish.precision == "auto":
-        precision, notice = _chosen(all_gather_object([why, seconds], world))
+    if config.precision == "auto":
+        precision, notice = _choose_precision(all_gather_object([why_no_bf16, seconds], world))
         notices.append(notice)
     else:
-        precision = wish.precision
+        precision = config.precision
     with raise_on_all_ranks(world):
         if precision == "bf16":
             in_bf16(model, world.device)
         elif precision == "fp16":
             in_fp16(model, world.device)
-        if wish.cuda_graphs:
+        if config.cuda_graphs:
             graph_model(model, world.device)
-        if wish.compile:
+        if config.compile:
             compile_model(model, world.device)
-        allocator, notice = _memory(wish, model, world)
-    return Settled(precision, allocator, notices + notice)
+        allocator, notice = _set_allocator(config, model, world)
+    return ResolvedCompute(precision, allocator, notices + notice)
 
 
-def check_precision(asked: str, device: torch.device) -> None:
-    """Raise UsageError if `device` cannot compute in the precision `asked`."""
-    why = lacks_bf16(device) if asked == "bf16" else lacks_tf32(device) if asked == "tf32" else ""
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise UsageError if `device` does not support `precision`."""
+    why = lacks_bf16(device) if precision == "bf16" else lacks_tf32(device) if precision == "tf32" else ""
     if why:
-        raise UsageError(code="precision-not-there", value=asked, why=why)
+        raise UsageError(code="precision-not-there", value=precision, why=why)
 
 
-def _chosen(told: list[Any]) -> tuple[Precision, str]:
-    """From what all ranks have found out; the slowest counts, as all wait for it."""
-    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(told) if why), "")
+def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
+    """Choose by the slowest rank, because all ranks wait for it. `measured`: for each rank, (why no bf16, seconds)."""
+    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(measured) if why), "")
     if lacking:
         return "fp32", f"--precision auto: fp32, because {lacking}"
-    slowest = {name: max(seconds[name] for _, seconds in told) for name in ("fp32", "bf16")}
+    slowest = {name: max(seconds[name] for _, seconds in measured) for name in ("fp32", "bf16")}
     gain = slowest["fp32"] / slowest["bf16"]
     chosen: Precision = "bf16" if gain >= GAIN else "fp32"
-    words = "; it rounds otherwise than fp32" if chosen == "bf16" else ""
-    return chosen, f"--precision auto: {chosen}. Tried, a step in bf16 is {gain:.2f} times as fast as in fp32{words}"
+    rounding = "; it rounds differently" if chosen == "bf16" else ""
+    return chosen, f"--precision auto: {chosen}. A step in bf16 is {gain:.2f} times as fast as in fp32{rounding}"
 
 
-def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int) -> dict[str, float]:
-    """Seconds of forward and backward on the first `samples` samples, in each precision; changes nothing."""
+def _measure_precisions(
+    model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int
+) -> dict[str, float]:
+    """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
-    around = half_precision_forward(model, loading.device, torch.bfloat16)
+    forward_in_bf16 = half_precision_forward(model, loading.device, torch.bfloat16)
     with preserved_streams(), evaluating(model), torch.enable_grad():
         (batch,) = fetch(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
         def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
-            return around(model, args, kwargs)
+            return forward_in_bf16(model, args, kwargs)
 
         def step(bf16: bool) -> None:
             outputs = call(model, batch[0], in_bf16_once if bf16 else None)
@@ -157,10 +155,12 @@ def _probed(model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loadin
         return compared({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
 
 
-def _memory(wish: ComputeConfig, model: nn.Module, world: World) -> tuple[Literal["tuned", "system"], list[str]]:
-    if wish.allocator == "system" or world.device.type != "cpu":
+def _set_allocator(
+    config: ComputeConfig, model: nn.Module, world: World
+) -> tuple[Literal["tuned", "system"], list[str]]:
+    if config.allocator == "system" or world.device.type != "cpu":
         return "system", []
     free = free_memory()
     state = STATE_COPIES * sum(p.nbytes for p in model.parameters())
     why = keep_memory(free_bytes=None if free is None else free // world.local_size, state_bytes=state)
-    return ("system", [f"the allocator is left as it is: {why}"]) if why else ("tuned", [])
+    return ("system", [f"--allocator tuned is not used: {why}"]) if why else ("tuned", [])

@@ -1,7 +1,7 @@
-"""Makes the bits of a run depend on nothing but its definition, and records what they still depend on.
+"""Makes the bits of a run depend only on its definition, and records the hardware and versions they also depend on.
 
-Beside the tree of `strategies.exact` this takes kernels that always add in the same order, and one number of threads
-per rank for every world size, since it decides how torch cuts its loops.
+In addition to the reduction tree of `strategies.exact`, this needs kernels that always add in the same order, and the
+same number of threads per rank at every world size, because torch splits its loops by the number of threads.
 """
 
 import os
@@ -24,74 +24,72 @@ from paceline.rank.imports import when_imported
 from paceline.rank.world import device_words
 
 DRIVERS = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
-KERNEL_MAKER = "torch._inductor.config"
-DEFAULT_THREADS = 1  # the largest number that every world size can have
+INDUCTOR_CONFIG = "torch._inductor.config"
+DEFAULT_THREADS = 1  # the largest number that is possible at every world size
 
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Inside, torch uses deterministic kernels only; an operation without one is an error that says what to do."""
+    """Make torch use deterministic kernels only. An operation without such a kernel raises an error with advice."""
     before = torch.get_deterministic_debug_mode()
-    options: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
-    filling = options.fill_uninitialized_memory
-    benchmark = torch.backends.cudnn.benchmark
-    # cuBLAS reads it when it makes its first handle; without it matrix products on several streams may differ
+    options: Any = torch.utils.deterministic  # type checkers do not see the properties of this module
+    fill_before = options.fill_uninitialized_memory
+    benchmark_before = torch.backends.cudnn.benchmark
+    # cuBLAS reads it when it creates its first handle; without it, matrix products on several streams can differ
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error")
-    when_imported(KERNEL_MAKER, _determine)  # as `use_deterministic_algorithms` does, which imports it for that
-    options.fill_uninitialized_memory = False  # NaN into every new tensor: costs memory bandwidth
-    torch.backends.cudnn.benchmark = False  # picks the kernel that was fastest this time
+    when_imported(INDUCTOR_CONFIG, _set_inductor)  # `use_deterministic_algorithms` would import it just for this
+    options.fill_uninitialized_memory = False  # filling each new tensor with NaN costs memory bandwidth
+    torch.backends.cudnn.benchmark = False  # it would choose the kernel that happened to be fastest
     try:
-        with explained(TrainingError):
+        with explain_missing_kernel(TrainingError):
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        if KERNEL_MAKER in sys.modules:
-            _determine(late=True)
-        options.fill_uninitialized_memory = filling
-        torch.backends.cudnn.benchmark = benchmark
+        if INDUCTOR_CONFIG in sys.modules:
+            _set_inductor(late=True)
+        options.fill_uninitialized_memory = fill_before
+        torch.backends.cudnn.benchmark = benchmark_before
 
 
-def _determine(*, late: bool) -> None:
-    """Tell what chooses a compiler's kernels; a wish from the environment stays where nobody has asked for others."""
-    wanted = torch.get_deterministic_debug_mode() > 0
-    if late or wanted:
-        sys.modules[KERNEL_MAKER].deterministic = wanted  # pyright: ignore[reportAttributeAccessIssue]
+def _set_inductor(*, late: bool) -> None:
+    """Set the deterministic mode of torch's compiler. At its import, keep a setting from the environment if unset."""
+    deterministic_mode = torch.get_deterministic_debug_mode() > 0
+    if late or deterministic_mode:
+        sys.modules[INDUCTOR_CONFIG].deterministic = deterministic_mode  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
-def explained(kind: type[PacelineError]) -> Generator[None]:
-    """Inside, torch's complaint about an operation without such a kernel becomes a `kind` that says what to do."""
+def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
+    """Convert torch's error about an operation without a deterministic kernel to a `raised` error with advice."""
     try:
         yield
     except RuntimeError as error:
         match = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if match is None:
             raise
-        raise kind(code="no-deterministic-kernel", operation=match[1], default=DEFAULT) from error
+        raise raised(code="no-deterministic-kernel", operation=match[1], default=DEFAULT) from error
 
 
-def holds_for(device: torch.device) -> dict[str, Any]:
-    """What the bits depend on beside the run's definition: versions of torch and its libraries, and the processor."""
+def hardware_facts(device: torch.device) -> dict[str, Any]:
+    """The versions and hardware on which the bits depend, in addition to the definition of the run."""
     built = torch.__config__.show()
     libraries = re.findall(
         r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", built
     )
     if device.type == "cuda":
         return {
-            "torch": str(torch.__version__),
-            "libraries": sorted({*libraries, *_gpu_libraries()}),
+            "torch": str(torch.__version__), "libraries": sorted({*libraries, *_gpu_libraries()}),
             "processor": torch.cuda.get_device_name(device),
-            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
-            "driver": _driver(),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))), "driver": _driver(),
             "float32": f"{_tf32(torch.backends.cuda.matmul)} products, {_tf32(torch.backends.cudnn)} convolutions",
-        }
+        }  # fmt: skip
+    is_cpu = device.type == "cpu"
     return {
-        "torch": str(torch.__version__),
-        "libraries": sorted(set(libraries)),
-        "processor": cpu_model() if device.type == "cpu" else device_words(device),
-        "capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
-    }
+        "torch": str(torch.__version__), "libraries": sorted(set(libraries)),
+        "processor": cpu_model() if is_cpu else device_words(device),
+        "capability": torch.backends.cpu.get_cpu_capability() if is_cpu else None,
+    }  # fmt: skip
 
 
 def _gpu_libraries() -> Generator[str]:
@@ -100,18 +98,17 @@ def _gpu_libraries() -> Generator[str]:
     if dist.is_nccl_available():
         yield f"NCCL {'.'.join(map(str, nccl.version()))}"
     for package in ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13"):
-        with suppress(PackageNotFoundError):  # a torch of another source has it built in
+        with suppress(PackageNotFoundError):  # some builds of torch include cuBLAS
             yield f"cuBLAS {version(package)}"
 
 
 def _driver(files: tuple[Path, ...] = DRIVERS) -> str:
     for file in files:
         with suppress(OSError):
-            found = re.search(r"\b\d+(\.\d+)+\b", file.read_text())
-            if found:
-                return found[0]
+            if match := re.search(r"\b\d+(\.\d+)+\b", file.read_text()):
+                return match[0]
     return "unknown"
 
 
-def _tf32(kind: Any) -> str:
-    return "tf32" if kind.allow_tf32 else "fp32"
+def _tf32(backend: Any) -> str:
+    return "tf32" if backend.allow_tf32 else "fp32"

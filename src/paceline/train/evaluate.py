@@ -1,4 +1,4 @@
-"""Exact evaluation on all ranks: every sample once, at any world size."""
+"""Exact evaluation on all ranks: each sample counts once, at any world size."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
@@ -17,33 +17,27 @@ from paceline.stepping.step import Part, as_many_parts_as_any
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call
-from paceline.train.metrics import scores, states_of, tallies
+from paceline.train.metrics import compute_metrics, make_accumulators, states_of
 
 
 def evaluate(
-    replica: Strategy,
-    dataset: Dataset[Any],
-    loss: Loss,
-    metrics: Mapping[str, AnyMetric],
-    loading: Loading,
-    *,
-    batch_size: int = 256,
-    tick: Callable[[], object] = lambda: None,
-) -> dict[str, float]:
-    """The mean loss (over the loss's weights) and each metric, by name, on `dataset` (a collective).
+    replica: Strategy, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading, *,
+    batch_size: int = 256, tick: Callable[[], object] = lambda: None,
+) -> dict[str, float]:  # fmt: skip
+    """Return the mean loss (weighted, if the loss has weights) and each metric on `dataset` (collective).
 
-    Each virtual rank takes every V-th sample, and their states are combined: no sample counts twice, as it would after
-    padding, and an uneven rest is weighted right. Several numbers of a metric are named `metric/number`. Buffers are
-    merged over ranks first, so all ranks evaluate one model.
-    `tick` is called after each batch.
+    Of V virtual ranks, virtual rank v evaluates the samples v, v + V, v + 2V, ... The states of their metrics are then
+    combined. No sample counts twice, as it would with padding, and uneven portions have the correct weight. A metric
+    with several results has the names `metric/result`. Buffers are merged over the ranks first, so all ranks evaluate
+    the same model. `batch_size` is the number of samples per forward. `tick` is called after each batch.
     """
-    world, virtual_ranks, line = replica.world, replica.virtual_ranks, replica.pipeline
+    world, virtual_ranks, pipeline = replica.world, replica.virtual_ranks, replica.pipeline
     share = ranks_share(virtual_ranks, world.data.rank, world.data.size)
-    mine = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
-    work: list[Part] = [(v, indices) for v in share for indices in mine[v].split(batch_size) if len(indices)]
+    samples = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
+    work: list[Part] = [(v, indices) for v in share for indices in samples[v].split(batch_size) if len(indices)]
     if replica.in_lockstep:
         work = as_many_parts_as_any(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
-    found = tallies(loss, metrics, world.device)
+    accumulators = make_accumulators(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
     with (
         replica.evaluated(),
@@ -52,35 +46,35 @@ def evaluate(
     ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             forward = partial(call, replica.model, inputs)
-            outputs = forward() if line is None else line.stage.forward(forward).result
+            outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result
             if virtual_rank is not None and world.leads:
-                for tally in found.values():
-                    tally.add(virtual_rank, outputs, targets)
+                for accumulator in accumulators.values():
+                    accumulator.add(virtual_rank, outputs, targets)
             tick()
-        if line is not None:
-            line.settle()
-    told = gather_tensors(states_of(found), world, "states of metrics")
-    return scores(found, told, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
+        if pipeline is not None:
+            pipeline.settle()
+    by_rank = gather_tensors(states_of(accumulators), world, "states of metrics")
+    return compute_metrics(accumulators, by_rank, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 
 
 def try_evaluation(
     model: nn.Module, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading
 ) -> None:
-    """Go through an evaluation of a few samples, as two virtual ranks, on this rank alone."""
-    found = tallies(loss, metrics, loading.device)
+    """Evaluate a few samples, divided over two virtual ranks, on this rank alone."""
+    accumulators = make_accumulators(loss, metrics, loading.device)
     indices = torch.tensor(probes(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]
     with evaluating(model):
         for v, (inputs, targets) in enumerate(fetch(dataset, ((0, half) for half in halves), 0, loading)):
             outputs = call(model, inputs)
-            for tally in found.values():
-                tally.add(v, outputs, targets)
-        scores(found, [states_of(found)], len(indices), 2)
+            for accumulator in accumulators.values():
+                accumulator.add(v, outputs, targets)
+        compute_metrics(accumulators, [states_of(accumulators)], len(indices), 2)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Inside, the model is in eval mode and nothing is recorded for backward; then each module is as it was."""
+    """Switch the model to eval mode, without gradients. Afterwards restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

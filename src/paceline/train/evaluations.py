@@ -1,4 +1,4 @@
-"""The evaluations on a training's way: when one is due, what follows from it, and who else is told."""
+"""Evaluations during training: when they are due, best weights, early stopping, and callbacks of the task."""
 
 import math
 import time
@@ -13,26 +13,26 @@ from paceline.rank.guard import Guard
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
 from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
-from paceline.train.course import Course
+from paceline.train.data_progress import DataProgress
 from paceline.train.evaluate import evaluate
 from paceline.train.fit import StepRecord
-from paceline.train.passes import Passes
-from paceline.train.prepare import Parts
+from paceline.train.prepare import TrainingComponents
+from paceline.train.progress import TrainingProgress
 from paceline.train.weights import save
 
 LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer")
 
 
-class Best:
-    """The best evaluation so far. All ranks find the same, as their metrics are the same."""
+class BestEvaluation:
+    """The best evaluation so far. It is the same on all ranks, because their metrics are equal."""
 
     def __init__(
         self, keep: str | None, patience: int | None, names: Collection[str], saved: Mapping[str, Any]
     ) -> None:
-        """From --keep-best, --patience, the names of what is evaluated, and `as_json` of an earlier start.
+        """Start from `saved`, the result of `as_json` in a checkpoint, or empty.
 
         Raises:
-            UsageError: nothing of that name is evaluated.
+            UsageError: if no metric has the name in `keep`.
         """
         self.keeps, self._patience = keep is not None, patience
         direction, _, self.name = (keep or "loss").rpartition(":")
@@ -43,13 +43,13 @@ class Best:
         self.step: int = saved.get("step", 0)
         self.value: float | None = saved.get("value")
         self.since: int = saved.get("since", 0)
-        """evaluations after it that were not better"""
+        """The number of evaluations since the best one."""
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the evaluation after `step` is the best so far.
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Update the best evaluation. Return whether the evaluation after `step` is the best so far.
 
         Raises:
-            UsageError: it has not found what is to be compared.
+            UsageError: if `metrics` lacks the metric to compare.
         """
         if self.name not in metrics:
             raise unknown("metric", self.name, metrics)
@@ -63,122 +63,122 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether --patience is at its end."""
+        """Whether --patience is exhausted."""
         return self._patience is not None and self.since >= self._patience
 
     @property
-    def words(self) -> str:
-        """Why the run ends."""
+    def reason(self) -> str:
+        """Why the run ends early."""
         return f"no better {self.name} in {self.since} evaluations: the best was {self.value} after step {self.step}"
 
     def as_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The values that a checkpoint contains."""
         return {"step": self.step, "value": self.value, "since": self.since}
 
 
-class Evaluations:
-    """What they have found so far; the same on all ranks."""
+class Evaluator:
+    """Evaluates during and after training. Its state is the same on all ranks."""
 
-    def __init__(self, parts: Parts, course: Course, passes: Passes) -> None:
-        """A collective; UsageError on one rank, for a metric that is not there."""
-        self._parts, self._course, self._passes = parts, course, passes
+    def __init__(self, parts: TrainingComponents, progress: TrainingProgress, data_progress: DataProgress) -> None:
+        """Raise UsageError if --keep-best names a metric that does not exist (collective)."""
+        self._parts, self._progress, self._data_progress = parts, progress, data_progress
         self._world, self._run = parts.replica.world, parts.config.run
         self._record: StepRecord | None = None
-        self.told_to_end = 0.0
-        """this rank's vote"""
-        self._judged: Split
-        self._judged, *self._unseen = parts.eval_sets
+        self.end_vote = 0.0
+        """1.0 if a callback on this rank has ended the training."""
+        self._tracked: Split
+        self._tracked, *self._at_end_only = parts.eval_sets
         self._at_end: dict[Split, dict[str, float]] = {}
         with raise_on_all_ranks(self._world):
-            self.take(course.origin.content.loop if course.origin else {})
+            self.load(progress.origin.content.loop if progress.origin else {})
 
-    def take(self, found: Mapping[str, Any]) -> None:
-        """Go on with the `content` of an earlier start."""
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore the `content` of a checkpoint."""
         names = ["loss", *self._parts.task.metrics]
-        self.best = Best(self._run.keep_best, self._run.patience, names, found.get("best", {}))
-        self.ended_early: str = found.get("ended_early", "")
-        """why there will be no more steps, if that was decided on the way"""
+        self.best = BestEvaluation(self._run.keep_best, self._run.patience, names, saved.get("best", {}))
+        self.ended_early: str = saved.get("ended_early", "")
+        """Why the training ends before its last step; empty if it does not."""
 
     def content(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, beside the metrics."""
+        """The values that a checkpoint contains, in addition to the metrics."""
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
     def summary(self) -> dict[str, Any]:
-        """What the run's summary says of it."""
-        best, found = self.best, {self._judged: finite(self._course.metrics), **self._at_end}
-        test = finite(found.get("test", {}))
-        judged = best.value is not None and (self._run.keep_best or self._run.patience)
+        """The fields of the run's summary."""
+        best, results = self.best, {self._tracked: finite(self._progress.metrics), **self._at_end}
+        test = finite(results.get("test", {}))
+        has_best = best.value is not None and (self._run.keep_best or self._run.patience)
         return {
             "test_accuracy": test.get("accuracy"), "test_loss": test.get("loss"),
-            "test_metrics": test if "test" in found else None, "validation_metrics": found.get("validation"),
-            "best": {"step": best.step, best.name: best.value} if judged else None,
+            "test_metrics": test if "test" in results else None, "validation_metrics": results.get("validation"),
+            "best": {"step": best.step, best.name: best.value} if has_best else None,
             "ended_early": self.ended_early or None,
         }  # fmt: skip
 
-    def due(self) -> bool:
-        """Whether one is due after the last step: at the end of each epoch, and as --eval-every says."""
-        every, step = self._run.eval_every, self._course.step
-        return self._passes.at_end(step) or (every is not None and step % every == 0)
+    def is_due(self) -> bool:
+        """Whether an evaluation is due: after the last step of each epoch, and every `--eval-every` steps."""
+        every, step = self._run.eval_every, self._progress.step
+        return self._data_progress.at_end(step) or (every is not None and step % every == 0)
 
     def after_step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Call the `on_step` callback."""
         self._record = record
         self.call(self._parts.task.on_step)
 
     def evaluate(self) -> None:
-        """Evaluate the state after the last step, keep its weights if it is the best (a collective)."""
-        parts, course, began = self._parts, self._course, time.perf_counter()
-        course.metrics, course.evaluated = self._scores(self._judged), course.step
-        if self.best.judge(course.step, course.metrics) and self.best.keeps:
+        """Evaluate the state after the last step, and save its weights if they are the best (collective)."""
+        progress, began = self._progress, time.perf_counter()
+        progress.metrics, progress.evaluated = self._evaluate(self._tracked), progress.step
+        if self.best.update(progress.step, progress.metrics) and self.best.keeps:
             self._save(BEST_WEIGHTS)
-        if self.best.is_over and not self._passes.is_over(course.step):
-            self.ended_early = self.best.words
-            course.say(f"ends after step {course.step}: {self.ended_early}")
-        self.call(parts.task.on_evaluation)
-        course.throughput.pause(time.perf_counter() - began)
+        if self.best.is_over and not self._data_progress.is_over(progress.step):
+            self.ended_early = self.best.reason
+            progress.say(f"ends after step {progress.step}: {self.ended_early}")
+        self.call(self._parts.task.on_evaluation)
+        progress.throughput.pause(time.perf_counter() - began)
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the splits that were not evaluated on the way: no choice was made by them (a collective)."""
-        self._at_end = {split: self._scores(split) for split in self._unseen}
+        """Evaluate the splits that the training itself does not use, e.g. to choose weights (collective)."""
+        self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
-    def _scores(self, split: Split) -> dict[str, float]:
+    def _evaluate(self, split: Split) -> dict[str, float]:
         parts, began, box = self._parts, time.perf_counter(), Guard.of_process().box
-        before = box.enter(Phase.EVALUATE)  # and it stays so after an error: whose it is, is seen by it
-        found = evaluate(
+        before = box.enter(Phase.EVALUATE)  # not restored after an error: `TrainingProgress.fail` reads the phase
+        metrics = evaluate(
             parts.replica, parts.eval_sets[split], parts.task.loss, parts.task.metrics,
             replace(parts.loading, box=box, evaluates=True), tick=box.tick,
         )  # fmt: skip
         box.enter(before)
-        self._course.found(self._course.step, found, split, time.perf_counter() - began)
-        return found
+        self._progress.log_evaluation(self._progress.step, metrics, split, time.perf_counter() - began)
+        return metrics
 
     def end(self) -> None:
-        """The weights after the last step are saved (a collective)."""
+        """Save the weight average and call the `on_end` callback (collective)."""
         if self._parts.average is not None:
             self._save(AVERAGE_WEIGHTS)
         self.call(self._parts.task.on_end)
 
     def _save(self, name: str) -> None:
-        replica, place = self._parts.replica, self._course.place
+        replica, place = self._parts.replica, self._progress.place
         with replica.evaluated():
             weights = replica.weights()
             if self._world.rank == 0 and place is not None:
                 save(weights, place.folder / name)
 
     def call(self, callback: Callback | None) -> None:
-        """Let a function of the task see where the training is."""
+        """Call a callback of the task with the current state of the training."""
         if callback is None:
             return
-        record, world, parts, step = self._record, self._world, self._parts, self._course.step
-        loss, lr, norm = (
-            (record.result.loss, record.lr, record.result.grad_norm) if record else (math.nan, math.nan, None)
-        )
+        record, world, parts, step = self._record, self._world, self._parts, self._progress.step
+        result = (record.result.loss, record.lr, record.result.grad_norm) if record else (math.nan, math.nan, None)
+        loss, lr, norm = result
         moment = Moment(
-            step=step, total_steps=parts.total_steps, epoch=self._passes.epoch(step), loss=loss,
-            lr=lr, grad_norm=norm, metrics=dict(self._course.metrics), model=parts.replica.model, rank=world.rank,
-            world_size=world.size, stop=lambda: vars(self).update(told_to_end=1.0),
+            step=step, total_steps=parts.total_steps, epoch=self._data_progress.epoch(step), loss=loss,
+            lr=lr, grad_norm=norm, metrics=dict(self._progress.metrics), model=parts.replica.model, rank=world.rank,
+            world_size=world.size, stop=lambda: vars(self).update(end_vote=1.0),
         )  # fmt: skip
         try:
             callback(moment)
-        except OSError as error:  # not one of ours: the disk may be in order
-            raise RuntimeError(f"{getattr(callback, '__name__', 'a function')} of the task has failed") from error
+        except OSError as error:  # raised by the callback, so it is not an error of the run's files
+            name = getattr(callback, "__name__", type(callback).__name__)
+            raise RuntimeError(f"callback {name} of the task failed") from error

@@ -1,4 +1,4 @@
-"""The loop over steps. It yields after each one, so that its caller can log, evaluate, save or stop."""
+"""The training loop. It yields after each step, so that the caller can log, evaluate, save or stop."""
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -14,35 +14,34 @@ from paceline.stepping.totals import StepResult
 from paceline.stepping.trained_model import LossScale
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss
-from paceline.train.optimizer import Rates
+from paceline.train.optimizer import LRSchedule
 from paceline.train.step import StepOptions, TaskSteps, ignore
 
-Border = tuple[str, float]
-"""A phase's word, and when it began: seconds of CLOCK_MONOTONIC."""
+PhaseStart = tuple[str, float]
+"""(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as the caller of `fit` sees it. `step` counts from 1 over the whole run."""
+    """One step of `fit`. `step` counts from 1 over the whole run."""
 
     step: int
     result: StepResult
     lr: float
     microbatches: Sequence[MicroBatch]
     phase_seconds: dict[str, float] = field(default_factory=dict[str, float])
-    """by the phase's word; together the seconds of the step"""
-
-    borders: Sequence[Border] = ()
-    """when each phase began, on this host; the last one is the step's end"""
+    """The seconds of each phase, by name. Their sum is the time of the step."""
+    borders: Sequence[PhaseStart] = ()
+    """The start of each phase on this node. The last entry is the end of the step."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step, data included."""
+        """The time of the step, including the wait for its data."""
         return sum(self.phase_seconds.values())
 
     @cached_property
     def consumed(self) -> tuple[int, int]:
-        """Tokens and samples of this rank, without dummy batches."""
+        """(tokens, samples) of this rank, without padding batches."""
         tokens = samples = 0
         for batch in self.microbatches:
             if batch.work.counted:
@@ -51,32 +50,30 @@ class StepRecord:
 
     @property
     def data_seconds(self) -> float:
-        """Spent waiting for its data."""
+        """The time spent waiting for data."""
         return self.phase_seconds.get(Phase.DATA.word, 0.0)
 
 
 class PhaseClock:
-    """Passes each phase on to `enter`, and adds up the seconds of each since the last `take`: two readings a phase.
+    """Passes each phase to `enter`, and adds up the seconds of each phase since the last `take`.
 
-    Where `enter` tells a device's events of it, their times count.
+    If `on_device` is given, it has recorded events on the device for each phase, and their times are used instead.
     """
 
     def __init__(
-        self,
-        enter: Callable[[Phase], object],
-        clock: Callable[[], float] = time.perf_counter,
+        self, enter: Callable[[Phase], object], clock: Callable[[], float] = time.perf_counter,
         on_device: PhaseEvents | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._enter, self._clock, self._on_device = enter, clock, on_device
         self._spent: dict[str, float] = {}
         self._phase: Phase | None = None
         self._since = 0.0
-        self._borders: list[Border] = []
-        self.borders: Sequence[Border] = ()
-        """of the step that was taken last: when each phase began, and with an empty word when the last one ended"""
+        self._borders: list[PhaseStart] = []
+        self.borders: Sequence[PhaseStart] = ()
+        """The start of each phase of the last step. The last entry has no name and is the end of the step."""
 
     def __call__(self, phase: Phase) -> None:
-        """Begin `phase`, and end the one before."""
+        """End the current phase and begin `phase`."""
         now, before = self._clock(), self._phase
         if before is not None:
             self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
@@ -85,7 +82,7 @@ class PhaseClock:
         self._enter(phase)
 
     def take(self) -> dict[str, float]:
-        """Seconds by the phase's word since the last take; time counts again when the next phase begins."""
+        """Return the seconds of each phase since the last call. The clock stops until the next phase begins."""
         now, before = self._clock(), self._phase
         if before is not None:
             self._spent[before.word] = self._spent.get(before.word, 0.0) + now - self._since
@@ -97,21 +94,20 @@ class PhaseClock:
 
 
 def fit(
-    replica: Strategy,
-    steps: Iterable[list[MicroBatch]],
-    loss: Loss,
-    schedule: Rates,
-    *,
-    start: int = 0,
-    on_device: PhaseEvents | None = None,
-    scale: LossScale | None = None,
-    one_each: bool = False,
+    replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
+    on_device: PhaseEvents | None = None, scale: LossScale | None = None, one_each: bool = False,
     **options: Unpack[StepOptions],
-) -> Generator[StepRecord]:
-    """Train on `steps`, each the micro-batches of this rank, beginning with step number `start` (0-based).
+) -> Generator[StepRecord]:  # fmt: skip
+    """Train on `steps` and yield a record after each step.
 
-    `scale`, `one_each`, `options` and errors are those of TaskSteps. Where `enter` tells `on_device` of phases, its
-    times count.
+    Args:
+        replica: the model with its strategy.
+        steps: for each step, the micro-batches of this rank.
+        loss: returns one value per sample, or (values, weights).
+        schedule: sets the learning rate before each step.
+        start: the number of the first step, from 0.
+        on_device: device events of the phases; see PhaseClock.
+        scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
     clock = PhaseClock(options.get("enter", ignore), on_device=on_device)
@@ -121,4 +117,4 @@ def fit(
         lr = schedule.set(replica.optimizer, number)
         result = step.take(microbatches)
         yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.borders)
-        clock(Phase.DATA)  # what the caller did meanwhile is no part of the next step
+        clock(Phase.DATA)  # the time of the caller does not count for the next step

@@ -1,4 +1,4 @@
-"""The numbers of optimizers and schedulers as JSON: what a checkpoint keeps of them beside tensors."""
+"""Saves the state of optimizers and schedulers that is not tensors, as JSON in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from paceline.errors import UsageError
 
 
 def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
-    """`value` as JSON that `from_json` turns back: numbers, words, lists and tables of them.
+    """Convert numbers, strings, lists and dicts to JSON. `from_json` converts them back.
 
     Raises:
-        UsageError: for anything else, which only pickle could save, and loading a pickle runs what it says.
+        UsageError: for any other type. Only pickle could save it, and loading a pickle can execute code.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -29,7 +29,7 @@ def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `as_json` was given; tuples come back as lists."""
+    """Convert the result of `as_json` back. Tuples become lists."""
     if isinstance(value, list):
         return [from_json(part) for part in value]
     if isinstance(value, dict) and "float" in value:
@@ -39,30 +39,30 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def like(now: Any, saved: Any) -> Any:
-    """`saved` as the type that the object at hand has there: a tuple, a Counter, a tensor."""
-    if isinstance(now, Tensor):
-        return now.fill_(saved)
-    kind: Any = type(now)
-    return kind(saved) if isinstance(now, (tuple, Mapping)) and saved is not None else saved
+def restore_type(current: Any, saved: Any) -> Any:
+    """Convert `saved` to the type of the current value: a tuple, a Counter or a tensor (which is filled in place)."""
+    if isinstance(current, Tensor):
+        return current.fill_(saved)
+    make: Any = type(current)
+    return make(saved) if isinstance(current, (tuple, Mapping)) and saved is not None else saved
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of its groups of parameters: learning rate, weight decay, ..."""
+    """The settings of each parameter group, e.g. its learning rate and weight decay."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def numbers_of(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """What `load_numbers` takes over: the settings of the optimizer's groups, and the scheduler's state, if any."""
+    """The settings of the optimizer's parameter groups and the state of the scheduler, for `load_numbers`."""
     state = None if scheduler is None else scheduler.state_dict()
     return {"groups": as_json(settings_of(optimizer)), "scheduler": as_json(state)}
 
 
-def load_numbers(optimizer: Optimizer, scheduler: Any, found: Mapping[str, Any]) -> None:
-    """Take over what `numbers_of` gave."""
-    for group, saved in zip(optimizer.param_groups, from_json(found["groups"]), strict=True):
+def load_numbers(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
+    """Restore the result of `numbers_of`."""
+    for group, saved in zip(optimizer.param_groups, from_json(numbers["groups"]), strict=True):
         for name, value in saved.items():
-            group[name] = like(group.get(name), value)
+            group[name] = restore_type(group.get(name), value)
     if scheduler is not None:
-        now, saved = scheduler.state_dict(), from_json(found["scheduler"]) or {}
-        scheduler.load_state_dict({name: like(now.get(name), value) for name, value in saved.items()})
+        current, saved = scheduler.state_dict(), from_json(numbers["scheduler"]) or {}
+        scheduler.load_state_dict({name: restore_type(current.get(name), value) for name, value in saved.items()})

@@ -1,4 +1,4 @@
-"""Optimizers and schedules: by name, the learning rate then a pure function of the step; or as a task makes its own."""
+"""Optimizers and learning rate schedules: by name, as in the settings, or made by functions of the task."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
-from paceline.tasks.finding import imported
+from paceline.tasks.finding import import_object
 from paceline.tasks.task import Task
 from paceline.train.numbers import load_numbers, numbers_of, settings_of
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
 
-OF_OPTIMIZER = ("optimizer", "lr", "weight_decay", "momentum", "lr_scaling", "lr_base_batch")
-OF_SCHEDULE = ("schedule", "warmup_steps")
+OPTIMIZER_SETTINGS = ("optimizer", "lr", "weight_decay", "momentum", "lr_scaling", "lr_base_batch")
+SCHEDULE_SETTINGS = ("schedule", "warmup_steps")
 
 
 def optimizer_maker(
     name: Literal["adamw", "sgd"], *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0
 ) -> MakeOptimizer:
-    """A function that makes the optimizer from the parameters, as strategies want it.
+    """Return a function that makes the optimizer from the parameters, for a strategy.
 
-    Fused at every world size: fused and unfused Adam differ in the last bits, so the choice must not depend on it.
+    The optimizer is fused at every world size, because fused and unfused Adam differ in the last bits.
     """
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -42,41 +42,41 @@ def optimizer_maker(
     return make
 
 
-def maker_for(wish: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
-    """What makes the optimizer of `model`: the task's own function, else what `wish` names, at the peak rate `lr`.
+def maker_for(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
+    """Return a function that makes the optimizer, as the task or the settings define it, with peak rate `lr`.
 
     Raises:
-        UsageError: no optimizer comes of it, or a setting would have no meaning beside it.
+        UsageError: if no optimizer can be made, or a setting was given that the task overrides.
     """
     if task.make_schedule is not None or task.make_optimizer is not None:
-        _refuse(wish, OF_SCHEDULE, "the task says its own schedule (Task.make_schedule)")
+        _refuse(config, SCHEDULE_SETTINGS, "the task defines the schedule (Task.make_schedule)")
     if task.make_optimizer is not None:
-        _refuse(wish, OF_OPTIMIZER, "the task makes its own optimizer (Task.make_optimizer)")
-        made = checked_optimizer(task.make_optimizer(model))
-        return lambda _: made
-    if wish.optimizer == "adamw" or wish.optimizer == "sgd":
-        return optimizer_maker(wish.optimizer, lr=lr, weight_decay=wish.weight_decay, momentum=wish.momentum)
-    return _referenced(wish, lr)
+        _refuse(config, OPTIMIZER_SETTINGS, "the task defines the optimizer (Task.make_optimizer)")
+        optimizer = checked_optimizer(task.make_optimizer(model))
+        return lambda _: optimizer
+    if config.optimizer == "adamw" or config.optimizer == "sgd":
+        return optimizer_maker(config.optimizer, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)
+    return _imported_maker(config, lr)
 
 
-def checked_optimizer(made: Any) -> Optimizer:
-    """`made`, what a user's function has given.
+def checked_optimizer(optimizer: Any) -> Optimizer:
+    """Return `optimizer`, the result of a user's function.
 
     Raises:
-        UsageError: it is no optimizer, or one that needs closures.
+        UsageError: if it is not an optimizer, or is one that needs a closure.
     """
-    if isinstance(made, LBFGS):
+    if isinstance(optimizer, LBFGS):
         raise UsageError(code="optimizer-needs-closure")
-    if not isinstance(made, Optimizer):
-        raise UsageError(code="not-an-optimizer", kind=type(made).__name__)
-    return made
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(code="not-an-optimizer", kind=type(optimizer).__name__)
+    return optimizer
 
 
-def described(made: Optimizer) -> dict[str, Any]:
-    """Its class, and of each group of parameters the settings and how many there are: as JSON that people can read."""
-    groups = [{name: _plain(value) for name, value in settings.items()} for settings in settings_of(made)]
-    counts = [{"parameters": len(group["params"])} for group in made.param_groups]
-    return {"class": _full_name(made), "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
+def described(optimizer: Optimizer) -> dict[str, Any]:
+    """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
+    groups = [{name: _plain(value) for name, value in settings.items()} for settings in settings_of(optimizer)]
+    counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
+    return {"class": _full_name(optimizer), "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
 
 
 def _plain(value: Any) -> Any:
@@ -87,49 +87,50 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _full_name(made: object) -> str:
-    return f"{type(made).__module__}.{type(made).__qualname__}"
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _refuse(wish: OptimizerConfig, names: Iterable[str], why: str) -> None:
-    """Refuse settings that were given although they would have no meaning."""
-    defaults = {field.name: field.default for field in fields(wish)}
+def _refuse(config: OptimizerConfig, names: Iterable[str], why: str) -> None:
+    """Raise UsageError if one of these settings was given, because it would have no effect."""
+    defaults = {field.name: field.default for field in fields(config)}
     for name in names:
-        if getattr(wish, name) != defaults[name]:
+        if getattr(config, name) != defaults[name]:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(code="optimizer-option-unused", setting=flag, value=getattr(wish, name), reason=why)
+            raise UsageError(code="optimizer-option-unused", setting=flag, value=getattr(config, name), reason=why)
 
 
-def _referenced(wish: OptimizerConfig, lr: float) -> MakeOptimizer:
-    make = imported(wish.optimizer)
+def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
+    make = import_object(config.optimizer)
     if not callable(make):
-        raise UsageError(code="optimizer-not-found", value=wish.optimizer)
-    takes, given = signature(make).parameters, {"lr": lr, "weight_decay": wish.weight_decay}
-    if "lr" not in takes:
-        raise UsageError(code="optimizer-without-lr", value=wish.optimizer)
-    _refuse(wish, {"momentum", "weight_decay"} - (given.keys() & takes), f"{wish.optimizer} is not given it")
+        raise UsageError(code="optimizer-not-found", value=config.optimizer)
+    parameter_names, given = signature(make).parameters, {"lr": lr, "weight_decay": config.weight_decay}
+    if "lr" not in parameter_names:
+        raise UsageError(code="optimizer-without-lr", value=config.optimizer)
+    arguments = {name: value for name, value in given.items() if name in parameter_names}
+    _refuse(config, {"momentum", "weight_decay"} - arguments.keys(), f"paceline does not pass it to {config.optimizer}")
 
-    def made(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        found = checked_optimizer(make(parameters, **{name: value for name, value in given.items() if name in takes}))
-        if any(group["lr"] != lr for group in found.param_groups):
-            raise UsageError(code="optimizer-sets-lr", value=wish.optimizer)
-        return found
+    def make_checked(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = checked_optimizer(make(parameters, **arguments))
+        if any(group["lr"] != lr for group in optimizer.param_groups):
+            raise UsageError(code="optimizer-sets-lr", value=config.optimizer)
+        return optimizer
 
-    return made
+    return make_checked
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rises linearly over `warmup_steps`, then falls to 0 at `total_steps` as `shape` says (or stays)."""
+    """A linear warm-up over `warmup_steps`, then a decay of the given `shape` to 0 at `total_steps`."""
 
     peak_lr: float
     total_steps: int
     warmup_steps: int = 0
     shape: Literal["cosine", "linear", "constant"] = "constant"
-    described: ClassVar[None] = None  # the run's settings say all
+    described: ClassVar[None] = None  # the settings of the run describe it completely
 
     def lr(self, step: int) -> float:
-        """The learning rate of step 0, 1, 2, ... The first step of a warm-up is already above 0."""
+        """The learning rate of step 0, 1, 2, ... The rate of the first warm-up step is above 0."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.shape == "constant":
@@ -140,25 +141,25 @@ class Schedule:
         return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
     def set(self, optimizer: Optimizer, step: int) -> float:
-        """Give the optimizer the rate of step 0, 1, 2, ...; returns it."""
+        """Set the optimizer's rate for step 0, 1, 2, ... and return it."""
         lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         return lr
 
     def numbers(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON: nothing, since the step says all."""
+        """The state in a checkpoint: empty, because the rate depends on the step only."""
         return {}
 
-    def load(self, found: Mapping[str, Any]) -> None:
-        """Take over what `numbers` gave."""
+    def load(self, numbers: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`."""
 
 
-class OwnSchedule:
-    """As the task says: by a scheduler of torch, stepped after each update; without one, the optimizer's own rates."""
+class TaskSchedule:
+    """The schedule of a task: a torch scheduler that steps after each update, or constant rates without one."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any, total_steps: int) -> None:
-        """UsageError for what cannot be stepped after each update."""
+        """Raise UsageError if the scheduler cannot step after each update, or its state cannot be saved."""
         if scheduler is not None and (
             not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau)
         ):
@@ -166,44 +167,46 @@ class OwnSchedule:
         self._optimizer = optimizer
         self._scheduler: Any = scheduler
         self.described = scheduler and {"class": _full_name(scheduler), "total_steps": total_steps}
-        """what it is, as JSON"""
+        """A description as JSON; None without a scheduler."""
         if scheduler is not None:
             optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        self.numbers()  # what cannot be saved is told now
+        self.numbers()  # raises an error now, not at the first checkpoint, if a value cannot be saved
 
     def set(self, optimizer: Optimizer, step: int) -> float:
-        """As Schedule: they are set already; returns that of the first group."""
+        """Return the rate of the first parameter group. The scheduler has already set all rates."""
         return float(optimizer.param_groups[0]["lr"])
 
     def numbers(self) -> dict[str, Any]:
-        """As Schedule."""
+        """See Schedule."""
         return numbers_of(self._optimizer, self._scheduler)
 
-    def load(self, found: Mapping[str, Any]) -> None:
-        """As Schedule."""
-        load_numbers(self._optimizer, self._scheduler, found)
+    def load(self, numbers: Mapping[str, Any]) -> None:
+        """See Schedule."""
+        load_numbers(self._optimizer, self._scheduler, numbers)
 
 
-Rates = Schedule | OwnSchedule
+LRSchedule = Schedule | TaskSchedule
 
 
-def schedule_for(wish: OptimizerConfig, peak_lr: float, task: Task, optimizer: Optimizer, total_steps: int) -> Rates:
-    """The task's own schedule, else what `wish` says.
+def schedule_for(
+    config: OptimizerConfig, peak_lr: float, task: Task, optimizer: Optimizer, total_steps: int
+) -> LRSchedule:
+    """The schedule of the task, or the schedule in the settings.
 
     Raises:
-        UsageError: the task has made none.
+        UsageError: if the function of the task does not return a scheduler.
     """
     if task.make_schedule is not None:
-        return OwnSchedule(optimizer, task.make_schedule(optimizer, total_steps), total_steps)
+        return TaskSchedule(optimizer, task.make_schedule(optimizer, total_steps), total_steps)
     if task.make_optimizer is not None:
-        return OwnSchedule(optimizer, None, total_steps)
-    return Schedule(peak_lr, total_steps, wish.warmup_steps, wish.schedule)
+        return TaskSchedule(optimizer, None, total_steps)
+    return Schedule(peak_lr, total_steps, config.warmup_steps, config.schedule)
 
 
 def scaled_lr(lr: float, rule: Literal["none", "linear", "sqrt"], global_batch: int, base_batch: int) -> float:
-    """`lr`, meant for `base_batch`, for a step on `global_batch` samples.
+    """Scale `lr`, which was chosen for `base_batch` samples per step, to `global_batch` samples.
 
-    Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD"; square root: usual for Adam-like optimizers.
+    Linear scaling: Goyal et al. 2017, "Accurate, Large Minibatch SGD". The square root is common for Adam.
     """
     ratio = global_batch / base_batch
     return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

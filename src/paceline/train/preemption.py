@@ -1,7 +1,7 @@
-"""Notes that a run is asked to stop: by Ctrl-C, by Slurm before the time limit, by anyone who needs the machine.
+"""Handles signals that request a stop: Ctrl-C, Slurm before the time limit, or a user who needs the machine.
 
-A signal only sets a flag. The stop comes between two steps, when all ranks have agreed: inside a handler, a collective
-or a file could be half done.
+A signal only sets a flag. The run stops between two steps, after all ranks have agreed. A signal handler cannot stop it
+itself, because it can interrupt a collective or the writing of a file.
 """
 
 import os
@@ -17,42 +17,43 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class StopRequest:
-    """Whether this rank has been asked to stop, and by what."""
+    """Whether a signal has requested that this rank stops, and its name."""
 
-    def __init__(self, *, told: bool = False) -> None:
-        """`told`: whether to answer the first request at once, in words."""
-        self._told, self._pid = told, os.getpid()
+    def __init__(self, *, announce: bool = False) -> None:
+        """`announce`: print a line when the first signal arrives."""
+        self._announce, self._pid = announce, os.getpid()
         self.by: str | None = None
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember the first request; the second one ends the process at once.
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """Remember the first signal. The second signal ends the process immediately.
 
-        A process that was forked by ours has this handler, too. It saves nothing, and SIGTERM ends it: who forked it, a
-        pool say, does so by this signal and waits for its end.
+        A forked child process inherits this handler. SIGTERM ends such a child, which has nothing to save: for example,
+        a multiprocessing pool ends its workers with SIGTERM and waits for them.
         """
-        is_ours = os.getpid() == self._pid
-        if self.by is None and (is_ours or number != signal.SIGTERM):
+        is_rank = os.getpid() == self._pid
+        if self.by is None and (is_rank or number != signal.SIGTERM):
             self.by = signal.Signals(number).name
-            if self._told and is_ours:  # no print: we may be in the middle of one
-                os.write(2, f"paceline: {self.by}: saving after this step; again to stop now\n".encode())
+            if self._announce and is_rank:  # not print(): the signal may have interrupted one
+                message = f"paceline: {self.by}: saving after this step; repeat the signal to stop immediately\n"
+                os.write(2, message.encode())
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 @contextmanager
-def noticing(*, told: bool = False) -> Generator[StopRequest]:
-    """Inside, signals that ask to stop are noted instead of obeyed; ignored ones (nohup) stay ignored.
+def stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
+    """Record signals that request a stop, instead of ending the process. Ignored signals (nohup) stay ignored.
 
-    Outside the main thread, where Python handles no signals, nothing is noted.
+    In a thread other than the main thread it does nothing, because Python handles signals in the main thread only.
     """
-    request = StopRequest(told=told)
+    request = StopRequest(announce=announce)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before, box = {number: signal.signal(number, request.note) for number in wanted}, Guard.of_process().box
-    box.note_stops(True)  # whatever the launcher is sent, an agent sends SIGTERM from now on
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before, box = {number: signal.signal(number, request.handle) for number in handled}, Guard.of_process().box
+    box.note_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request
     finally:

@@ -1,4 +1,4 @@
-"""Builds from a configuration the parts of a training, and checks them on all ranks before the first step."""
+"""Builds the components of a training from its configuration, and checks them on all ranks before the first step."""
 
 import math
 from collections.abc import Mapping
@@ -29,21 +29,21 @@ from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import is_stream
-from paceline.data.workers import Room, check_room
+from paceline.data.workers import LoaderLoad, check_shared_memory
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import derive, preserved_streams, random_stream
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
-from paceline.tasks.settings import defined
+from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call
-from paceline.train.average import Average
-from paceline.train.computing import STATE_COPIES, Settled, settle
-from paceline.train.determinism import explained
+from paceline.train.average import WeightAverage
+from paceline.train.computing import STATE_COPIES, ResolvedCompute, resolve_compute
+from paceline.train.determinism import explain_missing_kernel
 from paceline.train.evaluate import evaluating, try_evaluation
-from paceline.train.optimizer import Rates, described, maker_for, scaled_lr, schedule_for
-from paceline.train.sharing import ALONE, Sharing, Wish, share_model
+from paceline.train.optimizer import LRSchedule, described, maker_for, scaled_lr, schedule_for
+from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import weighted_losses
 from paceline.train.stream_task import stream_of
 from paceline.train.streaming import Stream
@@ -52,46 +52,46 @@ NAMES = {"train": "training data", "validation": "validation data", "test": "tes
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingComponents:
     """Everything a training needs, on one rank."""
 
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
     eval_sets: Mapping[Split, Dataset[Any]]
-    """what is evaluated on the way, then what is evaluated at the end only"""
+    """First the split that is evaluated during training, then those that are evaluated at the end only."""
     replica: Strategy
     plan: BatchPlan
     share: range
-    schedule: Rates
+    schedule: LRSchedule
     loading: Loading
     total_steps: int
-    """0: nobody knows, of passes over a stream"""
+    """0 if unknown: epochs over a stream."""
     data: dict[str, Any]
-    """what identifies the data of each split"""
-    settled: Settled = field(default_factory=Settled)
-    own: dict[str, Any] = field(default_factory=dict[str, Any])
-    """what the task says in place of settings, for the definition"""
-    average: Average | None = None
+    """A fingerprint of the data of each split."""
+    compute: ResolvedCompute = field(default_factory=ResolvedCompute)
+    task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The task's arguments, optimizer and schedule, for the definition of the run."""
+    average: WeightAverage | None = None
     stream: Stream | None = None
-    """what is trained on, where it is one; the training set then holds its first samples"""
+    """The training data, if they are a stream. `train_set` then has its first samples."""
     count: FlopCount | None = None
-    """the FLOPs of two samples, on the whole model"""
+    """The FLOPs of two samples in the full model."""
 
-    def take_over(self, origin: ResumePoint) -> None:
-        """Go on from `origin`."""
+    def load(self, origin: ResumePoint) -> None:
+        """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
         self.schedule.load(origin.content.loop)
 
 
-def prepare(config: TrainConfig, world: World) -> Parts:
-    """Build and check all parts (a collective).
+def prepare(config: TrainConfig, world: World) -> TrainingComponents:
+    """Build and check all components (collective).
 
     Raises:
-        UsageError: on one rank, for whatever is wrong with the task, the data, the model or their fit to this world;
-            ReportedByPeer on all others.
+        UsageError: on one rank, if the task, the data or the model has an error, or does not fit the number of ranks;
+            ReportedByPeer on the others.
     """
-    with raise_on_all_ranks(world):  # first what each rank does alone, above all the user's own code
+    with raise_on_all_ranks(world):  # without collectives, because this block calls the user's code
         shape = batch_shape(config.data, world.data.size)
         share = ranks_share(shape.virtual_ranks, world.data.rank, world.data.size)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
@@ -117,122 +117,119 @@ def prepare(config: TrainConfig, world: World) -> Parts:
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
         maker = maker_for(o, peak_lr, task, model)
-        made = None if task.make_optimizer is None else described(maker(model.parameters()))
-        count, alone = None if config.compute.peak_tflops == 0 else FlopCount(), replace(loading, num_workers=0)
-        if count is not None and config.compute.compile:  # before that: operations of compiled code are not seen
-            check_loss(task, model, train_set, alone, count=count)
-    settled = settle(config.compute, model, task, train_set, loading, largest, world)
-    config = replace(config, compute=replace(config.compute, precision=settled.precision))
+        optimizer_text = None if task.make_optimizer is None else described(maker(model.parameters()))
+        in_process = replace(loading, num_workers=0)
+        count = None if config.compute.peak_tflops == 0 else FlopCount()
+        if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
+            check_loss(task, model, train_set, in_process, count=count)
+    compute = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
+    config = replace(config, compute=replace(config.compute, precision=compute.precision))
     with raise_on_all_ranks(world):
-        room = Room(largest, config.data.num_workers, world.local_size)
-        sample_bytes = check_loss(task, model, train_set, alone, room, None if config.compute.compile else count)
-        with preserved_streams():  # an epoch must not be trained in vain
+        load = LoaderLoad(largest, config.data.num_workers, world.local_size)
+        sample_bytes = check_loss(task, model, train_set, in_process, load, None if config.compute.compile else count)
+        with preserved_streams():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
-                try_evaluation(model, sets[split], task.loss, task.metrics, alone)
+                try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
         if config.data.data_on_device == "auto":
             reserved = sample_bytes * largest + (STATE_COPIES - 1) * sum(p.nbytes for p in model.parameters())
             move = partial(on_device, device=world.device, reserved=reserved, collate=task.collate)
             sets = {split: move(dataset) for split, dataset in sets.items()}
     for what, content in data.items():
         check_equal(what, content, world)
-    wish = wish_of(config)
-    sharing = share_model(task, model, train_set, alone, plan, world, wish)
-    settled = replace(settled, notices=[*settled.notices, *sharing.lines])
-    replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
+    parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
+    compute = replace(compute, notices=[*compute.notices, *parallelism.lines])
+    replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps
     with raise_on_all_ranks(world):
         schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
-    own = {"make_optimizer": made, "make_schedule": schedule.described}
-    own |= defined(str(config.task), task_options(config))
-    check_equal("the task's settings, optimizer and schedule", own, world)
+    task_settings = {"make_optimizer": optimizer_text, "make_schedule": schedule.described}
+    task_settings |= all_settings(str(config.task), task_options(config))
+    check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
-    average = replica.average = None if o.ema is None else Average(replica, o.ema)
-    return Parts(
-        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, settled, own,
-        average, stream, count,
+    average = replica.average = None if o.ema is None else WeightAverage(replica, o.ema)
+    return TrainingComponents(
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
+        task_settings, average, stream, count,
     )  # fmt: skip
 
 
-def wish_of(config: TrainConfig) -> Wish:
-    """How the model is to be shared, of what the mesh leaves open."""
-    asked = config.launch
-    return Wish(config.strategy, asked.stages_at or "", asked.schedule_pipeline or "1f1b", asked.sequence_parallel)
+def parallel_config(config: TrainConfig) -> ParallelConfig:
+    """The settings of model parallelism, in addition to the mesh."""
+    launch = config.launch
+    schedule = launch.schedule_pipeline or "1f1b"
+    return ParallelConfig(config.strategy, launch.stages_at or "", schedule, launch.sequence_parallel)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
-    """The task's model on the world's device, its weights drawn from `seed`."""
+    """Make the task's model on the device of this rank, with initial weights from `seed`."""
     with random_stream(derive(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise UsageError(code="lazy-layers")
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(code="nothing-to-train")
-    odd = next((name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)), None)
-    if odd is not None:
-        raise UsageError(code="extra-state", odd=odd)
+    not_tensors = [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]
+    if not_tensors:
+        raise UsageError(code="extra-state", odd=not_tensors[0])
     return model.to(world.device)
 
 
 def make_plan(config: TrainConfig, shape: BatchShape, num_samples: int) -> BatchPlan:
-    """Who sees what, for data of `num_samples` samples."""
+    """The plan that distributes `num_samples` samples to the ranks."""
     return BatchPlan(
-        num_samples=num_samples,
-        global_batch=shape.global_batch,
-        virtual_ranks=shape.virtual_ranks,
-        accumulation=shape.accumulation,
-        seed=config.run.seed,
+        num_samples, shape.global_batch, shape.virtual_ranks, shape.accumulation, config.run.seed,
         tail=config.data.tail,
-    )
+    )  # fmt: skip
 
 
 def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
-    sharing: Sharing = ALONE,
+    parallelism: ParallelPlan = NO_PARALLELISM,
 ) -> Strategy:  # fmt: skip
-    """Apply the batch norm policy and the strategy, to a part of the model if ranks share it (a collective)."""
+    """Apply the batch norm setting, the strategy, and the model parallelism (collective)."""
     try:
         if config.model.batchnorm == "sync":
-            # A group of its own: its collectives must not pair up with those of gradient buckets, whose order relative
-            # to them depends on what each rank's backward finishes first.
+            # A separate group, because the order of its collectives relative to those of gradient buckets depends on
+            # the backward of each rank. In one group they could be matched wrongly.
             model = convert(model, new_group())
-        name, asked = default_strategy(config, world.size), strategy_options(config)
+        name, options = default_strategy(config, world.size), strategy_options(config)
         for setting, owner in options_of_others(name).items():
-            if setting in asked:
+            if setting in options:
                 flag = setting.replace("_", "-")
                 raise report_on_one_rank(
                     UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
                 )
-        own = {keyword: asked.get(setting) for setting, keyword in STRATEGY_INFO[name].options.items()}
-        return sharing.apply(partial(STRATEGIES[name], **own), model, maker, world, virtual_ranks)
-    except (TypeError, ValueError) as error:  # a layer that cannot be synchronised; models that differ: on all ranks
+        keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].options.items()}
+        return parallelism.apply(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
+    except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ
         raise report_on_one_rank(UsageError(str(error)), world) from None
 
 
 def check_loss(
-    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, room: Room | None = None,
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: LoaderLoad | None = None,
     count: FlopCount | None = None,
 ) -> int:  # fmt: skip
-    """Try loss and backward on the first two samples, so that what cannot work fails before the first step.
+    """Run forward, loss and backward on the first two samples, so that errors appear before the first step.
 
-    `room`, where given, must suffice for batches of their kind. `count` counts the FLOPs.
+    The model does not change. With `load`, check that shared memory is sufficient. `count` counts the FLOPs.
 
     Returns:
-        The bytes of a GPU's memory that one sample's batch and activations take; 0 on the CPU.
+        The GPU memory, in bytes, of the inputs and activations of one sample; 0 on the CPU.
     """
     on_gpu, before_bytes = loading.device.type != "cpu", 0
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(loading.device)
         before_bytes = torch.accelerator.memory_allocated(loading.device)
     indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
-    # in eval mode: touches no batch statistics and draws no dropout
+    # eval mode: no update of batch statistics and no dropout
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with preserved_streams(), evaluating(model), explained(UsageError), torch.enable_grad():
+    with preserved_streams(), evaluating(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch(dataset, [(0, indices)], 0, loading):
-            if room is not None and batch_gatherer(dataset) is None:  # which needs no processes
-                check_room((inputs, targets), len(indices), room)
+            if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
+                check_shared_memory((inputs, targets), len(indices), load)
             with nullcontext() if count is None else count.of(len(indices)):
                 losses, _ = weighted_losses(task.loss, call(model, inputs), targets)
-                if losses.requires_grad:  # a model may switch gradients off in eval mode
+                if losses.requires_grad:  # some models disable gradients in eval mode
                     losses.sum().backward()
                     if count is not None:
                         count.mark()
@@ -244,6 +241,6 @@ def check_loss(
             buffer.detach().copy_(before[name])
     if not on_gpu:
         return 0
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    taken = torch.accelerator.max_memory_allocated(loading.device) - before_bytes - gradients
-    return max(0, taken) // len(indices)
+    gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    used_bytes = torch.accelerator.max_memory_allocated(loading.device) - before_bytes - gradient_bytes
+    return max(0, used_bytes) // len(indices)

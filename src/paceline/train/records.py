@@ -1,4 +1,4 @@
-"""What a rank writes down of a run, and says: that it begins, each step, what evaluations have found."""
+"""Records a run in event files, trackers and printed lines: its start, each step, and the results of evaluations."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
-from paceline.data.plan import BatchPlan, add, fingerprint
+from paceline.data.plan import BatchPlan, add_fingerprints, fingerprint
 from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerBirth
 from paceline.protocol.status_page import StatusPage
@@ -25,15 +25,15 @@ from paceline.runs.trackers import Tracking, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.costs import held_bytes
-from paceline.train.fit import Border, StepRecord
+from paceline.train.fit import PhaseStart, StepRecord
 
-LAST = 8  # steps that are always in detail
-WHOLE_BITS = 6  # up to 2**6 - 1 all are
+LAST = 8  # the last steps of a run are always traced
+WHOLE_BITS = 6  # the first 2**6 - 1 steps are all traced
 MOST_PARAMETERS = 4096
 
 
-class Records:
-    """Without a place, a session's that has no folder, nothing is written down."""
+class RunRecorder:
+    """Writes the records of this rank. Without a place (a session that has no run folder) it writes no files."""
 
     def __init__(self, place: RunLocation | None, world: World, show: Callable[[str], None]) -> None:
         """`show` prints a line on rank 0."""
@@ -43,10 +43,10 @@ class Records:
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, track: str | None) -> EventWriter:
-        """Take the files; the trackers in `track` are told what defines the run.
+        """Open the event file and the trackers named in `track`.
 
         Raises:
-            UsageError: a tracker is not there, or the file cannot be ours.
+            UsageError: if a tracker is not installed, or another user could have written the file.
         """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = Tracking(
@@ -55,7 +55,7 @@ class Records:
         return self._writer
 
     def _watch_machine(self) -> None:
-        """Have what this machine does written down, by its first rank, where no agent of ours does (a collective)."""
+        """Record the load of this node from its first rank, if no agent of paceline does so (collective)."""
         assert self.place is not None
         birth, world = WorkerBirth.here(), self._world
         if birth is not None and Path(birth.attempt_dir).resolve().parent == self.place.folder:
@@ -63,33 +63,33 @@ class Records:
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         places: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
-            pids = {rank: pid for its, rank, pid in places if its == node}
+            pids = {rank: pid for rank_node, rank, pid in places if rank_node == node}
             self._machine = MachineLog(self.place.folder, node, pids)
 
     def write(self, event: events.Event) -> None:
-        """Write it down. OSError: the disk is full, say."""
+        """Write an event. Raise OSError if the file cannot be written, e.g. because the disk is full."""
         if self._writer is not None:
             self._writer.write(event)
 
-    def in_detail(self, found: Iterable[events.Event]) -> None:
-        """Write down what only people look at: a disk without room for it does not end a training."""
+    def write_optional(self, optional: Iterable[events.Event]) -> None:
+        """Write events that no resume needs. A full disk does not end the training here."""
         with suppress(OSError):
-            for event in found:
+            for event in optional:
                 self.write(event)
 
     def say(self, line: str) -> None:
-        """Show a line, and write it down."""
+        """Print a line and record it."""
         self.show(line)
         self.write(events.Notice(line))
 
-    def found(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
-        """An evaluation after `step` has found these; the same on all ranks."""
+    def log_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
+        """Record and print the metrics of an evaluation after `step`. They are equal on all ranks."""
         self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
         self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
         self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
 
-    def started(self, plan: BatchPlan, start: int) -> None:
-        """This rank begins, with the state after `start` steps (a collective)."""
+    def log_start(self, plan: BatchPlan, start: int) -> None:
+        """Record that this rank starts with the state after `start` steps (collective)."""
         assert self.place is not None
         self._watch_machine()
         place, world = self.place, self._world
@@ -100,8 +100,8 @@ class Records:
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
-    def stepped(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
-        """A step on a global batch of `samples` samples, all `listed` or not, has ended; trackers are told, or not."""
+    def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
+        """Record a step on `samples` samples. `listed`: with the index of each sample; `tracked`: also in trackers."""
         result = record.result
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
@@ -109,27 +109,27 @@ class Records:
         if self._writer is None:
             return
         epoch = record.microbatches[0].work.epoch
-        speaks = self._world.leads  # of several ranks that have seen the same samples
-        used = [batch.work for batch in record.microbatches if batch.work.counted and speaks]
-        tokens, consumed = record.consumed if speaks else (0, 0)
+        reports_samples = self._world.leads  # one of several ranks that have used the same samples
+        used = [batch.work for batch in record.microbatches if batch.work.counted and reports_samples]
+        tokens, consumed = record.consumed if reports_samples else (0, 0)
         for work in used if listed else ():
             indices: list[int] = work.indices.tolist()
             self.write(events.Samples(record.step, epoch, work.virtual_rank, work.part, indices))
         if result.left_out is not None:
             self.write(events.Skipped(record.step, result.left_out.words, result.left_out.samples))
-        self.write(events.Step(  # after the samples: the record of a step vouches for them
+        self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete
             step=record.step, epoch=epoch, samples=samples, lr=record.lr, grad_norm=result.grad_norm,
-            loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no other number
+            loss=result.loss if math.isfinite(result.loss) else 0.0,  # JSON has no NaN or infinity
             seconds=record.seconds, data_seconds=record.data_seconds, unix_time=time.time(),
-            share=(share.start, share.stop) if speaks else (0, 0), consumed=consumed,
-            fingerprint=f"{add(*(fingerprint(work.indices) for work in used)):016x}",
+            share=(share.start, share.stop) if reports_samples else (0, 0), consumed=consumed,
+            fingerprint=f"{add_fingerprints(*(fingerprint(work.indices) for work in used)):016x}",
             skipped=result.left_out is not None,
             phase_seconds={phase: round(seconds, 7) for phase, seconds in record.phase_seconds.items()},
             tokens=tokens,
         ))  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files and trackers."""
         if self._machine is not None:
             self._machine.close()
             self._machine = None
@@ -139,29 +139,29 @@ class Records:
             self._writer = None
 
 
-class Traces:
-    """Steps in detail, for `paceline trace` and the page of a run: few of many, and always the last."""
+class StepTraces:
+    """Traces of some steps, for `paceline trace` and `paceline report`: fewer as the run gets longer, plus the last."""
 
     def __init__(self, box: StatusPage) -> None:
-        self._box, self._last = box, deque[tuple[int, Sequence[Border]]](maxlen=LAST)
+        self._box, self._last = box, deque[tuple[int, Sequence[PhaseStart]]](maxlen=LAST)
 
     def of(self, record: StepRecord, new: Sequence[Strategy]) -> list[Event]:
-        """The step in detail, if it is due; after it what the `new` replicas hold."""
-        found: list[Event] = [anatomy(new)] if new else []
+        """The trace of the step, if it is due, preceded by the memory of the `new` replicas."""
+        traces: list[Event] = [memory_breakdown(new)] if new else []
         if record.borders and is_due(record.step):
-            self._last.clear()  # those before it will not be the last
-            found.append(self._traced(record.step, record.borders))
+            self._last.clear()  # earlier steps are no longer among the last ones
+            traces.append(self._traced(record.step, record.borders))
         elif record.borders:
             self._last.append((record.step, record.borders))
-        return found
+        return traces
 
     def rest(self) -> list[Traced]:
-        """The last steps, as far as they are not written down yet."""
-        found = [self._traced(step, borders) for step, borders in self._last]
+        """The traces of the last steps that are not written yet."""
+        traces = [self._traced(step, borders) for step, borders in self._last]
         self._last.clear()
-        return found
+        return traces
 
-    def _traced(self, step: int, borders: Sequence[Border]) -> Traced:
+    def _traced(self, step: int, borders: Sequence[PhaseStart]) -> Traced:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [
@@ -169,43 +169,37 @@ class Traces:
             for at, seconds, op in self._box.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
-        return Traced(
-            step=step,
-            unix_time=time.time() - (time.monotonic() - began),
-            phases=[(word, round(at - began, 7), round(until - at, 7)) for (word, at), (_, until) in pairs],
-            calls=calls,
-        )
+        phases = [(phase, round(at - began, 7), round(until - at, 7)) for (phase, at), (_, until) in pairs]
+        return Traced(step=step, unix_time=time.time() - (time.monotonic() - began), phases=phases, calls=calls)
 
 
 def is_due(step: int) -> bool:
-    """Whether this step, counted from 1, is written down in detail; the same on all ranks.
+    """Whether this step, counted from 1, is traced. The result is the same on all ranks.
 
-    The first 63 are, then every second up to 127, every fourth up to 255, and so on: 32 or so in each doubling. So a
-    step in a million costs nothing, and a file of any run has room for them.
+    The first 63 steps are traced, then every second step up to 127, every fourth up to 255, and so on. That is 32 per
+    doubling, so even a long run has few traces and a small file.
     """
     return step % (1 << max(0, step.bit_length() - WHOLE_BITS)) == 0
 
 
 def size_of(shapes: str, dtypes: str) -> int:
-    """Bytes of a collective's tensors, as the guard knows them: '[10, 3] [4]', 'float32'; 0 where it does not say."""
+    """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
     each = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []
-    found = [[number.strip() for number in shape.split(",") if number.strip()] for shape in each]
-    total = sum(prod(map(int, shape)) for shape in found if all(map(str.isdigit, shape)))
+    sizes = [[number.strip() for number in shape.split(",") if number.strip()] for shape in each]
+    total = sum(prod(map(int, shape)) for shape in sizes if all(map(str.isdigit, shape)))
     return total * width
 
 
-def anatomy(replicas: Sequence[Strategy]) -> MemoryBreakdown:
-    """What this rank holds of all models, after a step."""
+def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
+    """The memory that this rank uses for all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [held.tensor for replica in replicas for held in replica.gradients()]
+    states = [state for replica in replicas for state in replica.optimizer.state.values()]
     return MemoryBreakdown(
         parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MOST_PARAMETERS]],
-        weight_bytes=held_bytes(p for _, p in named),
-        gradient_bytes=held_bytes(gradients) or held_bytes(trained),
-        optimizer_bytes=held_bytes(
-            value for replica in replicas for state in replica.optimizer.state.values() for value in state.values()
-        ),
+        weight_bytes=held_bytes(p for _, p in named), gradient_bytes=held_bytes(gradients) or held_bytes(trained),
+        optimizer_bytes=held_bytes(value for state in states for value in state.values()),
         buffer_bytes=held_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
-    )
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A whole training on this rank: from the configuration to the weights on disk."""
+"""A complete training on this rank: from the configuration to the weights on disk."""
 
 import os
 import platform
@@ -28,82 +28,82 @@ from paceline.rank.world import World, device_words, joined, on_mesh
 from paceline.runs import folder as run_folder
 from paceline.runs import writing
 from paceline.runs.summary import Summary, write_summary
-from paceline.train.alike import check_code
-from paceline.train.computing import take_threads
-from paceline.train.determinism import deterministic, holds_for
-from paceline.train.prepare import Parts, prepare
-from paceline.train.training import Training
-from paceline.train.weights import begin_with
+from paceline.train.computing import set_threads
+from paceline.train.consistency import check_code
+from paceline.train.determinism import deterministic, hardware_facts
+from paceline.train.prepare import TrainingComponents, prepare
+from paceline.train.training import TaskTrainer
+from paceline.train.weights import load_initial_weights
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The run folder, and DONE or SAVED: trained to the end, or stopped in good order."""
+    """The run folder and the exit code: DONE (trained to the end) or SAVED (stopped on request)."""
 
     folder: Path
     code: ExitCode
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Train as `config` says, as the rank that the environment names.
+    """Train with `config`, as the rank that the environment variables specify.
 
     Raises:
         UsageError: before the first step, on one rank; ReportedByPeer on the others.
-        TrainingError: while training, on every rank that notices; StallError where the guard has broken up a
-            collective.
+        TrainingError: during training, on each rank that detects an error.
+        StallError: on the ranks whose collective the guard has aborted.
     """
     guard = Guard.of_process()
     guard.detach_probes()
     guard.box.enter(Phase.INIT)
-    prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has made and locked it
+    prepared = config.run.run_dir if WorkerBirth.here() is not None else None  # the launcher has created and locked it
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), run_location(
         world, config.run.run_dir, str(config.task), prepared=prepared, resume=config.checkpoint.resume == "auto",
         fresh=config.checkpoint.fresh, trust=config.run.trust,
     ) as place:  # fmt: skip
-        asked, config = config.data, with_defaults(config, world.size)
-        if asked.batch_size and world.size > 1 and not (asked.global_batch or asked.virtual_ranks):
+        given, config = config.data, with_defaults(config, world.size)
+        if given.batch_size and world.size > 1 and not (given.global_batch or given.virtual_ranks):
             place.notices.append(
-                f"--batch-size {asked.batch_size} is per rank: the global batch changes with the number of ranks. "
+                f"--batch-size {given.batch_size} is per rank: the global batch changes with the number of ranks. "
                 f"To keep it: --global-batch {config.data.global_batch}"
             )
         world = on_mesh(world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout)
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
-            rehearsed = config.checkpoint.rehearse_preemption
+            rehearsed_step = config.checkpoint.rehearse_preemption
             with deterministic() if config.strategy in EXACT else nullcontext():
-                place.notices.extend(take_threads(config.launch.threads_per_rank, world))
-                config = sticky(config, place)
+                place.notices.extend(set_threads(config.launch.threads_per_rank, world))
+                config = restore_auto_precision(config, place)
                 parts = prepare(config, world)
                 config = parts.config
                 check_code(world)
-                if rehearsed is not None and 0 < parts.total_steps <= rehearsed:
-                    error = UsageError(code="rehearsal-too-late", value=rehearsed, steps=parts.total_steps)
+                if rehearsed_step is not None and 0 < parts.total_steps <= rehearsed_step:
+                    error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
                     raise report_on_one_rank(error, world)
-                facts = {**parts.own, "data": parts.data, "hardware": holds_for(world.device)}
+                facts = {**parts.task_settings, "data": parts.data, "hardware": hardware_facts(world.device)}
                 place = replace(place, definition={**settings(config), **facts})
                 if config.strategy in EXACT:
                     check_equal("processors and libraries", facts["hardware"], world)
                     check_equal("threads per rank", torch.get_num_threads(), world)
-                origin = _origin(config, place, world)
+                origin, init_sha256 = _origin(config, place, world), None
                 if origin is not None:
                     with raise_on_all_ranks(world):
-                        parts.take_over(origin)
-                    begun = origin.content.definition.get("init_sha256")
-                elif (begun := config.model.init_from) is not None:
+                        parts.load(origin)
+                    init_sha256 = origin.content.definition.get("init_sha256")
+                elif (init_from := config.model.init_from) is not None:
                     trust, report = config.run.trust, place.notices.append
-                    begun = begin_with(parts.replica, begun, trust=trust, report=report)
+                    init_sha256 = load_initial_weights(parts.replica, init_from, trust=trust, report=report)
                     if parts.average is not None:
-                        parts.average.begin()
-                facts = {"unbroken": _unbroken(config, place, origin), "init_sha256": begun}
+                        parts.average.reset()
+                facts = {"unbroken": _is_exact_so_far(config, place, origin), "init_sha256": init_sha256}
                 place = replace(place, definition={**place.definition, **facts})
-                if place.attempt_dir is not None:  # rank 0; not earlier: a refused run must overwrite nothing
-                    _write_down(config, place, parts)
-                code = Training(parts, place, origin).run()
+                if place.attempt_dir is not None:  # rank 0, after all checks: a usage error must not overwrite files
+                    _write_settings(config, place, parts)
+                code = TaskTrainer(parts, place, origin).run()
         except BaseException as error:
             refused = isinstance(error, PacelineError) and error.exit_code == ExitCode.USAGE and place.attempt > 1
-            if prepared is None and world.rank == 0 and not refused:  # a launcher of ours knows the exit code itself
+            if prepared is None and world.rank == 0 and not refused:  # the launcher of paceline writes it itself
                 _summarise_failure(config, place.folder, world, error)
             stalled = None if isinstance(error, PacelineError) else guard.stall_error(error)
             if stalled is not None:
@@ -112,30 +112,31 @@ def train(config: TrainConfig) -> Outcome:
     return Outcome(place.folder, code)
 
 
-def sticky(config: TrainConfig, place: RunLocation) -> TrainConfig:
-    """`config`; where a run goes on that chooses its precision by itself, with the one that it has chosen before."""
+def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConfig:
+    """Replace `--precision auto` of a resumed run with the precision that the run chose at its first start."""
     path = place.folder / run_folder.CONFIG
-    goes_on = place.generation or config.checkpoint.resume == "auto"
-    if config.compute.precision != "auto" or not goes_on or config.checkpoint.fresh or not path.is_file():
+    resumes = place.generation or config.checkpoint.resume == "auto"
+    if config.compute.precision != "auto" or not resumes or config.checkpoint.fresh or not path.is_file():
         return config
     chosen = load(path, ours=not config.run.trust).compute.precision
     return replace(config, compute=replace(config.compute, precision=chosen))
 
 
-def _write_down(config: TrainConfig, place: RunLocation, parts: Parts) -> None:
+def _write_settings(config: TrainConfig, place: RunLocation, parts: TrainingComponents) -> None:
     assert place.attempt_dir is not None
     run_folder.shelve_summary(place.folder, place.attempt)
     run_folder.write_settings(place.folder, dump(repeatable(config)))
-    run_folder.write_settings(place.attempt_dir, dump(config))  # what restarted workers read: this very start
+    run_folder.write_settings(place.attempt_dir, dump(config))  # restarted workers read this file
     environment = msgspec.json.encode(_environment(parts.replica.world))
     writing.replace(place.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
 def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoint | None:
-    """The state to go on from, if any (a collective).
+    """The state to resume from, if any (collective).
 
     Raises:
-        UsageError: on one rank: no state that is there can be trusted, or it is of another run.
+        UsageError: on one rank, if no state can be trusted or the state belongs to a different run; ReportedByPeer on
+            the others.
     """
     c = config.checkpoint
     origin = find_resume_point(place, world, resume=c.resume == "auto", trust=config.run.trust, fresh=c.fresh)
@@ -143,12 +144,12 @@ def _origin(config: TrainConfig, place: RunLocation, world: World) -> ResumePoin
         with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)
             changes = check_same(origin.content.definition, place.definition, allowed, origin.where)
-        place.notices.extend(f"changed, as allowed: {change}" for change in changes)
+        place.notices.extend(f"changed with --allow-change: {change}" for change in changes)
     return origin
 
 
-def _unbroken(config: TrainConfig, place: RunLocation, origin: ResumePoint | None) -> bool:
-    """Whether all steps so far, before a resume too, were taken under the promise of bits."""
+def _is_exact_so_far(config: TrainConfig, place: RunLocation, origin: ResumePoint | None) -> bool:
+    """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
     if config.strategy not in EXACT:
         return False
     if origin is None:
@@ -166,19 +167,12 @@ def _summarise_failure(config: TrainConfig, folder: Path, world: World, error: B
 
 
 def _environment(world: World) -> Mapping[str, Any]:
+    by_torchrun = WorkerBirth.here() is None and "TORCHELASTIC_RUN_ID" in os.environ
     return {
-        "paceline": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "device": str(world.device),
+        "paceline": __version__, "torch": str(torch.__version__), "python": platform.python_version(),
+        "platform": platform.platform(), "host": socket.gethostname(), "device": str(world.device),
         "gpu": None if world.device.type == "cpu" else device_words(world.device),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "backend": world.backend,
-        "collectives": communicator().kind,
-        "world_size": world.size,
-        "threads_per_rank": torch.get_num_threads(),
-        "bits_hold_for": holds_for(world.device),
-        "started_by": "torchrun" if WorkerBirth.here() is None and "TORCHELASTIC_RUN_ID" in os.environ else "paceline",
-    }
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(), "backend": world.backend,
+        "collectives": communicator().kind, "world_size": world.size, "threads_per_rank": torch.get_num_threads(),
+        "bits_hold_for": hardware_facts(world.device), "started_by": "torchrun" if by_torchrun else "paceline",
+    }  # fmt: skip

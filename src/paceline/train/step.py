@@ -1,4 +1,4 @@
-"""One optimizer step of a task, whose loss is computed here; what makes it a step is `stepping`."""
+"""The optimizer steps of a task: forward and loss. Package `stepping` does the rest of a step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,34 +25,38 @@ def ignore(phase: Phase) -> None:
 
 
 class StepOptions(TypedDict, total=False):
-    """What may be said of a step."""
+    """The options of a step."""
 
     max_norm: float | None
-    """clip the global gradient norm to this"""
+    """The maximum global norm of the gradients; larger gradients are scaled down."""
     votes: Callable[[], Votes]
-    """asked once in the step for what ranks have to agree on between two; costs no message of its own"""
+    """Returns this rank's votes. It is called once per step. The votes need no additional message."""
     enter: Callable[[Phase], object]
-    """told what begins"""
+    """Is called at the start of each phase."""
     order: CallOrder | None
-    """compares which collectives the ranks have called"""
+    """Compares the collectives that the ranks have called."""
     ahead: Prefetch
-    """told when a GPU is busy with the step, so that the next one's batches can be loaded"""
+    """Loads the batches of the next step. It starts when a GPU is busy with the current step."""
     may_leave_out: bool
-    """where the loss or a gradient is not finite, leave parameters and buffers as they are, on all ranks, and return,
-    instead of raising"""
+    """If the loss or a gradient is not finite, skip the step on all ranks instead of raising an error. Parameters and
+    buffers then stay unchanged."""
 
 
 class TaskSteps:
-    """The steps of a task, one after the other."""
+    """Takes the steps of a task."""
 
     def __init__(
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
     ) -> None:  # fmt: skip
-        """`replica` is from a strategy; `loss` gives one value per sample, or (values, weights).
+        """Prepare the steps.
 
-        With `one_each` every rank computes each step in one micro-batch, so weights are known before backward. With a
-        `scale` of losses, for fp16, a step whose gradients overflow is left out in any case.
+        Args:
+            replica: the model with its strategy.
+            loss: returns one value per sample, or (values, weights).
+            scale: the loss scale for fp16. A step whose gradients overflow is then always skipped.
+            one_each: each rank computes each step in one micro-batch, so the weights are known before backward.
+            options: see StepOptions.
         """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
@@ -65,20 +69,20 @@ class TaskSteps:
         way_out, self._scale = "--not-finite skip", scale
         if replica.pipeline is None:
             self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
-        else:  # no stage could compute a sample again alone
+        else:  # no single stage can recompute one sample to find the cause of a NaN
             self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
         self._steps.parts.append(TrainedModel(replica, scale=scale))
 
     def take(self, microbatches: Sequence[MicroBatch]) -> StepResult:
-        """Take one step on this rank's micro-batches of a global batch, at least one, as the loader gives them.
+        """Take one step on this rank's micro-batches of a global batch; at least one, in the order of the loader.
 
         Raises:
-            UsageError: if the loss does not give one value per sample, or the batches are for more virtual ranks than
-                the replica.
-            TrainingError: if the global loss or a gradient is not finite (on the first rank that made it so, naming
-                ranks and samples), the weights are all zero, or the ranks have called different collectives;
-                ReportedByPeer on the others. Parameters and buffers are still those before the step, but where hosts
-                step by themselves (`--local-steps`): there only gradients are looked at before the update.
+            UsageError: if the loss does not return one value per sample, or the batches are for more virtual ranks than
+                the replica has.
+            TrainingError: if the global loss or a gradient is not finite, the weights are all zero, or the ranks have
+                called different collectives. Only the first affected rank raises it, with ranks and samples;
+                ReportedByPeer on the others. Parameters and buffers keep their values from before the step, except
+                with `--local-steps`, which checks only the gradients before the update.
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
@@ -104,17 +108,17 @@ class TaskSteps:
 def train_step(
     replica: Strategy, microbatches: Sequence[MicroBatch], loss: Loss, **options: Unpack[StepOptions]
 ) -> StepResult:
-    """Take one step on this rank's micro-batches of a global batch; `options` and errors are those of TaskSteps."""
+    """Take one step on this rank's micro-batches of a global batch. See TaskSteps for `options` and errors."""
     return TaskSteps(replica, loss, **options).take(microbatches)
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
-    """Call `loss` and check what it gives: losses (B, ...) and weights of the same shape, or None for all ones.
+    """Call `loss` and check its result: losses (B, ...), and weights of the same shape or None for all ones.
 
-    In float32 at least.
+    Both are converted to float32 if their precision is lower.
 
     Raises:
-        UsageError: if there is not one loss per sample, or losses and weights differ in shape.
+        UsageError: if the result is not one loss per sample, or the shapes of losses and weights differ.
     """
     result = loss(outputs, targets)
     losses, weights = result if isinstance(result, tuple) else (result, None)

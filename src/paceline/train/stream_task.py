@@ -1,4 +1,4 @@
-"""Takes the stream that a task trains on, and refuses settings that no stream can have."""
+"""Builds the stream of a task, and rejects settings that a stream does not support."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def check_stream(config: TrainConfig, data: Any) -> None:
-    """Refuse what no training can take as a stream, and settings that have no meaning for one.
+    """Check that `data` and the settings are suitable for a stream.
 
     Raises:
-        UsageError: `data` cannot be read again and again, or a setting needs samples by number.
+        UsageError: if `data` cannot be read repeatedly, or a setting needs a map-style dataset.
     """
     if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
-        why = "have neither samples by number nor an order"
+        why = "are neither map-style nor iterable"
         why = "are batches already" if isinstance(data, DataLoader) else why
         why = "can be read once" if isinstance(data, Iterator) else why
         raise UsageError(code="not-a-dataset", kind=type(data).__name__, why=why)
@@ -39,10 +39,10 @@ def check_stream(config: TrainConfig, data: Any) -> None:
 
 
 def stream_of(config: TrainConfig, task: Task, data: Any, shape: BatchShape, loading: Loading, world: World) -> Stream:
-    """What gives the global batches of `data`.
+    """Make the Stream that yields the global batches of `data`.
 
     Raises:
-        UsageError: it is none that can be trained on, or its length would have to be known.
+        UsageError: as `check_stream`, or if a setting needs the length of the data.
     """
     check_stream(config, data)
     schedule = config.optimizer.schedule

@@ -1,6 +1,6 @@
-"""The passes over a stream: ranks agree batch by batch on what is left of it, and on where a run goes on."""
+"""Iterates over a stream. Before each batch the ranks agree on its size, and on the position after a resume."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from paceline.collectives.control import all_gather_object, check_equal, raise_o
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import Work
-from paceline.data.streams import Part, Reader, Share, StreamPlan, Stretch, part_of, read_chunks
+from paceline.data.streams import ChunkReader, StreamBatch, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserved_streams
@@ -17,37 +17,38 @@ from paceline.train.numbers import as_json, from_json
 
 
 class Stream:
-    """Gives the global batches of a stream, which has no length, to tasks and sessions.
+    """Yields the global batches of a stream of unknown length, for tasks and sessions.
 
-    A rank reads one batch ahead, and says in each step's totals how many samples of it are its own: so all ranks know,
-    at no cost, how large the next batch is, and when there is none. What was read ahead is not consumed: a checkpoint
-    keeps where the stream stood before it.
+    Each rank reads one batch ahead, and adds the number of its samples in that batch to the totals of the current step.
+    So all ranks know the size of the next batch, and whether the stream has ended, without additional communication. A
+    batch that was read ahead is not consumed yet: a checkpoint contains the position before it.
     """
 
     coming = 0.0
-    """samples that this rank has of the next batch: a vote"""
+    """The `coming` field of Votes: the samples that this rank has for the next batch."""
 
     def __init__(
         self, dataset: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
-        self._whole, self._parts = Part(dataset, plan.seed), dict[int, Part]()
+        self._whole, self._parts = StreamPart(dataset, plan.seed), dict[int, StreamPart]()
         self._is_split = plan.parts_of_stream > 1
         self.saved: dict[str, Any] = {}
-        """the `position` that the next pass goes on from"""
-        self._chunks: dict[tuple[int, int], Stretch | Exception] = {}  # by pass and batch: the one at hand, the next
-        self._total, self._short, self._is_read, self._trained = 0, 0, False, False
+        """The `position` from which the next epoch resumes."""
+        self._chunks: dict[tuple[int, int], StreamChunk | Exception] = {}  # by (epoch, batch): the current and next one
+        self._total = self._incomplete = 0  # samples of the current batch; number of incomplete batches in the epoch
+        self._is_read = self._trained = False
 
     def fingerprint(self) -> dict[str, Any]:
-        """In how many parts it is: its samples are compared when it is read."""
+        """The number of parts. The samples are compared later, when they are read."""
         return {"parts of a stream": self.plan.parts_of_stream}
 
     def head(self, count: int) -> list[Any]:
-        """Its first samples, `count` at most.
+        """The first samples, at most `count`.
 
         Raises:
-            UsageError: it is empty, or gives others when it is read again.
+            UsageError: if the stream is empty, or a second reading gives different samples.
         """
         readings: list[list[Any]] = []
         for _ in range(2):
@@ -61,129 +62,132 @@ class Stream:
         return readings[0]
 
     def samples(self, work: object = None) -> int:
-        """Of the batch at hand, over all ranks."""
+        """The number of samples in the current batch, over all ranks."""
         return self._total
 
     def is_end(self, batch: int, coming: float) -> bool:
-        """Whether the pass ends with `batch`; `coming` are the votes of all ranks (a collective).
+        """Whether `batch` is the last batch of the epoch (collective).
 
-        Where a batch is not whole, all ranks must have seen the stream end at the same sample.
+        `coming` is the sum of the `coming` votes, i.e. the size of the next batch. If that batch is incomplete, the
+        ranks check that the stream has ended at the same sample on all of them.
         """
         self._total = int(coming)
-        ends, self._short = not self._goes_on, self._short + (0 < self._total < self.plan.global_batch)
+        ends, self._incomplete = not self._continues, self._incomplete + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            seen = ahead.seen if isinstance(ahead, Stretch) else None
+            seen = ahead.seen if isinstance(ahead, StreamChunk) else None
             check_equal("numbers of samples in the stream", seen, self._world, error=TrainingError)
         if ends and self._total:
-            self.say(f"the stream has ended: its last {self._total} samples are no whole batch, and left out")
-        elif ends and self._short > 1:
-            self.say(f"{self._short} batches were not whole: the parts of the stream have different lengths")
+            self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
+        elif ends and self._incomplete > 1:
+            self.say(f"{self._incomplete} batches were incomplete: the parts of the stream have different lengths")
         return ends
 
     def position(self, where: Mapping[str, int], world: World | None) -> Any:
-        """A hash of what comes next, and the state of each part before it, where it has one."""
-        at = self._chunks.get((where["passes"], where["batch"]))
-        if not isinstance(at, Stretch):
+        """The position before a batch: a hash of the batch, and the state of each part that has one."""
+        chunk = self._chunks.get((where["passes"], where["batch"]))
+        if not isinstance(chunk, StreamChunk):
             return None
-        states = {str(number): as_json(state) for number, state in at.before.items() if state is not None}
+        states = {str(number): as_json(state) for number, state in chunk.before.items() if state is not None}
         if world is not None and self._is_split:
             states = {
                 number: state for of_rank in all_gather_object(states, world) for number, state in of_rank.items()
             }
-        return {"probe": at.probe, "states": states}
+        return {"probe": chunk.probe, "states": states}
 
     def training(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
-        """For each step of an epoch from `start` on, this rank's micro-batches (a collective at its begin)."""
-        first, chunks = self._begun(share, epoch, start)
-        now: Stretch | Exception
-        step, now, self._short = start, first, 0
-        self._chunks = {(epoch, step): now}
+        """Yield the micro-batches of this rank for each step of an epoch from `start` on (its start is collective)."""
+        first, chunks = self._open(share, epoch, start)
+        current: StreamChunk | Exception
+        step, current, self._incomplete = start, first, 0
+        self._chunks = {(epoch, step): current}
         with closing(chunks):
-            while self._goes_on:
-                if isinstance(now, Exception):
-                    raise now
+            while self._continues:
+                if isinstance(current, Exception):
+                    raise current
                 try:
-                    self._ahead: Stretch | Exception = next(chunks)
-                    self.coming = float(self._ahead.mine)
-                except Exception as error:  # when its turn comes: the batch at hand is whole
+                    self._ahead: StreamChunk | Exception = next(chunks)
+                    self.coming = float(self._ahead.local_samples)
+                except Exception as error:  # raised with the next step, because the current batch is complete
                     self._ahead, self.coming = error, float(sum(self._quota(v) for v in share))
-                self._chunks = {(epoch, step): now, (epoch, step + 1): self._ahead}
+                self._chunks = {(epoch, step): current, (epoch, step + 1): self._ahead}
                 self._trained = True
-                yield [self._micro_batch(one, epoch, step) for one in now.shares]
-                step, now = step + 1, self._ahead
+                yield [self._micro_batch(batch, epoch, step) for batch in current.micro_batches]
+                step, current = step + 1, self._ahead
 
     def evaluation(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
-        """This rank's share of each batch, and of how many samples: whole, whatever training does."""
-        dealt = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
-        reader = Reader(
-            [self._whole], dealt, range(world.rank, world.rank + 1), 0, least=world.size, collate=self.loading.collate
+        """Yield (this rank's portion of a batch, samples of the batch on all ranks) over the unsplit stream."""
+        by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
+        reader = ChunkReader(
+            [self._whole], by_rank, range(world.rank, world.rank + 1), 0, least=world.size, collate=self.loading.collate
         )
         seen = 0
         with closing(self._read(reader)) as chunks:
             for chunk in chunks:
                 if not seen:
-                    self._check_alike(all_gather_object(chunk.probe, world))
+                    self._check_equal(all_gather_object(chunk.probe, world))
                 if chunk.seen == seen:
                     return
-                if chunk.mine:
-                    yield chunk.shares[0].batch, chunk.seen - seen
+                if chunk.local_samples:
+                    yield chunk.micro_batches[0].batch, chunk.seen - seen
                 seen = chunk.seen
 
     @property
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return self._total == self.plan.global_batch or (self._total > 0 and self.plan.tail == "keep")
 
     def _quota(self, virtual_rank: int) -> int:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))
 
-    def _micro_batch(self, one: Share, epoch: int, step: int) -> MicroBatch:
-        work = Work(epoch, step, one.virtual_rank, one.part, one.indices, one.counted)
-        return MicroBatch(one.batch, None, work, work.random_seed(self.plan.seed))
+    def _micro_batch(self, batch: StreamBatch, epoch: int, step: int) -> MicroBatch:
+        work = Work(epoch, step, batch.virtual_rank, batch.part, batch.indices, batch.counted)
+        return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
-    def _begun(self, share: range, epoch: int, start: int) -> tuple[Stretch, Generator[Stretch]]:
-        """The first chunk and those that follow, once all ranks agree that it is the right one (a collective)."""
+    def _open(self, share: range, epoch: int, start: int) -> tuple[StreamChunk, Generator[StreamChunk]]:
+        """Go to batch `start` by the saved states, or else by counting. Return the chunk there and the later ones."""
         saved = {int(number): from_json(state) for number, state in self.saved.get("states", {}).items()}
-        for known in (saved, {}) if saved else ({},):
-            mine, collate = self._parts_of(share), self.loading.collate
-            chunks = self._read(Reader(mine, self.plan, share, epoch, start=start, states=known, collate=collate))
+        for states in (saved, {}) if saved else ({},):
+            parts, collate = self._parts_of(share), self.loading.collate
+            reader = ChunkReader(parts, self.plan, share, epoch, start=start, states=states, collate=collate)
+            chunks = self._read(reader)
             try:
-                if (first := self._agreed(chunks, epoch, start)) is not None:
+                if (first := self._check_first(chunks, epoch, start)) is not None:
                     return first, chunks
             except BaseException:
                 chunks.close()
                 raise
             chunks.close()
-        raise self._refused("stream-differs-from-saved", batch=start)
+        raise self._error("stream-differs-from-saved", batch=start)
 
-    def _agreed(self, chunks: Generator[Stretch], epoch: int, start: int) -> Stretch | None:
-        """The first chunk; None where it is not that which was saved."""
+    def _check_first(self, chunks: Generator[StreamChunk], epoch: int, start: int) -> StreamChunk | None:
+        """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
-            as_json(list(first.before.values()), "stream")  # what cannot be saved is refused before the first step
+            as_json(list(first.before.values()), "stream")  # raises an error now, not at the first checkpoint
         is_saved = self.saved.get("probe") in (None, first.probe)
-        told = all_gather_object([first.mine, bool(first.shares), first.probe, is_saved], self._world)
-        if not told[0][3]:
+        local = [first.local_samples, bool(first.micro_batches), first.probe, is_saved]
+        samples, has_data, probes, saved = zip(*all_gather_object(local, self._world), strict=True)
+        if not saved[0]:
             return None
         if not self._is_split:
-            self._check_alike([probe for _, _, probe, _ in told])
-        self._total = sum(mine for mine, _, _, _ in told)
+            self._check_equal(probes)
+        self._total = sum(samples)
         if not self._total and not start:
-            raise self._refused("stream-gives-nothing", epoch=epoch + 1)
-        if self._total and not all(some for _, some, _, _ in told):
-            raise self._refused("stream-part-is-empty")
+            raise self._error("stream-gives-nothing", epoch=epoch + 1)
+        if self._total and not all(has_data):
+            raise self._error("stream-part-is-empty")
         return first
 
-    def _parts_of(self, share: range) -> list[Part]:
+    def _parts_of(self, share: range) -> list[StreamPart]:
         if not self._is_split:
             return [self._whole]
         for v in share:
             if v not in self._parts:
                 count = self.plan.virtual_ranks
-                self._parts[v] = Part(part_of(self.dataset, v, count), self.plan.seed, v, count)
+                self._parts[v] = StreamPart(part_of(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
-    def _read(self, reader: Reader) -> Generator[Stretch]:
+    def _read(self, reader: ChunkReader) -> Generator[StreamChunk]:
         if self._is_read:
             raise UsageError(code="stream-read-twice")
         self._is_read = True
@@ -193,9 +197,9 @@ class Stream:
         finally:
             self._is_read = False
 
-    def _check_alike(self, probes: list[str]) -> None:
-        if odd := [rank for rank, probe in enumerate(probes) if probe != probes[0]]:
-            raise self._refused("streams-differ", ranks=odd)
+    def _check_equal(self, probes: Sequence[str]) -> None:
+        if different := [rank for rank, probe in enumerate(probes) if probe != probes[0]]:
+            raise self._error("streams-differ", ranks=different)
 
-    def _refused(self, code: str, **fields: Any) -> PacelineError:
+    def _error(self, code: str, **fields: Any) -> PacelineError:
         return report_on_one_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)

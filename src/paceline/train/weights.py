@@ -1,4 +1,4 @@
-"""Weights in files: saved whole or not at all, rescued, and taken from elsewhere to begin with (`--init-from`)."""
+"""Files of weights: atomic save, rescue after an error, and initial weights (`--init-from`)."""
 
 import json
 import os
@@ -25,20 +25,20 @@ from paceline.runs.owners import Unreadable, open_file
 from paceline.runs.reading import real_path
 from paceline.strategies.base import Strategy
 
-MOST = 5  # names in a line
+MAX_NAMES = 5  # in a line
 COMPLEX = "paceline.complex"
-"""the key of the metadata of safetensors that lists complex tensors, each saved as real numbers with a last dimension
-of 2: the format has no complex128, and older versions have no complex64"""
+"""The metadata key that lists complex tensors. They are saved as real tensors with a last dimension of 2, because
+safetensors has no complex128, and older versions have no complex64."""
 
 
 def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) -> None:
-    """Write a model's state as safetensors, or as torch.save does.
+    """Save a model's state as safetensors, or with torch.save if `pickled`.
 
-    As safetensors a tensor with two names (tied weights) is there once, as `load_model` expects; a complex one has
-    its real and imaginary parts in a last dimension of 2 (`torch.view_as_complex` gives it back).
+    safetensors: a tensor with two names (tied weights) is stored once, as `load_model` expects. A complex tensor is
+    stored with its real and imaginary parts in a last dimension of 2; `torch.view_as_complex` converts it back.
 
     Raises:
-        OSError: if it cannot be written; an older file of that name is then still there.
+        OSError: if the file cannot be written. An existing file is unchanged then.
     """
     try:
         with writing.replacing(path) as (folder, partial):
@@ -47,18 +47,22 @@ def save(weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False) ->
             else:
                 tensors, ties = _unique(weights)
                 pairs = {name: torch.view_as_real(t) for name, t in tensors.items() if t.is_complex()}
-                noted = {COMPLEX: json.dumps([*pairs])} if pairs else {}
-                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial}", {"format": "pt", **ties, **noted})
+                metadata = {"format": "pt", **ties, **({COMPLEX: json.dumps([*pairs])} if pairs else {})}
+                save_file(tensors | pairs, f"/proc/self/fd/{folder}/{partial}", metadata)
             os.chmod(partial, writing.FILE, dir_fd=folder)
-    except Exception as error:  # safetensors has an exception of its own for input/output errors, torch a RuntimeError
+    except Exception as error:  # safetensors and torch do not raise OSError themselves
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
-    """What `save` wrote, under all names. OSError: it is not there, damaged or, with `ours`, not to be trusted."""
+    """Load a file of `save`. The result has tied weights under all their names.
+
+    Raises:
+        OSError: if the file is missing or damaged, or with `ours` if another user could have written it.
+    """
     try:
-        with open_file(path, ours=ours) as it, safe_open(f"/proc/self/fd/{it.descriptor}", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        with open_file(path, ours=ours) as source, safe_open(f"/proc/self/fd/{source.descriptor}", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             metadata: dict[str, str] = file.metadata() or {}
             for name in json.loads(metadata.pop(COMPLEX, "[]")):
                 tensors[name] = torch.view_as_complex(tensors[name])
@@ -69,32 +73,31 @@ def load(path: Path, *, ours: bool) -> dict[str, Tensor]:
 
 
 def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state by name, each tensor once and in memory of its own; and for each other name of a tensor, that one."""
-    kept: dict[object, str] = {}
+    """Return each distinct tensor in separate memory, by its first name, and the first name for each other name."""
+    first_names: dict[object, str] = {}
     tensors: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     for name, tensor in sorted(weights.items()):
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
-        if identity in kept:
-            ties[name] = kept[identity]
+        if identity in first_names:
+            ties[name] = first_names[identity]
             continue
-        kept[identity] = name
-        # parameters that a strategy has laid into one flat tensor share their memory: safetensors refuses that
-        alone = tensor.untyped_storage().nbytes() == tensor.nbytes
-        tensors[name] = tensor.contiguous() if alone else tensor.clone(memory_format=torch.contiguous_format)
+        first_names[identity] = name
+        # some strategies put all parameters into one flat tensor, and safetensors does not accept shared memory
+        owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensors[name] = tensor.contiguous() if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
     return tensors, ties
 
 
 def rescue_alone(replica: Strategy, run_dir: Path) -> str:
-    """As `rescue`, without the other ranks: no collective."""
+    """Save the weights as `rescue` does, without any collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
-        advice = "resume from the newest checkpoint"
-        return f"the weights are sharded over all ranks, and no rank can save them alone: {advice}"
+        return "the weights are sharded over all ranks, so one rank cannot save them. Resume from the newest checkpoint"
     return rescue(replica.weights(), run_dir)
 
 
 def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
-    """Save the weights wherever there is room, and say where: a full disk must not cost the training."""
+    """Save the weights in the first folder with enough space, e.g. if the disk is full. Return a text with the path."""
     for folder in (run_dir, Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path.home()):
         path = folder.resolve() / f"{run_dir.name}-rescued.safetensors"
         try:
@@ -102,35 +105,36 @@ def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
         except OSError:
             continue
         return f"the weights were rescued to {path}"
-    return "and the weights could not be saved anywhere: they are LOST"
+    return "the weights could not be saved in any folder: they are LOST"
 
 
-def begin_with(replica: Strategy, path: Path, *, trust: bool, report: Report) -> str:
-    """Fill the model with the weights in `path`, by name (a collective); their SHA-256.
+def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: Report) -> str:
+    """Load weights into the model, by name (collective). Return their SHA-256.
 
-    `report` is told what fitted. What does not fit, or is not there, is left as it was initialised.
+    Tensors that are missing in `path`, or have a different shape there, keep their initial values. With `trust`, `path`
+    can be a run folder that another user could have written.
 
     Raises:
-        UsageError: on one rank: it cannot be read, or nothing of it fits; ReportedByPeer on the others.
+        UsageError: on one rank, if the weights cannot be read, or no tensor matches; ReportedByPeer on the others.
     """
-    held = replica.state()
-    if replica.world.data is not replica.world:  # pieces of parameters
-        held = [TensorShard(name, tensor) for name, tensor in full_state(held, replica.world).items()]
+    shards = replica.state()
+    if replica.world.data is not replica.world:  # the state has shards of parameters
+        shards = [TensorShard(name, tensor) for name, tensor in full_state(shards, replica.world).items()]
     with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
-        fitting = _fitting(replica, held, weights, path, report)
+        source = _matching(replica, shards, weights, path, report)
     digest = sha256_of(weights)
-    check_equal("weights to begin with", digest, replica.world)
+    check_equal("initial weights", digest, replica.world)
     with raise_on_all_ranks(replica.world):
-        replica.load(fitting)
+        replica.load(source)
     return digest
 
 
 def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor]:
-    """A state by the model's names, on the CPU: of a file, or of a run's final weights or newest checkpoint.
+    """Read a state_dict to the CPU from a file, or from the final weights or the newest checkpoint of a run folder.
 
     Raises:
-        UsageError: it cannot be read, holds something else, or is a run that others could have written.
+        UsageError: if it cannot be read, is not a state_dict, or is a run that another user could have written.
     """
     if path.is_dir():
         run_dir = real_path(path)
@@ -140,78 +144,79 @@ def read_weights(path: Path, *, trust: bool, report: Report) -> dict[str, Tensor
             newest = Checkpoints(run_dir / CHECKPOINTS, trust=trust).newest_valid(report)
             if newest is None:
                 raise UsageError(code="init-from-no-weights", folder=run_dir, weights=WEIGHTS)
-            report(f"--init-from: the run's newest checkpoint, {newest[0].name}")
+            report(f"--init-from: newest checkpoint of the run, {newest[0].name}")
             return export_checkpoint(*newest)
     try:
         if path.suffix != ".safetensors":
-            return _of_pickle(torch.load(path, map_location="cpu", weights_only=True), path)
-        return load(real_path(path), ours=False)  # it holds no code
+            return _state_dict_in(torch.load(path, map_location="cpu", weights_only=True), path)
+        return load(real_path(path), ours=False)  # safetensors cannot contain code
     except (OSError, UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(code="init-from-unreadable", path=path, reason=str(error).splitlines()[0]) from None
 
 
-def _of_pickle(found: Any, path: Path) -> dict[str, Tensor]:
-    found = found.get("state_dict", found) if isinstance(found, Mapping) else {}
-    if not found or not all(isinstance(value, Tensor) for value in found.values()):
-        keys = f" (it has {first_few([str(key) for key in found], MOST)})" if found else ""
+def _state_dict_in(content: Any, path: Path) -> dict[str, Tensor]:
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        keys = f" (it has {first_few([str(key) for key in state], MAX_NAMES)})" if state else ""
         raise UsageError(code="init-from-no-state-dict", path=path, keys=keys)
-    return dict(found)
+    return dict(state)
 
 
-class _Fitting:
-    """The weights that fit, beside what the replica has of all others: a `checkpoint.state.Source`."""
+class _PartialSource:
+    """A `checkpoint.state.Source` of the given values, and of the current values for all other names."""
 
-    def __init__(self, values: Mapping[str, Tensor], held: Iterable[TensorShard]) -> None:
-        self._values, self._held = values, {one.name: one for one in held}
+    def __init__(self, values: Mapping[str, Tensor], current: Iterable[TensorShard]) -> None:
+        self._values, self._current = values, {shard.name: shard for shard in current}
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in {**self._held, **self._values} if name.startswith(prefix)]
+        return [name for name in {**self._current, **self._values} if name.startswith(prefix)]
 
     def shape(self, name: str) -> torch.Size:
-        return self._values[name].shape if name in self._values else self._held[name].shape
+        return self._values[name].shape if name in self._values else self._current[name].shape
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         if name in self._values:
             return self._values[name] if stop is None else self._values[name].reshape(-1)[start:stop]
-        if name not in self._held:
+        if name not in self._current:
             return None
-        own = self._held[name].tensor.detach().cpu().clone()  # of a piece that is what will be asked for
-        return own if stop is None or self._held[name].whole is not None else own.reshape(-1)[start:stop]
+        value = self._current[name].tensor.detach().cpu().clone()
+        # of a shard, the loader requests exactly the elements that this rank holds
+        return value if stop is None or self._current[name].whole is not None else value.reshape(-1)[start:stop]
 
 
-def _fitting(
-    replica: Strategy, held: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
-) -> _Fitting:
+def _matching(
+    replica: Strategy, shards: Sequence[TensorShard], weights: Mapping[str, Tensor], path: Path, report: Report
+) -> _PartialSource:
     model = replica.model
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    wanted = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # tied ones: the first
-    shapes = {one.name: one.shape for one in held}
-    kinds = {n: (shapes.get(f"model/{n}", p.shape), p.dtype, f"model/{n}") for n, p in model.named_parameters()}
-    state = set(model.state_dict())
-    kinds |= {n: (b.shape, b.dtype, f"buffers/{n}") for n, b in model.named_buffers() if n in state}
-    fits: dict[str, Tensor] = {}
-    differ: list[str] = []
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_names = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # of tied weights
+    shapes = {shard.name: shard.shape for shard in shards}
+    expected = {n: (shapes.get(f"model/{n}", p.shape), p.dtype, f"model/{n}") for n, p in model.named_parameters()}
+    persistent = set(model.state_dict())
+    expected |= {n: (b.shape, b.dtype, f"buffers/{n}") for n, b in model.named_buffers() if n in persistent}
+    matching: dict[str, Tensor] = {}
+    wrong_shape: list[str] = []
     for name, value in weights.items():
-        known = kinds.get(wanted.get(name, name))
+        known = expected.get(first_names.get(name, name))
         if known and value.shape == known[0]:
-            fits[known[2]] = value.to(known[1])
+            matching[known[2]] = value.to(known[1])
         elif known:
-            differ.append(f"{name} {tuple(known[0])} here, {tuple(value.shape)} there")
-    if not any(name.startswith("model/") for name in fits):
-        shapes = f"; shapes differ: {first_few(differ, MOST)}" if differ else ""
-        has, needed = first_few([*weights], MOST), first_few([*kinds], MOST)
+            wrong_shape.append(f"{name} {tuple(known[0])} here, {tuple(value.shape)} there")
+    if not any(name.startswith("model/") for name in matching):
+        shapes = f"; shapes differ: {first_few(wrong_shape, MAX_NAMES)}" if wrong_shape else ""
+        has, needed = first_few([*weights], MAX_NAMES), first_few([*expected], MAX_NAMES)
         raise UsageError(code="init-from-does-not-fit", path=path, has=has, needed=needed, shapes=shapes)
-    whose = "the model's" if replica.pipeline is None else "the first stage's"
-    report(f"begins with {len(fits)} of {whose} {len(kinds)} tensors from {path}")
-    missing = [name for name, (*_, full) in kinds.items() if full not in fits and not any(name in d for d in differ)]
-    others = replica.pipeline.called if replica.pipeline else ()  # what is another stage's
-    unused = [name for name in weights if wanted.get(name, name) not in kinds and name not in others]
-    told = {
-        "shapes differ, left as initialised": differ,
-        "not in it, left as initialised": missing,
-        "taken by nobody": unused,
-    }
-    for words, which in told.items():
-        if which:
-            report(f"--init-from: {words}: {first_few(which, MOST)}")
-    return _Fitting(fits, held)
+    owner = "the model's" if replica.pipeline is None else "the first stage's"
+    report(f"loaded {len(matching)} of {owner} {len(expected)} tensors from {path}")
+    not_loaded = [name for name, (*_, key) in expected.items() if key not in matching]
+    missing = [name for name in not_loaded if not any(name in text for text in wrong_shape)]
+    of_other_stages = replica.pipeline.called if replica.pipeline else ()
+    unused = [name for name in weights if first_names.get(name, name) not in expected and name not in of_other_stages]
+    for title, names in {
+        "different shape, not loaded": wrong_shape,
+        "missing in the file, not loaded": missing,
+        "not part of the model": unused,
+    }.items():
+        if names:
+            report(f"--init-from: {title}: {first_few(names, MAX_NAMES)}")
+    return _PartialSource(matching, shards)

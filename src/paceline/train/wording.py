@@ -1,4 +1,4 @@
-"""The words of a run at its start and end, and its summary."""
+"""The lines that a run prints at its start and end, and the fields of its summary."""
 
 import shlex
 from pathlib import Path
@@ -14,22 +14,22 @@ from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
 if TYPE_CHECKING:
-    from paceline.train.prepare import Parts
+    from paceline.train.prepare import TrainingComponents
 
 
-def opening_lines(parts: "Parts") -> list[str]:
-    """The run's arithmetic, with everything about it that may surprise."""
+def opening_lines(parts: "TrainingComponents") -> list[str]:
+    """Describe the run: ranks, batch sizes, length, precision, and any settings with surprising effects."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_words(world.device)}, strategy "
         f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')} each",
-        shares_line(plan, world.size),
+        batch_line(plan, world.size),
         f"{plan.size_words}; {_length(parts)}",
     ]
-    if told := _computed(parts):
-        lines.append(told)
-    lines += parts.settled.notices
+    if line := _compute_line(parts):
+        lines.append(line)
+    lines += parts.compute.notices
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -41,13 +41,12 @@ def opening_lines(parts: "Parts") -> list[str]:
         lines.append(f"the global batch is larger than the data: each epoch is one step on {plan.num_samples} samples")
     idle = plan.virtual_ranks - min(plan.global_batch, plan.num_samples)
     if idle > 0:
-        lines.append(
-            f"{plural(idle, 'virtual rank')} of {plan.virtual_ranks} never get a sample: the batch is too small"
-        )
+        virtual_ranks = plural(plan.virtual_ranks, "virtual rank")
+        lines.append(f"the batch is too small: {idle} of {virtual_ranks} never get a sample")
     return lines
 
 
-def shares_line(plan: BatchPlan, world_size: int) -> str:
+def batch_line(plan: BatchPlan, world_size: int) -> str:
     """'global batch 128 = 2 ranks x 1 micro-batch x 64'."""
     micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
     exact = micro * plan.virtual_ranks * plan.accumulation == plan.global_batch
@@ -57,55 +56,54 @@ def shares_line(plan: BatchPlan, world_size: int) -> str:
 
 
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
-    """How it ended, and where everything lies."""
+    """Describe the results, and where they are stored."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
-    told = "; ".join(f"{split} {scores_line(found)}" for split, found in scores.items() if found is not None)
+    results = "; ".join(f"{split} {scores_line(metrics)}" for split, metrics in scores.items() if metrics is not None)
     return [
-        f"done: {told}{rate}",
+        f"done: {results}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",
         f"run folder {folder}",
-        see_it(folder),
+        report_hint(folder),
     ]
 
 
-def see_it(folder: Path) -> str:
-    """The line that makes the page of a run."""
+def report_hint(folder: Path) -> str:
+    """The command that creates the report of a run."""
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def facts(parts: "Parts", place: RunLocation) -> dict[str, Any]:
-    """What the summary says of a task's run, beside what all runs have."""
+def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
+    """The fields of the summary that only runs of tasks have."""
     compute, known = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
-    bits = {name: known[name] for name in names} | known["hardware"]  # hold for any world size from 1 to virtual_ranks
+    bits = {name: known[name] for name in names} | known["hardware"]  # the same for 1 to virtual_ranks processes
     return {
         "task": str(parts.config.task), "strategy": parts.config.strategy, "precision": compute.precision,
-        "allocator": parts.settled.allocator, "bits_hold_for": bits if known["unbroken"] else None,
+        "allocator": parts.compute.allocator, "bits_hold_for": bits if known["unbroken"] else None,
     }  # fmt: skip
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
-    """The last line of a run that was asked to stop."""
+    """The last line of a run that stopped on request."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     of = f" of {total_steps}" if total_steps else ""
-    return f"asked to stop: saved after step {step}{of}. Go on with: {command}"
+    return f"asked to stop: saved after step {step}{of}. Resume with: {command}"
 
 
-def _length(parts: "Parts") -> str:
-    total, passes = parts.total_steps, parts.config.run.epochs
-    return f"{plural(total, 'step')} in all" if total else f"{plural(passes, 'pass', 'passes')} over it"
+def _length(parts: "TrainingComponents") -> str:
+    total, epochs = parts.total_steps, parts.config.run.epochs
+    return f"{plural(total, 'step')} in all" if total else plural(epochs, "epoch")
 
 
-def _computed(parts: "Parts") -> str:
-    """How it is computed, where that is not the usual way."""
+def _compute_line(parts: "TrainingComponents") -> str:
     compute, precision = parts.config.compute, parts.config.compute.precision
-    ways = {
-        f"forward and backward in {precision} (another run than in fp32: it rounds otherwise)": precision != "fp32",
-        f"backward computes {compute.checkpoint_activations} again": compute.checkpoint_activations is not None,
-        "compiled": compute.compile,
-        "replayed as CUDA graphs": compute.cuda_graphs,
+    options = {
+        f"forward and backward in {precision} (results differ from fp32)": precision != "fp32",
+        f"activation checkpointing of {compute.checkpoint_activations}": compute.checkpoint_activations is not None,
+        "torch.compile": compute.compile,
+        "CUDA graphs": compute.cuda_graphs,
     }
-    told = [words for words, so in ways.items() if so]
-    return f"computed: {', '.join(told)}" if told else ""
+    enabled = [text for text, is_enabled in options.items() if is_enabled]
+    return f"compute: {', '.join(enabled)}" if enabled else ""

@@ -47,13 +47,13 @@ from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
-from paceline.train.computing import check_precision, settle
+from paceline.train.computing import check_precision, resolve_compute
 from paceline.train.determinism import deterministic
 from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import maker_for, schedule_for
-from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, wish_of
-from paceline.train.records import Records
-from paceline.train.sharing import share_model
+from paceline.train.parallelism import parallelize_model
+from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, parallel_config
+from paceline.train.records import RunRecorder
 from paceline.train.step import ignore
 from paceline.train.stream_task import check_stream
 
@@ -131,12 +131,12 @@ class CandidateTraining:
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
         loading = Loading(world.device, config.data.num_workers, task.collate)
-        settled = settle(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        settled = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
         self.use = Utilization(world, config.compute.peak_tflops, workload.count, settled.precision)
         o = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = maker_for(o, o.lr, task, model)
         alone = replace(loading, num_workers=0)
-        sharing = share_model(task, model, dataset, alone, self.plan, world, wish_of(config))
+        sharing = parallelize_model(task, model, dataset, alone, self.plan, world, parallel_config(config))
         lines = sharing.lines if sharing.division else ()  # the stages; a table of split layers is too long
         self.notes = tuple(f"{strategy_on(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
         if candidate.strategy == NO_EXCHANGE:
@@ -146,9 +146,9 @@ class CandidateTraining:
         schedule = schedule_for(o, o.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
         place = RunLocation(folder, 1, 0, None)
-        self._records = self._open.enter_context(closing(Records(place, world, print)))
+        self._records = self._open.enter_context(closing(RunRecorder(place, world, print)))
         self._records.begin(place, None)
-        self._records.started(self.plan, 0)
+        self._records.log_start(self.plan, 0)
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
         taken = fit(
@@ -172,7 +172,7 @@ class CandidateTraining:
         self.use.add(record.consumed)
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
-        self._records.stepped(record, samples, self._share, listed=self._lists_samples)
+        self._records.log_step(record, samples, self._share, listed=self._lists_samples)
         return samples
 
     def __enter__(self) -> Self:

@@ -32,8 +32,8 @@ from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks import load_task
 from paceline.tasks.task import Task
-from paceline.train.optimizer import OwnSchedule, checked_optimizer
-from paceline.train.sharing import Wish, share_model
+from paceline.train.optimizer import TaskSchedule, checked_optimizer
+from paceline.train.parallelism import ParallelConfig, parallelize_model
 
 PARAMETER = "model/"  # begins the name of one in a state
 LR = 1e-3
@@ -93,7 +93,7 @@ def has_schedule(name: str, task: Task) -> bool:
 def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> None:
     """Let the task's own schedule, if it is meant for this optimizer, step after it."""
     if task.make_schedule and has_schedule(name, task):
-        OwnSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
+        TaskSchedule(optimizer, task.make_schedule(optimizer, steps), steps)
 
 
 def make_setting(spec: Spec, task: Task, policy: Policy, world: World) -> Setting:
@@ -158,8 +158,8 @@ def apply_strategy(
         model = convert(model, new_group())
     loading, data = Loading(world.device, 0, setting.task.collate), world.data
     model.train()
-    wish = Wish(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
-    sharing = share_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
+    wish = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence=spec.sequence_parallel)
+    sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, wish)
     replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
     replica.model.train()

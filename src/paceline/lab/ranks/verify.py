@@ -42,7 +42,7 @@ from paceline.lab.verify import (
 from paceline.rank.attach import run_worker
 from paceline.rank.world import World, joined, on_mesh
 from paceline.strategies.validation import ELEMENT_WISE
-from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
+from paceline.train.determinism import DEFAULT_THREADS, deterministic, hardware_facts
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
 
@@ -147,7 +147,9 @@ def collect_bits(spec: Spec, world: World) -> BitsReport:
         policy = "local" if has_batch_norm(model) else "none"
     setting = trials.make_setting(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
-    return BitsReport(world.size, setting.plan.global_batch, setting.plan.num_samples, bits, holds_for(world.device))
+    return BitsReport(
+        world.size, setting.plan.global_batch, setting.plan.num_samples, bits, hardware_facts(world.device)
+    )
 
 
 def _bits_of(setting: Setting, strategy: str, optimizer: str) -> Bits:

@@ -1,11 +1,12 @@
-"""The course of a run on this rank: what its steps leave behind, what is due between two of them, and how it ends.
+"""The progress of a run on this rank: the results of steps, the work between steps, and the end of the run.
 
-`paceline train` and sessions have the same one. What differs between them is handed in: who goes through the data, what
-is evaluated, which lines are said, and what a checkpoint keeps beside tensors (`numbers`).
+`paceline train` and sessions both use it. Each passes in its data iteration, its evaluation, its printed lines, and the
+values other than tensors that a checkpoint must contain (`numbers`).
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,48 +31,43 @@ from paceline.stepping.nonfinite import LeftOut, Policy
 from paceline.stepping.order import CallOrder
 from paceline.stepping.totals import Votes
 from paceline.stepping.trained_model import TrainedModel
-from paceline.train.checkpointing import Keeping, Rhythm, StateCollection
-from paceline.train.costs import Waiting, all_costs
+from paceline.train.checkpointing import CheckpointManager, CheckpointPolicy, StateCollection
+from paceline.train.costs import DataWait, all_costs
 from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
-from paceline.train.records import Records, Traces
+from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.weights import rescue, rescue_alone, save
 
 Numbers = Callable[[], dict[str, Any]]
-"""Gives what a checkpoint keeps beside tensors, metrics and the definition."""
-NOT_OURS = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)  # phases of the user's own code
+"""Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
+USER_PHASES = (Phase.USER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE)  # these run the user's code
 
 
-class Course(Records):
-    """The state that the loop over steps shares with what is done between them."""
+class TrainingProgress(RunRecorder):
+    """The state that the loop over steps shares with the work between steps."""
 
     def __init__(
-        self,
-        place: RunLocation | None,
-        origin: ResumePoint | None,
-        world: World,
-        rhythm: Rhythm,
-        not_finite: Policy,
-        show: Callable[[str], None],
-    ) -> None:
-        """The state to resume from is `origin`'s; `show` as in Records."""
+        self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointPolicy,
+        not_finite: Policy, show: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Start at `origin`, or at step 0. `show` prints a line on rank 0."""
         super().__init__(place, world, show)
-        self.origin, self._rhythm = origin, rhythm
+        self.origin, self._checkpoint_policy = origin, policy
         self._guard = Guard.of_process()
         self.order = CallOrder(world, self._guard.ledger.take_order, self._guard.ledger.taken, self.say)
         self.request: StopRequest | None = None
-        self._left_out, self._policy = LeftOut(not_finite, world, self.say), not_finite
-        self.throughput, self._waiting, self._traces = Throughput(), Waiting(), Traces(self._guard.box)
+        self._skipped, self._not_finite = LeftOut(not_finite, world, self.say), not_finite
+        self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.box)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
-        self._keeping: Keeping | None = None
-        self._saves_seen = self._saves_done = 0  # asked for by people: when it voted last, and dealt with
+        self._checkpoints: CheckpointManager | None = None
+        self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
         self.is_open = False
-        """whether there is a folder, and it is taken"""
-        self._take(origin)
+        """Whether the run has a folder and `open` has claimed it."""
+        self._restore(origin)
         self.start = self.step
 
-    def _take(self, origin: ResumePoint | None) -> None:
+    def _restore(self, origin: ResumePoint | None) -> None:
         content = origin.content if origin else TrainerState(0, {}, {})
         self.step, self.samples = origin.step if origin else 0, content.samples_seen
         self.metrics, self.evaluated = dict(content.metrics), content.evaluated
@@ -81,91 +77,89 @@ class Course(Records):
         lines: Iterable[str] = (), *, of: str = "", listed: bool = False, track: str | None = None,
         others: Callable[[], list[TensorShard]] = list,
     ) -> None:  # fmt: skip
-        """The first step is near: take the folder, and say that this rank begins (a collective).
+        """Claim the run folder, record the start of this rank and print `lines`, before the first step (collective).
 
-        `parts` are the models; `facts`: what the summary says beside what is known here; `lines` are said, with the
-        number of steps `of` the run where it goes on; `listed`: each sample is written down; `track`: which trackers;
-        `others`: the tensors of what is saved beside the models.
+        `facts` returns additional fields of the summary. `of` follows the step number of a resumed run, e.g. " of 400".
+        With `listed`, the events contain the index of each sample. `track` names the trackers. `others` returns the
+        tensors that are saved in addition to the models.
 
         Raises:
             UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
-        self._replicas, holder = (
-            [part.replica for part in parts],
-            StateCollection(parts, self._world, plan.virtual_ranks, others),
-        )
+        self._replicas = [part.replica for part in parts]
         if (place := self.place) is None:
             return
-        self._names = [one.pipeline.names if one.pipeline else state_names(one.model) for one in self._replicas]
-        writer, enter = self.begin(place, track), self._guard.box.enter
-        self._keeping = Keeping(holder, place, self.origin, self._rhythm, writer=writer, say=self.say, enter=enter)
-        self.started(plan, self.step)
+        self._names = [r.pipeline.names if r.pipeline else state_names(r.model) for r in self._replicas]
+        holder = StateCollection(parts, self._world, plan.virtual_ranks, others)
+        self._checkpoints = CheckpointManager(
+            holder, place, self.origin, self._checkpoint_policy,
+            writer=self.begin(place, track), say=self.say, enter=self._guard.box.enter,
+        )  # fmt: skip
+        self.log_start(plan, self.step)
         for line in [*place.notices, *lines]:
             self.say(line)
-        if self._policy == "rollback" and not self._keeping.can_go_back:
-            self.say("WARNING: --not-finite rollback has nothing to go back to: give --checkpoint-every STEPS")
+        if self._not_finite == "rollback" and not self._checkpoints.can_roll_back:
+            self.say("WARNING: --not-finite rollback has no older state to return to. Add --checkpoint-every STEPS")
         self.is_open = True
         if self.origin:
-            self.say(f"goes on after step {self.step}{of}, from {self.origin.where}")
+            self.say(f"resumes after step {self.step}{of}, from {self.origin.where}")
 
-    # between two steps
+    # between steps
 
     def votes(self, *, end: float = 0.0, coming: float = 0.0) -> Votes:
-        """What this rank has to say in the next step: on the checkpoint on its way, and whether it is asked to stop.
-
-        `end` and `coming` as in Votes.
-        """
-        asked, keeping = self._guard.box.asked, self._keeping
-        self._saves_seen = asked("saves_asked")
-        stop = float((self.request is not None and bool(self.request.by)) or asked("regroups") > 0)
-        written, failed, due = (0.0, 0.0, 0.0) if keeping is None else keeping.votes()
+        """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
+        requested, checkpoints = self._guard.box.asked, self._checkpoints
+        self._saves_seen = requested("saves_asked")
+        stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
+        written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
         return Votes(stop, written, failed, due, end, float(self._saves_seen > self._saves_done), coming)
 
-    def note(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
-        """A step on a global batch of `samples` samples has ended; `tracked`: trackers are told of it."""
-        self._guard.box.enter(Phase.CHECKPOINT)  # the step is whole, whatever happens now
+    def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
+        """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
+        self._guard.box.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.step, self.samples = record.step, self.samples + samples
         self._guard.box.set_step(self.step)
         self.throughput.step(samples)
         self.use.add(record.consumed)
-        self._waiting.step(record.data_seconds, record.seconds)
-        self.stepped(record, samples, self._share, listed=self._listed, tracked=tracked)
+        self._data_wait.step(record.data_seconds, record.seconds)
+        self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
-            self.in_detail(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
+            self.write_optional(self._traces.of(record, self._replicas if self.step == self.start + 1 else ()))
             if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
-                self.in_detail([events.Counted(flops, self.use.devices, self.use.peak_tflops())])
+                self.write_optional([events.Counted(flops, self.use.devices, self.use.peak_tflops())])
 
-    def back(self, record: StepRecord) -> ResumePoint | None:
-        """The older state to go on from, if the step was left out and that is the policy (a collective then).
+    def rollback_point(self, record: StepRecord) -> ResumePoint | None:
+        """The older state to restore if the step was skipped and the policy is `rollback` (then collective).
 
         Raises:
-            TrainingError: too many steps were left out.
+            TrainingError: if too many steps were skipped.
         """
-        found = record.result.left_out
-        if found is None or not self._left_out.goes_back(self.step, found) or record.result.votes.stop:
+        skipped = record.result.left_out
+        if skipped is None or not self._skipped.goes_back(self.step, skipped) or record.result.votes.stop:
             return None
-        if self._keeping is None or (origin := self._keeping.newest()) is None:
-            self.say(f"step {self.step} is left out: nothing is kept yet to go back to")
+        if self._checkpoints is None or (origin := self._checkpoints.newest()) is None:
+            self.say(f"step {self.step} is skipped: no older state exists yet")
             return None
         return origin
 
-    def go_back(self, origin: ResumePoint) -> None:
-        """The models are those of `origin` again."""
+    def roll_back(self, origin: ResumePoint) -> None:
+        """Continue from `origin`, whose state the models have now."""
         self.write(events.RolledBack(self.step, origin.step))
-        self.say(f"goes back from step {self.step} to {origin.where}")
-        self._take(origin)
+        self.say(f"rolls back from step {self.step} to {origin.where}")
+        self._restore(origin)
         self._guard.box.set_step(self.step)
 
-    def between(self, votes: Votes, numbers: Numbers, *, save: bool, settled: bool) -> None:
-        """Do what is due after the step; `settled`: it is on disk before anything else is done (a collective)."""
-        if self._keeping is not None:
+    def after_step(self, votes: Votes, numbers: Numbers, *, save: bool, wait: bool) -> None:
+        """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
+        if self._checkpoints is not None:
             if votes.save > 0:
                 self._saves_done, save = self._saves_seen, True
-            self.throughput.pause(self._keeping.between(self.step, votes, lambda: self._content(numbers), save=save))
-            if settled:
-                self.throughput.pause(self._keeping.settle())
+            content = partial(self._content, numbers)
+            self.throughput.pause(self._checkpoints.after_step(self.step, votes, content, save=save))
+            if wait:
+                self.throughput.pause(self._checkpoints.wait())
 
     def _content(self, numbers: Numbers) -> TrainerState:
         definition = self.place.definition if self.place else {}
@@ -174,18 +168,21 @@ class Course(Records):
     # the end
 
     def fail(self, error: BaseException, numbers: Numbers, *, whole: bool) -> PacelineError | None:
-        """After an error: save what there is, the state after the last step if that is `whole` (no collective).
+        """Save the state after the last step when `error` ends the run, without any collective.
+
+        Nothing is saved unless the state is `whole`, i.e. not in the middle of an update.
 
         Returns:
-            What to raise in its place: it is the guard's doing; or a file cannot be written, and where the weights are.
+            The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
+            the file of the rescued weights, if another file could not be written.
         """
         phase, new = self._guard.box.get("phase"), self.step > self.start
         stalled = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
-        if self._keeping is None or self.place is None or not whole:
+        if self._checkpoints is None or self.place is None or not whole:
             return stalled
         if new and phase != Phase.CLOSE:
-            self._keeping.save_after(error, self.step, lambda: self._content(numbers))
-        if stalled is not None or not isinstance(error, OSError) or phase in NOT_OURS:
+            self._checkpoints.save_after(error, self.step, partial(self._content, numbers))
+        if stalled is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stalled
         where = rescue_alone(self._replicas[0], self.place.folder) if new else "nothing was trained yet"
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
@@ -193,20 +190,20 @@ class Course(Records):
     def finish(
         self, stopped: bool, lines: Callable[[Summary], list[str]], saved: Callable[[], object] = lambda: None
     ) -> ExitCode:
-        """The loop is over, or was `stopped`: save, summarise, and say how it ended in `lines` (a collective).
+        """Save the weights, write the summary and print the result, `lines` (collective).
 
-        `saved` is called when the weights are on disk.
+        With `stopped` (on request), the weights are not saved. `saved` is called after the weights are saved.
 
         Raises:
-            TrainingError: the last checkpoint could not be written, or a rank's weights differ.
+            TrainingError: the last checkpoint could not be written, or the weights differ between ranks.
         """
-        assert self._keeping is not None
+        assert self._checkpoints is not None
         assert self.place is not None
-        self._keeping.end()
-        self._costs, self.waited = all_costs(self._waiting, self._world)
+        self._checkpoints.end()
+        self._costs, self.slowest_data_rank = all_costs(self._data_wait, self._world)
         self.write(events.Ended(self.step, time.time()))
         self._guard.box.enter(Phase.CLOSE)
-        failed, first = self._keeping.failed, self._world.rank == 0
+        failed, first = self._checkpoints.failed, self._world.rank == 0
         if stopped and failed:
             weights = self._replicas[0].weights()
             failed += f"; {rescue(weights, self.place.folder)}" if first else ""
@@ -215,10 +212,11 @@ class Course(Records):
         if not stopped:
             known = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
             saved()
-            if first:  # nobody waits for this rank now
+            if first:  # no other rank waits for this rank any more
                 self.use.peak_tflops(measure=True, samples_per_second=self.throughput.overall())
         code = ExitCode.SAVED if stopped else ExitCode.DONE
-        if first and not (stopped and self._guard.box.asked("regroups")):  # then the run goes on at once
+        regroups = stopped and self._guard.box.asked("regroups")  # the launcher restarts the run immediately
+        if first and not regroups:
             for line in lines(self.summarise(code, **known)):
                 self.show(line)
         if failed:
@@ -226,20 +224,19 @@ class Course(Records):
         return code
 
     def _save_weights(self, place: RunLocation) -> str:
-        """Of all models; the digest of the first."""
+        """Save the weights of all models. Return the digest of the first model."""
         digests: list[str] = []
         for number, replica in enumerate(self._replicas, 1):
             with replica.merged_buffers():
                 weights = replica.weights()
                 digests.append(sha256_of(weights))
-                # A rank whose weights differ has not computed this run.
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
                 if self._world.rank == 0:
                     save(weights, place.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS))
         return digests[0]
 
     def summarise(self, code: int, **known: Any) -> Summary:
-        """Write the summary, with what is `known` beside the facts; on rank 0."""
+        """Write the summary with the additional fields `known`. Only rank 0 calls it."""
         assert self.place is not None
         plan, use, speed = self._plan, self.use, dict[str, Any](self.use.speed(self.throughput.overall()))
         if flops := use.count.per_sample:
@@ -254,9 +251,9 @@ class Course(Records):
         return summary
 
     def close(self) -> None:
-        """Wait for threads and let go of the files; a checkpoint not published by now never will be."""
-        if self._keeping is not None:
-            self._keeping.abandon()
+        """Wait for threads and close the files. A pending checkpoint stays unpublished."""
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
         if self.is_open:
-            self.in_detail(self._traces.rest())
+            self.write_optional(self._traces.rest())
         super().close()

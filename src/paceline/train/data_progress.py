@@ -1,4 +1,4 @@
-"""The passes of a task over its training data: where the run is in them, and what comes next."""
+"""The position of a task in its training data: the epoch, the next batches, and the end of the data."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -9,22 +9,22 @@ from paceline.data.loader import MicroBatch, as_pair, load_steps
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.train.fit import StepRecord
-from paceline.train.prepare import Parts
+from paceline.train.prepare import TrainingComponents
 from paceline.train.streaming import Stream
 
 
-class Passes:
-    """Over a dataset with samples by number: the step says all."""
+class DataProgress:
+    """The position in a map-style dataset. It follows from the number of the step."""
 
     coming = 0.0
-    """samples that this rank has of the next batch: a vote"""
+    """The `coming` field of Votes; only streams need it."""
 
-    def __init__(self, parts: Parts, box: StatusPage) -> None:
+    def __init__(self, parts: TrainingComponents, box: StatusPage) -> None:
         self._parts, self._plan, self._total = parts, parts.plan, parts.total_steps
         self._loading = replace(parts.loading, box=box)
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
-        """For each step from `start` to the last, this rank's micro-batches."""
+        """Yield the micro-batches of this rank for each step from `start` to the last."""
         parts = self._parts
         return load_steps(
             parts.train_set, parts.plan, parts.share, self._loading,
@@ -32,91 +32,91 @@ class Passes:
         )  # fmt: skip
 
     def samples(self, record: StepRecord) -> int:
-        """Of the global batch that a step was on."""
+        """The number of samples in the global batch of a step."""
         return record.microbatches[0].work.global_samples
 
-    def note(self, record: StepRecord) -> None:
-        """A step is done (a collective)."""
+    def advance(self, record: StepRecord) -> None:
+        """Advance past the batch of a step (collective)."""
 
     def at_end(self, step: int) -> bool:
-        """Whether a pass ends with `step`."""
+        """Whether `step` is the last step of an epoch."""
         return step % self._plan.steps_per_epoch == 0
 
     def is_over(self, step: int) -> bool:
-        """Whether no step follows `step`."""
+        """Whether `step` is the last step of the run."""
         return step >= self._total
 
     def epoch(self, step: int) -> int:
-        """In which pass `step` was, from 0."""
+        """The epoch of `step`, from 0."""
         return max(0, step - 1) // self._plan.steps_per_epoch
 
     def numbers(self, world: World | None) -> dict[str, Any]:
-        """What a checkpoint keeps of it; with a `world` a collective."""
+        """The position in a checkpoint. Collective if `world` is given; otherwise that of this rank."""
         return {}
 
-    def take(self, found: Mapping[str, Any]) -> None:
-        """Take over what `numbers` gave."""
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`."""
 
 
-class StreamPasses(Passes):
-    """Over a stream, whose end nobody knows before it comes."""
+class StreamProgress(DataProgress):
+    """The position in a stream, whose length is unknown."""
 
-    def __init__(self, parts: Parts, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
+    def __init__(self, parts: TrainingComponents, stream: Stream, box: StatusPage, say: Callable[[str], None]) -> None:
         super().__init__(parts, box)
         self._stream, stream.loading, stream.say = stream, self._loading, say
-        self.take({})
+        self.load({})
 
     @property
     def coming(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See Passes."""
+        """The samples that this rank has for the next batch."""
         return self._stream.coming
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
-        """See Passes."""
+        """See DataProgress."""
         where, step = self._where, start
         while not self.is_over(step):
             if where["ended"]:
                 where |= {"passes": where["passes"] + 1, "batch": 0, "ended": 0}
                 self._stream.saved = {}
-            passed = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
-            with closing(passed):
-                for micro_batches in passed:
+            epoch = self._stream.training(self._plan, self._parts.share, where["passes"], where["batch"])
+            with closing(epoch):
+                for micro_batches in epoch:
                     step += 1
-                    pairs = ((one, *as_pair(one.inputs)) for one in micro_batches)
-                    yield [replace(one, inputs=inputs, targets=targets) for one, inputs, targets in pairs]
+                    pairs = ((batch, *as_pair(batch.inputs)) for batch in micro_batches)
+                    yield [replace(batch, inputs=inputs, targets=targets) for batch, inputs, targets in pairs]
                     if self.is_over(step):
                         return
-            where["ended"] = 1  # also a pass that was over when the run was saved
+            where["ended"] = 1  # also if the epoch was already over in the checkpoint
 
     def samples(self, record: StepRecord) -> int:
-        """See Passes."""
+        """See DataProgress."""
         return self._stream.samples()
 
-    def note(self, record: StepRecord) -> None:
-        """See Passes."""
+    def advance(self, record: StepRecord) -> None:
+        """See DataProgress."""
         where = self._where
         where["ended"] = int(self._stream.is_end(where["batch"], record.result.votes.coming))
         where["batch"] += 1
 
     def at_end(self, step: int) -> bool:
-        """See Passes."""
+        """See DataProgress."""
         return bool(self._where["ended"])
 
     def is_over(self, step: int) -> bool:
-        """See Passes."""
+        """See DataProgress."""
         if self._total:
             return step >= self._total
         return self.at_end(step) and self._where["passes"] + 1 >= self._parts.config.run.epochs
 
     def epoch(self, step: int) -> int:
-        """See Passes."""
+        """See DataProgress."""
         return self._where["passes"]
 
     def numbers(self, world: World | None) -> dict[str, Any]:
-        """See Passes."""
+        """See DataProgress."""
         return {"where": dict(self._where), "streams": self._stream.position(self._where, world)}
 
-    def take(self, found: Mapping[str, Any]) -> None:
-        """See Passes."""
-        self._where: dict[str, int] = {"passes": 0, "batch": 0, "ended": 0, **found.get("where", {})}
-        self._stream.saved = found.get("streams") or {}
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """See DataProgress."""
+        self._where: dict[str, int] = {"passes": 0, "batch": 0, "ended": 0, **saved.get("where", {})}
+        self._stream.saved = saved.get("streams") or {}

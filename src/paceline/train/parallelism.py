@@ -1,0 +1,201 @@
+"""Shards or splits the model of a task over the ranks of a mesh. It is traced and checked with the first samples."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.checkpoint.shards import ShardedParameter
+from paceline.collectives.control import all_gather_object, report_on_one_rank, together
+from paceline.collectives.replicate import broadcast_module
+from paceline.config.mesh import OF_MODEL
+from paceline.data.loader import Loading, fetch
+from paceline.data.plan import BatchPlan, ranks_share
+from paceline.errors import UsageError, plural
+from paceline.parallel.partition import survey
+from paceline.parallel.pipeline import Schedule, idle
+from paceline.rank.world import World
+from paceline.seeding import random_stream
+from paceline.strategies.base import MakeOptimizer, Strategy
+from paceline.strategies.parts import ModelParts
+from paceline.strategies.pipelined import Division, divided, pipelined
+from paceline.tasks.task import Task, call
+from paceline.train.evaluate import evaluating
+from paceline.train.step import weighted_losses
+
+LOSS_TOLERANCE = 1e-2  # relative; without a backward graph torch can use different kernels, which shows in bf16
+TRIAL_SAMPLES = 2
+LONG_IDLE = 0.3  # of a step, for stages of equal duration
+Trial = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
+"""Returns, for the first samples: a function that calls the model, its inputs, and a function (output) -> loss."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The settings of model parallelism, in addition to the mesh."""
+
+    strategy: str | None = None
+    stages_at: str = ""
+    schedule: Schedule = "1f1b"
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How the ranks divide a model: the shards of its parameters, or its pipeline stages."""
+
+    shards: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
+    division: Division | None = None
+    schedule: Schedule = "1f1b"
+    lines: Sequence[str] = ()
+    """Lines for the user, before the first step."""
+    check: Callable[[Strategy], None] = lambda _: None
+    """Raises UsageError if the divided model does not give the loss of the full model."""
+
+    def apply(
+        self, strategy: Callable[..., Strategy], model: nn.Module, maker: MakeOptimizer, world: World,
+        virtual_ranks: int,
+    ) -> Strategy:  # fmt: skip
+        """Apply `strategy` to this rank's part of the model (collective)."""
+        if self.division is None:
+            part = strategy(model, maker, world.data, virtual_ranks=virtual_ranks)
+            if world.mesh is None or not world.mesh.shares_model:
+                part.world = world
+            else:
+                part.join(ModelParts(model, world, self.shards), world)
+            return part
+        replica = pipelined(
+            strategy, model, maker, world, self.division, schedule=self.schedule, virtual_ranks=virtual_ranks
+        )  # fmt: skip
+        self.check(replica)
+        return replica
+
+
+NO_PARALLELISM = ParallelPlan()
+
+
+def parallelize_model(
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, plan: BatchPlan, world: World,
+    config: ParallelConfig,
+) -> ParallelPlan:  # fmt: skip
+    """Divide the model along the dimensions of the mesh of `world` (collective).
+
+    Raises:
+        UsageError: on one rank, if the model cannot be divided; ReportedByPeer on the others.
+    """
+    if world.backend == "gloo" and world.device.type == "cuda" and any(world.along(n).size > 1 for n in OF_MODEL):
+        raise report_on_one_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
+    trial = partial(_first_samples, task, model, dataset, loading)
+    if world.along("tensor").size > 1:
+        samples = min(TRIAL_SAMPLES, len(dataset))  # pyright: ignore[reportArgumentType]
+        return _shard_layers(task, model, partial(_trial_loss, model, trial), samples, plan, world, config)
+    if world.along("context").size > 1:
+        from paceline.parallel.context import share_along_context  # imports DTensor, which takes 0.5 s
+
+        return ParallelPlan(lines=share_along_context(model, world, partial(_trial_loss, model, trial)))
+    if (stages := world.along("pipeline").size) > 1:
+        names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
+        broadcast_module(model)  # so that the stages of all ranks belong to one model
+        division = divided(lambda: survey(model, *trial()), stages, names, world)
+        check = partial(_check_loss, _trial_loss(model, trial), trial)
+        lines = division_lines(division, schedule, plan, world)
+        return ParallelPlan(division=division, schedule=schedule, lines=lines, check=check)
+    return NO_PARALLELISM
+
+
+def _shard_layers(
+    task: Task, model: nn.Module, loss: Callable[[], float], samples: int, plan: BatchPlan, world: World,
+    config: ParallelConfig,
+) -> ParallelPlan:  # fmt: skip
+    """Shard the layers in place along the tensor dimension. The `loss` of the first `samples` samples must not change.
+
+    Raises:
+        UsageError: as `shard_along_tensor`, or if fsdp does not support a sharded parameter; on one rank.
+    """
+    from paceline.parallel.tensor import shard_along_tensor  # imports DTensor
+
+    sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence)
+    if config.strategy == "fsdp" and sharding.used_elsewhere:  # fsdp replaces these parameters by other tensors
+        reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
+        advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
+        raise report_on_one_rank(
+            UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice), world
+        )
+    lines = sharding.table(model, samples, plan.global_batch // world.data.size)
+    along = world.along("tensor")
+    if along.local_size < along.size:
+        ranks = plural(world.local_size, "rank")
+        lines.append(
+            "WARNING: ranks along tensor are on several nodes, so each step sends all these bytes between nodes. "
+            f"Choose a size of tensor that divides the {ranks} of a node, and use data or pipeline between nodes"
+        )
+    return ParallelPlan(sharding.shards, lines=lines)
+
+
+def _first_samples(
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading
+) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
+    indices = torch.arange(min(TRIAL_SAMPLES, len(dataset)))  # pyright: ignore[reportArgumentType]
+    ((inputs, targets),) = fetch(dataset, [(0, indices)], 0, loading)
+
+    def loss(outputs: Any) -> Tensor:
+        losses, weights = weighted_losses(task.loss, outputs, targets)
+        return losses.sum() if weights is None else (losses * weights).sum()
+
+    return partial(call, model, inputs), inputs, loss
+
+
+def _trial_loss(model: nn.Module, trial: Trial) -> float:
+    """The loss of the first samples in eval mode, with a graph as in a step. Some models use random numbers in it."""
+    with random_stream(0, next(model.parameters()).device), evaluating(model), torch.enable_grad():
+        forward, _, loss = trial()
+        return float(loss(forward()).detach())
+
+
+def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
+    pipeline, world, got = replica.pipeline, replica.world, expected
+    assert pipeline is not None
+    with random_stream(0, world.device), evaluating(replica.model):
+        forward, _, loss = trial()
+        run = pipeline.stage.forward(forward)
+        pipeline.settle()
+    with together(world):
+        if pipeline.is_last:
+            got = float(loss(run.result))
+        if not math.isclose(got, expected, rel_tol=LOSS_TOLERANCE):
+            raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=got, expected=expected)
+
+
+def division_lines(division: Division, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+    """Lines that show each stage: its first module, its memory, and its expected idle time."""
+    stages = division.stages
+    micro_batches = len(ranks_share(plan.virtual_ranks, 0, world.data.size)) * plan.accumulation
+    waits = idle(schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches)
+    total = sum(stage.seconds for stage in stages)
+    count = plural(micro_batches, "micro-batch", "micro-batches")
+    lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {count}"]
+    first_modules = ["", *(cut.module for cut in division.cuts)]
+    for number, (stage, module, wait) in enumerate(zip(stages, first_modules, waits, strict=True)):
+        begin = f"stage {number} {f'from {module}' if module else 'from the input'}"
+        portion = f"{stage.seconds / total:.0%} of the time" if total else "no time"
+        state = f"{stage.state_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer state"
+        lines.append(f"  {begin}: {portion}, {state}; will wait {wait:.0%} of a step")
+    if (len(stages) - 1) / (micro_batches + len(stages) - 1) > LONG_IDLE:
+        lines[0] += ". WARNING: too few micro-batches to keep all stages busy. Increase --accumulation"
+    return lines
+
+
+def waited_line(seconds: Sequence[float], world: World) -> str:
+    """A line with the waiting time of each stage (collective). `seconds` of this rank: (waiting, in total)."""
+    by_stage: dict[int, list[float]] = {}
+    for stage, waited, total in all_gather_object([world.along("pipeline").rank, *seconds], world):
+        by_stage.setdefault(stage, []).append(waited / total if total else 0.0)
+    means = {stage: sum(fractions) / len(fractions) for stage, fractions in by_stage.items()}
+    slowest = min(means, key=lambda stage: means[stage])
+    text = ", ".join(f"stage {stage} {fraction:.0%}" for stage, fraction in sorted(means.items()))
+    return f"waited for other ranks: {text} of the time; stage {slowest} is the slowest"
