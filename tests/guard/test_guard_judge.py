@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.rendered import rendered
 
 from paceline.guard.judge import judge
-from paceline.guard.sentences import loader_words, op_words
+from paceline.guard.sentences import format_loader, format_op
 from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Stack, Verdict, VerdictKind
 
 WORLD = {"0": (0, 1, 2)}
@@ -116,7 +116,7 @@ def test_a_rank_that_waits_for_a_loader_process_is_told_with_process_and_item(
     workers = tuple(LoaderWorker(n, 90 + n, 40 + n, 2, state, busy) for n, state, busy in loaders)
     verdict = judge([rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE, phase=Phase.DATA, loaders=workers), rank(2, WAITS)])
     assert (verdict.kind, verdict.guilty) == (kind, (1,))
-    assert [one.number for one in workers if loader_words(one) in "\n".join(verdict.sentences)] == named
+    assert [one.number for one in workers if format_loader(one) in "\n".join(verdict.sentences)] == named
 
 
 def test_busy_loaders_of_a_rank_that_waits_for_others_are_no_matter() -> None:
@@ -163,7 +163,7 @@ def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done()
     to_all, own = op(9, "broadcast", peer=0), op(9, "broadcast", peer=1, done=True)
     verdict = judge([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
     assert (verdict.kind, verdict.guilty) == (VerdictKind.MISMATCH, (1,))
-    assert op_words(own) in verdict.sentences[0]
+    assert format_op(own) in verdict.sentences[0]
 
 
 def test_two_ranks_at_odds_are_a_tie() -> None:

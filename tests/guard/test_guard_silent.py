@@ -13,20 +13,20 @@ from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.job import Windows
-from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, Mark
+from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, ReplicaFingerprint
 
 DDP = SAME_BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
 BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log") for n in (20, 21)}
 
 
-def marks(*found: Mark) -> bytes:
+def marks(*found: ReplicaFingerprint) -> bytes:
     fields = [(*m[:3], *m.parts, *m.hashes, *m.sums, *m.settings, m.number) for m in found]
     return b"".join(MARK.pack(*one) for one in fields)
 
 
-def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> Mark:
-    return Mark(number, 7, flags, (0, 1, 2, 3), (value, number, number, number), (total,) * 4)
+def step(number: int, value: int, *, flags: int = DDP, total: float = 1.0) -> ReplicaFingerprint:
+    return ReplicaFingerprint(number, 7, flags, (0, 1, 2, 3), (value, number, number, number), (total,) * 4)
 
 
 def calls(*hashes: int, before: int = 0) -> bytes:
@@ -36,7 +36,7 @@ def calls(*hashes: int, before: int = 0) -> bytes:
     return ORDER.pack(before + len(hashes), 9, 3) + struct.pack(f"@{LAST_CALLS}I", *ring)
 
 
-def rank(number: int, *found: Mark, **known: object) -> Sample:
+def rank(number: int, *found: ReplicaFingerprint, **known: object) -> Sample:
     known = {"step": 5, "script": True, **known}
     return Sample(number, "n1", 7, marks=marks(*found), **known)  # type: ignore[arg-type]
 

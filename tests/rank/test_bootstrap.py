@@ -15,7 +15,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.launch.agent.workers import read_record
-from paceline.protocol.control import BOOTSTRAP, WorkerBirth
+from paceline.protocol.control import BOOTSTRAP, WorkerSpec
 from paceline.rank.bootstrap import worker_command
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -141,7 +141,7 @@ def test_spawned_loader_workers_find_the_scripts_dataset(tmp_path: Path) -> None
 
 
 def as_worker(script: Path, attempt: Path, record: int) -> tuple[int, str]:
-    told = {**WorkerBirth(os.getpid(), str(attempt), record=record).variable(), "RANK": "0"}
+    told = {**WorkerSpec(os.getpid(), str(attempt), record=record).variable(), "RANK": "0"}
     done = subprocess.run(
         worker_command([str(script)]), env={**BUFFERED, **told}, pass_fds=[record], capture_output=True, text=True,
         timeout=30,
@@ -158,8 +158,8 @@ def record():
 
 LATE = """
 import atexit, os
-from paceline.protocol.control import WorkerBirth
-atexit.register(lambda: print("recorded before:", os.fstat(WorkerBirth.here().record).st_size > 0))
+from paceline.protocol.control import WorkerSpec
+atexit.register(lambda: print("recorded before:", os.fstat(WorkerSpec.here().record).st_size > 0))
 """
 
 
@@ -192,8 +192,8 @@ def test_a_forked_childs_failure_is_not_the_ranks(tmp_path: Path, record: int) -
 
 AGENT = """
 import os, subprocess, sys, time
-from paceline.protocol.control import WorkerBirth
-worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerBirth(os.getpid()).variable()})
+from paceline.protocol.control import WorkerSpec
+worker = subprocess.Popen(sys.argv[1:], env={**os.environ, **WorkerSpec(os.getpid()).variable()})
 print(worker.pid, flush=True)
 time.sleep(60)
 """
@@ -201,7 +201,7 @@ time.sleep(60)
 
 def test_a_script_dies_with_its_agent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, time; assert 'PACELINE_BIRTH' not in os.environ\nprint('runs', flush=True)\n"
+    script.write_text("import os, time; assert 'PACELINE_WORKER' not in os.environ\nprint('runs', flush=True)\n"
                       "time.sleep(60)")  # fmt: skip
     command: Sequence[str] = [sys.executable, "-c", AGENT, *worker_command([str(script)])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:

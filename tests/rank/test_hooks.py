@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.rank.probes import Events, Hooks, hang
+from paceline.rank.probes import Events, Hooks, wrap_function
 from paceline.rank.sites import Owner, owner, short
 
 
@@ -137,7 +137,7 @@ def calls_it(level: int) -> None:
 def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, function: object) -> None:
     assert torch.compiler is sys.modules["torch.compiler"]
     monkeypatch.setattr(Old, "step", Old.step)  # put back at the end
-    hang(Old, "step", after=lambda *_, **__: None)
+    wrap_function(Old, "step", after=lambda *_, **__: None)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         calls_it(level)
@@ -148,6 +148,6 @@ def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, func
 
 def test_its_lines_are_still_ours() -> None:
     code = Hooks.install.__code__.co_filename
-    hang(Old, "step")
+    wrap_function(Old, "step")
     file = Old.step.__code__.co_filename
     assert file != code and (short(file), owner(file)) == (short(code), Owner.NOBODY)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.marks import Names, marks_of, read_findings, read_marks
+from paceline.protocol.marks import Names, fingerprints_of, read_findings, read_marks
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes.faults import StaleGradients
 from paceline.rank.probes.replicas import Fingerprints
@@ -64,7 +64,7 @@ class Rank:
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.number) for one in marks_of(read_marks(self.box.descriptor))}
+        return {(one.table, one.number) for one in fingerprints_of(read_marks(self.box.descriptor))}
 
 
 @pytest.fixture
@@ -169,7 +169,9 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 kept.append(probe)
                 for _ in range(40):
                     one.step(probe)
-        replicas = {(mark.table, mark.number) for mark in marks_of(read_marks(box.descriptor)) if mark.flags & 1 << 8}
+        replicas = {
+            (mark.table, mark.number) for mark in fingerprints_of(read_marks(box.descriptor)) if mark.flags & 1 << 8
+        }
         box.close()
         return replicas
 

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from paceline.protocol.evidence import Phase
-from paceline.protocol.marks import TABLES, Mark, Names, marks_of, read_findings, read_marks, read_names
+from paceline.protocol.marks import (
+    TABLES,
+    Names,
+    ReplicaFingerprint,
+    fingerprints_of,
+    read_findings,
+    read_marks,
+    read_names,
+)
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes import Hooks
 from paceline.rank.probes.faults import Batches, NonFiniteGradients, StaleGradients, SwallowedExceptions
@@ -31,8 +39,8 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
     made.close()
 
 
-def marked(box: StatusPage) -> list[Mark]:
-    return marks_of(read_marks(box.descriptor))
+def marked(box: StatusPage) -> list[ReplicaFingerprint]:
+    return fingerprints_of(read_marks(box.descriptor))
 
 
 def words(box: StatusPage, since: int = 0) -> list[str]:

@@ -22,7 +22,7 @@ RANK = """
 import sys
 import paceline.rank.rendezvous as meeting
 meeting.FIRST_WORD_SECONDS = meeting.NEXT_WORD_SECONDS = 0.5  # 10 s and 30 s for people
-from paceline.rank.attach import leave, tell
+from paceline.rank.attach import exit_worker, report_error
 from paceline.rank.world import World, joined
 try:
     with joined(World.from_env(device="cpu"), timeout_seconds=20, meeting_seconds=float(sys.argv[1])):

@@ -15,7 +15,7 @@ from paceline.checkpoint.shards import ShardFiles
 from paceline.checkpoint.snapshots import inherited, newest, snapshot_of
 from paceline.collectives.control import gather_words, together, told_once
 from paceline.errors import UsageError
-from paceline.protocol.control import WorkerBirth, restarts
+from paceline.protocol.control import WorkerSpec, restarts
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
 
@@ -150,8 +150,8 @@ def run_location(
     Raises:
         UsageError: on one rank, as `open_run_dir` and `lock_run_dir`; ToldElsewhere on the others.
     """
-    generation, birth = restarts(), WorkerBirth.here()
-    launched = Path(birth.attempt_dir).resolve() if birth is not None and birth.attempt_dir else None
+    generation, spec = restarts(), WorkerSpec.here()
+    launched = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
     restarted = generation > 0 and asked is not None  # by torchrun, or our agent
     notices: list[str] = []
     mine: dict[str, Any] = {"folder": "", "attempt": 0}

@@ -36,7 +36,7 @@ from paceline.collectives.control import costs, gather_words
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import gather_over_torch, start_gather
 from paceline.host.cgroup import free_memory
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 
 Pair = tuple[int, int]
@@ -68,8 +68,8 @@ class Snapshot:
 
 def inherited() -> list[Pair]:
     """The memory files of this node's ranks, by local rank; none without an agent that restarts."""
-    birth = WorkerBirth.here()
-    return [] if birth is None else [*birth.snapshots]
+    spec = WorkerSpec.here()
+    return [] if spec is None else [*spec.snapshots]
 
 
 # ---- write

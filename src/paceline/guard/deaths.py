@@ -18,7 +18,7 @@ VICTIM_SECONDS = 4.0  # from the first victim's end to the verdict, where no bet
 CLEANUP_SECONDS = 60.0  # from an exception to the verdict, where the process neither ends nor any other fails
 
 # what transports say of two ranks that have entered different things: the one who says it may be the innocent one
-ODDS = re.compile(
+MISMATCH_TEXT = re.compile(
     r"gloo::EnforceNotMet|op\.preamble|Detected mismatch between collectives|failed to pass monitoredBarrier", re.I
 )
 
@@ -36,12 +36,12 @@ class RankEnd(IntEnum):
     RUNS = 8
 
     @property
-    def by_itself(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether the rank failed, and no other rank is known to be the cause."""
         return self <= RankEnd.EXIT
 
 
-def end_of(one: Sample) -> RankEnd:
+def rank_end(one: Sample) -> RankEnd:
     """How a rank ended; a rank that cleans up after an exception has ended."""
     if one.lost:
         return RankEnd.LOST
@@ -57,20 +57,20 @@ def end_of(one: Sample) -> RankEnd:
     return RankEnd.SIGNAL if one.code < 0 else RankEnd.EXIT
 
 
-def end_in_collective(one: Evidence) -> RankEnd:
-    """As `end_of`, if the rank's operations are known: an end that its transport has caused is BROKEN."""
-    end = end_of(one)
+def rank_end_in_collective(one: Evidence) -> RankEnd:
+    """As `rank_end`, if the rank's operations are known: an end that its transport has caused is BROKEN."""
+    end = rank_end(one)
     if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or one.code == -signal.SIGKILL:
         return end
     aborted = one.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(one.ops) and not one.ops[-1].done
-    return RankEnd.BROKEN if aborted or ODDS.search(one.words) else end
+    return RankEnd.BROKEN if aborted or MISMATCH_TEXT.search(one.words) else end
 
 
 def first_to_fail(samples: Iterable[Sample]) -> Sample | None:
     """The rank whose failure explains the others' best; None if no rank failed."""
     ended = (one for one in samples if one.code is not None or one.failure is not None or one.lost)  # of thousands, few
-    failed = [one for one in ended if end_of(one) <= RankEnd.VICTIM]
-    return min(failed, key=lambda one: (end_of(one), one.failed_at_seconds, one.rank), default=None)
+    failed = [one for one in ended if rank_end(one) <= RankEnd.VICTIM]
+    return min(failed, key=lambda one: (rank_end(one), one.failed_at_seconds, one.rank), default=None)
 
 
 def due_seconds(samples: Sequence[Sample]) -> float | None:
@@ -87,12 +87,12 @@ def due_seconds(samples: Sequence[Sample]) -> float | None:
         return max(ended, default=None)
     if not ended:
         return first.failed_at_seconds + CLEANUP_SECONDS
-    if end_of(first) is RankEnd.VICTIM:
+    if rank_end(first) is RankEnd.VICTIM:
         return min(ended) + VICTIM_SECONDS
     return max(min(ended), first.failed_at_seconds) + SETTLE_SECONDS
 
 
-def parameters(evidence: Iterable[Evidence]) -> dict[int, int]:
+def parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
     """How many parameters each rank's model has, of ranks that ended because torch found models to differ."""
     words = {one.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", one.words) for one in evidence}
     return {rank: int(match[2]) for rank, match in words.items() if match is not None and int(match[1]) == rank}

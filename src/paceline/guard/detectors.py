@@ -25,7 +25,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from paceline.guard.judge import UNMET_SECONDS
+from paceline.guard.judge import DEADLOCK_SECONDS
 from paceline.protocol.evidence import Evidence, Phase, Sample, Verdict, VerdictKind
 from paceline.protocol.job import JUMP_SECONDS, LEARNED, OF_STEPS, WARM_UP_STEPS, Stage, Windows
 from paceline.protocol.places import Activity, activity_of, imports_torch
@@ -135,7 +135,7 @@ class StallDetector:
         return Stage.DATA if rank.phase is Phase.DATA else Stage.STEP
 
 
-def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
+def assume_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
     """The samples, with `waiting` for scripts and ranks before the rendezvous: no box shows whether these wait.
 
     A script is in its start until a rank has called a collective.
@@ -149,14 +149,14 @@ def perhaps_waiting(samples: Sequence[Sample], world_size: int) -> list[Sample]:
     ]
 
 
-def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> bool:
+def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -> bool:
     """Whether no rank has moved since the alarm, and a rank waits: a script may also compute for a long time."""
     running = [one for one in evidence if one.runs]
     if any(one.reads_input for one in running):  # a person thinks, or what is piped into the run has a pause
         return False
     if not running or min(one.still_seconds for one in running) < alarm.still_seconds - CLOCKS_SECONDS:
         return False
-    if not any(waits(one) for one in running):
+    if not any(is_waiting(one) for one in running):
         busy = any(one.cpu_seconds > BUSY_CPU_SECONDS for one in running)
         cap_seconds = LEARNED[Stage.LONG][1] if windows.seconds is None and busy else 0.0
         return all(one.phase in OF_A_STEP and not one.script for one in running) and (
@@ -164,16 +164,16 @@ def stands_still(evidence: Sequence[Evidence], alarm: Alarm, windows: Windows) -
         )
     # what a script does for long it may have meant: rank 0 evaluates, and the others wait in a barrier
     scripts = [one for one in running if one.phase is Phase.USER or one.script]
-    busy = any(not waits(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in scripts)
+    busy = any(not is_waiting(one) and one.cpu_seconds > BUSY_CPU_SECONDS for one in scripts)
     if windows.seconds is None and busy and alarm.still_seconds < LEARNED[Stage.USER][1]:
         return False
     # before its first collective a rank may still import torch, from a slow disk, on a busy machine
-    late = [one for one in running if not one.ops and not waits(one)]
+    late = [one for one in running if not one.ops and not is_waiting(one)]
     idle = all(one.cpu_seconds < IDLE_CPU_SECONDS and one.state not in ("R", "D") for one in late)
     return idle or alarm.still_seconds >= windows.of(Stage.LONG)
 
 
-def waits(one: Evidence) -> bool:
+def is_waiting(one: Evidence) -> bool:
     """Whether a rank waits for other ranks, or for its data."""
     if one.phase is Phase.SYNC or (one.phase is Phase.DATA and not one.script) or any(not op.done for op in one.ops):
         return True
@@ -194,7 +194,7 @@ def sample_seconds(windows: Windows) -> float:
     return SHORT_SAMPLE_SECONDS if short else SAMPLE_SECONDS
 
 
-def beat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
+def heartbeat_seconds(windows: Windows, nodes: int, samples: Sequence[Sample]) -> float:
     """How often the head receives samples and looks at them: less often if the ranks of many nodes all move."""
     usual = sample_seconds(windows)
     moves = any(one.still_seconds < QUIET_SECONDS for one in samples)
@@ -446,22 +446,22 @@ def _seconds(value: float) -> str:
 
 # ---- ranks that can never meet ----
 
-MAX_UNMET_SECONDS = 8.0  # as UNMET_SECONDS, in a run whose ranks often wait as long for a good reason
+MAX_DEADLOCK_SECONDS = 8.0  # as DEADLOCK_SECONDS, in a run whose ranks often wait as long for a good reason
 SAME_SECONDS = 1.5  # what two looks at the same moment may differ by
 
 
-class UnmetDetector:
-    """When to ask the ranks of one generation for their operations: they may never meet, see `judge.never_meet`."""
+class DeadlockDetector:
+    """When to ask the ranks of one generation for their operations: they may never meet, see `judge.is_deadlocked`."""
 
     def __init__(self, windows: Windows) -> None:
         self._off = windows.off
-        self._after_seconds, self._next_seconds = UNMET_SECONDS, 0.0
+        self._after_seconds, self._next_seconds = DEADLOCK_SECONDS, 0.0
         self._asked: dict[int, float] = {}  # rank -> since when it had not moved, at the last question
 
     def due(self, now_seconds: float, running: Sequence[Sample]) -> bool:
         """Whether to ask: two ranks or more have waited for long enough, and one of them has moved since last time.
 
-        Each question that finds nothing doubles the time for which ranks must have waited, up to MAX_UNMET_SECONDS.
+        Each question that finds nothing doubles the time for which ranks must have waited, up to MAX_DEADLOCK_SECONDS.
         """
         if self._off or now_seconds < self._next_seconds:
             return False
@@ -470,7 +470,7 @@ class UnmetDetector:
         if len(since) < 2 or all(self._is_known(rank, at) for rank, at in since.items()):
             return False
         self._asked = since
-        self._after_seconds = min(2 * self._after_seconds, MAX_UNMET_SECONDS)
+        self._after_seconds = min(2 * self._after_seconds, MAX_DEADLOCK_SECONDS)
         self._next_seconds = now_seconds + self._after_seconds
         return True
 

@@ -30,7 +30,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.guard import sentences
-from paceline.guard.deaths import RankEnd, end_of, first_to_fail, parameters
+from paceline.guard.deaths import RankEnd, first_to_fail, parameter_counts, rank_end
 from paceline.guard.sentences import conclude
 from paceline.guard.waits import (
     OpMismatch,
@@ -39,8 +39,8 @@ from paceline.guard.waits import (
     find_mismatches,
     majority,
     parties_by,
-    reached,
-    split,
+    reachable,
+    split_by_signature,
     stands_outside,
     stream,
     waiting_alike,
@@ -59,7 +59,7 @@ BETTER_THAN_VICTIMS = (
     VerdictKind.UNINTERRUPTIBLE,
     VerdictKind.LOADER,
 )
-UNMET_SECONDS = 2.0  # for which nothing has moved of ranks that can never meet
+DEADLOCK_SECONDS = 2.0  # for which nothing has moved of ranks that can never meet
 IDLE_CPU_SECONDS = 0.5  # in a second; a rank that uses more may still come
 
 
@@ -79,7 +79,7 @@ def judge(evidence: Sequence[Evidence]) -> Verdict:
     first = first_to_fail(evidence)
     if first is None or _explains(verdict, first, evidence):
         return verdict
-    outvoted = verdict.kind is VerdictKind.MISMATCH and end_of(first).by_itself and verdict.guilty
+    outvoted = verdict.kind is VerdictKind.MISMATCH and rank_end(first).is_primary and verdict.guilty
     return replace(verdict, failed=verdict.guilty[0] if outvoted else first.rank)  # all raise at once: who was first?
 
 
@@ -88,24 +88,24 @@ def judge_samples(samples: Sequence[Sample]) -> Verdict:
     first = first_to_fail(samples)
     if first is None:
         return Verdict(VerdictKind.UNKNOWN)
-    return Verdict(VerdictKind.DIED, (first.rank,) if end_of(first).by_itself else (), failed=first.rank)
+    return Verdict(VerdictKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
 
 
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
     """Whether the verdict explains the failure of the run better than the first failure itself."""
-    aborted = end_of(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
+    aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     asked = any(one.state or one.ops for one in evidence)  # else samples are all there is
-    if not asked or not (aborted or end_of(first) is RankEnd.VICTIM):
+    if not asked or not (aborted or rank_end(first) is RankEnd.VICTIM):
         return False
     better = verdict.kind in BETTER_THAN_VICTIMS or (aborted and verdict.kind is VerdictKind.LEFT)
     return better and bool(verdict.guilty or verdict.tie)
 
 
 def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    died = [n for n, one in ranks.items() if one.end.by_itself]
+    died = [n for n, one in ranks.items() if one.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, one in ranks.items() if one.end is RankEnd.BROKEN]
-    counts = parameters([ranks[n].evidence for n in died])
+    counts = parameter_counts([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank accuses another
         parties = parties_by(counts, lambda count: count)
         right = majority(parties)
@@ -123,7 +123,7 @@ def _died(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
 
 def _waited_for(ranks: Ranks, engaged: Ranks) -> Verdict | None:
     waiting = [n for n, one in engaged.items() if one.waits_for]
-    heads = sorted(reached(waiting, {n: one.waits_for for n, one in engaged.items()}))
+    heads = sorted(reachable(waiting, {n: one.waits_for for n, one in engaged.items()}))
     guilty = [n for n in heads if _is_free(ranks[n])] or [n for n, one in ranks.items() if one.frozen]
     if not guilty:
         return None
@@ -176,7 +176,7 @@ def _elsewhere(ranks: Ranks) -> Verdict:
     running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
     kinds = {n: _kind(one) for n, one in running.items()}
     surely = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
-    lines = sentences.everybody(ranks)
+    lines = sentences.all_locations(ranks)
     if surely:
         return conclude(min(kinds[n] for n in surely), ranks, sentences.waited_for(ranks, surely), guilty=surely)
     met = any(one.evidence.ops for one in ranks.values())
@@ -330,7 +330,7 @@ def _cyclic_core(graph: Graph, *, without: int | None = None) -> set[int]:
 # ---- collectives that can never complete ----
 
 
-def never_meet(evidence: Sequence[Evidence]) -> bool:
+def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
     """Whether ranks wait in collectives that can never complete, whatever the others do.
 
     A rank that is late and a rank that hangs look alike, so the guard waits for the window before it names one. Two
@@ -341,7 +341,7 @@ def never_meet(evidence: Sequence[Evidence]) -> bool:
     - Ranks wait for each other in a circle: each of them stands in a collective that another one of them has not
       called.
 
-    Each of these ranks must stand inside its call, must have answered, and must not have moved for UNMET_SECONDS.
+    Each of these ranks must stand inside its call, must have answered, and must not have moved for DEADLOCK_SECONDS.
     Operations that a rank has started and does not wait for count for neither, nor do messages between two ranks.
     """
     ranks = waiting_graph(evidence)
@@ -354,7 +354,7 @@ def never_meet(evidence: Sequence[Evidence]) -> bool:
 def _surely_in(one: Rank) -> Op | None:
     """The collective in which this rank surely waits; None if that is not certain."""
     evidence = one.evidence
-    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < UNMET_SECONDS:
+    if one.end is not RankEnd.RUNS or one.frozen or not evidence.answered or evidence.still_seconds < DEADLOCK_SECONDS:
         return None
     if evidence.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(evidence) is not True:
         return None
@@ -365,7 +365,7 @@ def _surely_in(one: Rank) -> Op | None:
 def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
     """Whether two of the ranks that wait have entered operations that no transport pairs."""
     ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
-    return len(ops) > 1 and len(split(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
+    return len(ops) > 1 and len(split_by_signature(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
 
 
 def _edges(ranks: Mapping[int, Rank], held: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:

@@ -19,8 +19,16 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
-from paceline.guard.deaths import RankEnd, end_of
-from paceline.guard.sentences import called_from, loader_words, named, op_words, printable, signal_name, where
+from paceline.guard.deaths import RankEnd, rank_end
+from paceline.guard.sentences import (
+    format_caller,
+    format_loader,
+    format_location,
+    format_op,
+    format_ranks,
+    printable,
+    signal_name,
+)
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.runs import writing
 from paceline.runs.console import clean
@@ -40,13 +48,15 @@ EXIT_CODES = {  # of runs that were ended; else 3
     VerdictKind.DIVERGED: ExitCode.DIVERGED,
     VerdictKind.SWALLOWED: ExitCode.MISMATCH,
 }
-OWN_WORDS = (
+NAMED_KINDS = (
     VerdictKind.DIED, VerdictKind.LEFT, VerdictKind.MISMATCH, VerdictKind.DEADLOCK, VerdictKind.NETWORK,
     VerdictKind.DIVERGED, VerdictKind.NOT_FINITE, VerdictKind.SWALLOWED,
 )  # fmt: skip
 
 
-def page(verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str) -> str:
+def format_verdict(
+    verdict: Verdict, evidence: Sequence[Evidence], *, waited_seconds: float, folder: Path | str, run: str
+) -> str:
     """The verdict on ranks that hold others up: at most 15 lines of 160 characters, the guilty in the first.
 
     `waited_seconds` is how long nothing had moved, 0 where nobody waited; `folder` the verdict's; `run` how `paceline
@@ -85,9 +95,9 @@ def _headline(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     step = f" at step {verdict.step}" if verdict.step else ""
     when = f"{waited}{step} (world {len(evidence)})"
     if verdict.tie:
-        parties = first_few([named(party) for party in verdict.tie], MAX_PARTIES, " against ")
+        parties = first_few([format_ranks(party) for party in verdict.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
-    word = verdict.kind.name.replace("_", " ") if verdict.kind in OWN_WORDS else "STALL"
+    word = verdict.kind.name.replace("_", " ") if verdict.kind in NAMED_KINDS else "STALL"
     return f"{word}{when}. " + (f"GUILTY: {_guilty(verdict, evidence)}" if verdict.guilty else "Nobody can be blamed")
 
 
@@ -95,15 +105,15 @@ def _guilty(verdict: Verdict, evidence: Sequence[Evidence]) -> str:
     known = {one.rank: one for one in evidence}
     found = [known[rank] for rank in verdict.guilty if rank in known]
     if not found:
-        return named(verdict.guilty)
+        return format_ranks(verdict.guilty)
     hosts = sorted({one.host for one in found})
     places = ", ".join(hosts[:MAX_NAMED]) + (", ..." if len(hosts) > MAX_NAMED else "")
     pids = ", ".join(str(one.pid) for one in found)
     words = f"{places}, pid{'s' if len(found) > 1 else ''} {pids}" if len(found) <= MAX_NAMED else places
-    return f"{named(verdict.guilty)} ({words})"
+    return f"{format_ranks(verdict.guilty)} ({words})"
 
 
-def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
+def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: float) -> str:
     """One line at half of the window: the ranks for which the others may wait."""
     suspects = [one for one in ranks if not one.waiting and one.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({one.phase for one in suspects} - {Phase.USER})
@@ -111,17 +121,19 @@ def warning(ranks: Sequence[Sample], *, still_seconds: float, window_seconds: fl
     step = max((one.step for one in ranks), default=0)
     at = f" at step {step}" if step else ""
     rest = (
-        f", the others wait for {named(one.rank for one in suspects)}{doing}" if len(suspects) < len(ranks) else doing
+        f", the others wait for {format_ranks(one.rank for one in suspects)}{doing}"
+        if len(suspects) < len(ranks)
+        else doing
     )
     return _line(f"nothing has moved for {still_seconds:.1f} s{at}{rest}; a stall after {window_seconds:.1f} s")
 
 
-def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+def summary_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
     """The verdict in one line: the rank that failed and the first line of its error; or the headline of a stall."""
     first = next((one for one in evidence if one.rank == verdict.failed), None)
     if first is None:
         return _line(_headline(verdict, evidence, waited_seconds))
-    if end_of(first) is RankEnd.LOST:
+    if rank_end(first) is RankEnd.LOST:
         return _line(first.lost)
     if first.failure is None:
         return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
@@ -129,13 +141,13 @@ def in_a_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: fl
     return _line(f"rank {first.rank} ({first.host}): {first.failure.type}: {message}")
 
 
-def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
+def format_failure(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: int, attempt_dir: str) -> str:
     """The verdict on a run that failed (`verdict.failed`): the rank, how and why it failed, and the logs.
 
     `oom_kills` is how many processes the kernel killed for memory; `attempt_dir` has the logs.
     """
     first = next(one for one in evidence if one.rank == verdict.failed)
-    end = end_of(first)
+    end = rank_end(first)
     if end is RankEnd.LOST:
         ranks = ", ".join(str(one.rank) for one in evidence if one.lost == first.lost)
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
@@ -150,7 +162,7 @@ def failure_page(verdict: Verdict, evidence: Sequence[Evidence], *, oom_kills: i
         lines.append("it lost its peers, but no rank failed by itself")
     if first.ops and end is not RankEnd.EXCEPTION:  # whose traceback says more
         op = first.ops[-1]
-        lines.append(clean(f"its last collective: {op_words(op)}{called_from(op)}"))
+        lines.append(clean(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
@@ -233,9 +245,9 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
         OSError: if it exists, or cannot be written.
     """
     writing.make_folder(folder)
-    chosen = telling(verdict, evidence)
+    chosen = select_ranks(verdict, evidence)
     for one in chosen:
-        writing.replace(folder / f"rank-{one.rank}.txt", description(one).encode())
+        writing.replace(folder / f"rank-{one.rank}.txt", describe_rank(one).encode())
     # a record has its own file, and a clock's reading means nothing to a reader
     kept = tuple(
         replace(bounded_evidence(one), failure=None, ended_seconds=0.0, marks=b"", orders=b"") for one in chosen
@@ -244,7 +256,7 @@ def write_verdict(folder: Path, verdict: Verdict, evidence: Sequence[Evidence], 
     writing.replace(folder / VERDICT, msgspec.json.encode(content))
 
 
-def telling(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
+def select_ranks(verdict: Verdict, evidence: Sequence[Evidence]) -> list[Evidence]:
     """The ranks that get a file: all, or of thousands those of the verdict, one of each kind, and the first others."""
     if len(evidence) <= MAX_KEPT:
         return list(evidence)
@@ -280,7 +292,7 @@ def read_verdict(folder: Path) -> VerdictRecord:
         raise UsageError(code="verdict-damaged", path=path, error=error) from error
 
 
-def description(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
+def describe_rank(one: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text; or only its last operations and first stacks."""
     ops = one.ops if most_ops is None else one.ops[-most_ops:]
     lines = (line for text in _described(one, ops, one.stacks[:most_stacks]) for line in clean(text).split("\n"))
@@ -294,10 +306,10 @@ def _described(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Ite
     elif one.code is not None:
         yield f"ended: {'exit code' if one.code >= 0 else 'signal'} {abs(one.code)}"
     else:
-        yield f"it has not moved for {one.still_seconds:.1f} s: {where(one)}; cpu {one.cpu_seconds:.2f} s a second"
+        yield f"it has not moved for {one.still_seconds:.1f} s: {format_location(one)}; cpu {one.cpu_seconds:.2f} s a second"
     yield "last collectives and messages, the newest last:"
     yield from (
-        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {op_words(op)}  {op.site}" for op in ops
+        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {format_op(op)}  {op.site}" for op in ops
     )
     if not ops:
         yield "  none"
@@ -306,6 +318,6 @@ def _described(one: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> Ite
         yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
     if one.native:
         yield f"by faulthandler, innermost first:\n{one.native}"
-    yield from (loader_words(loader) for loader in one.loaders)
+    yield from (format_loader(loader) for loader in one.loaders)
     if one.words:
         yield f"its last words:\n{one.words}"

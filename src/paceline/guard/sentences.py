@@ -4,10 +4,10 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.guard.deaths import ODDS, RankEnd
+from paceline.guard.deaths import MISMATCH_TEXT, RankEnd
 from paceline.guard.waits import FROZEN, OpMismatch, Rank, stream, waiting_alike
 from paceline.protocol.evidence import BLOCK, Evidence, LoaderWorker, Op, Phase, Verdict, VerdictKind
-from paceline.protocol.places import by, frames, line_of, shown, shown_site, stands_at
+from paceline.protocol.places import frames, library_suffix, line_of, shown_site, stands_at, visible_frames
 from paceline.runs.console import in_runs
 
 FROM = ("recv", "irecv", "broadcast", "scatter")
@@ -20,7 +20,7 @@ STATES = {
 }
 
 
-def named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """ "rank 2" or "ranks 0, 1, 3-7"."""
     ranks = set(ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {in_runs(map(str, sorted(ranks)))}"
@@ -44,19 +44,19 @@ def verb(ranks: Iterable[int], one: str, many: str) -> str:
     return one if len(set(ranks)) == 1 else many
 
 
-def op_words(op: Op) -> str:
+def format_op(op: Op) -> str:
     """An operation as text: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
     peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
     words = (f"{op.kind}{peer}", f"#{op.seq}" if op.seq else "", f"'{op.name}'" if op.name else "", op.shape, op.dtype)
     return " ".join(word for word in words if word)
 
 
-def called_from(op: Op) -> str:
+def format_caller(op: Op) -> str:
     """The call site of an operation, as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
-def where(one: Evidence) -> str:
+def format_location(one: Evidence) -> str:
     """The place of a rank, as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
     words = [_place(one)]
     if one.phase is not Phase.USER:
@@ -71,14 +71,14 @@ def where(one: Evidence) -> str:
 
 
 def _place(one: Evidence) -> str:
-    frame, library = shown(frames(one))
+    frame, library = visible_frames(frames(one))
     if frame is None:
         return ""
-    at = f"at {line_of(frame)}{by(library)}"
+    at = f"at {line_of(frame)}{library_suffix(library)}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 
-def loader_words(loader: LoaderWorker) -> str:
+def format_loader(loader: LoaderWorker) -> str:
     """The state of a process that loads data."""
     who = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
@@ -132,7 +132,7 @@ def waited_for(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     alike = _alike(guilty, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in guilty if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
-    loaders = [f"its {loader_words(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
+    loaders = [f"its {format_loader(loader)}" for one in running for loader in hanging_loaders(one)[:2]]
     threads = [found.words for n in guilty for found in ranks[n].evidence.findings if found.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=guilty)]
 
@@ -142,16 +142,16 @@ def _not_entered(ranks: Ranks, group: Sequence[int], op: Op | None) -> str:
     missed = awaited(ranks, group[:1])
     same = missed is not None and any(stream(o, group[0]) == stream(missed, group[0]) for o in one.pending)
     if one.frozen and same:
-        begins = f"{named(group)} {verb(group, 'is', 'are')} in {op_words(missed or op or one.pending[0])}"
+        begins = f"{format_ranks(group)} {verb(group, 'is', 'are')} in {format_op(missed or op or one.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
-        begins = f"{named(group)} did not {half} rank {waiter} what it waits for"
+        begins = f"{format_ranks(group)} did not {half} rank {waiter} what it waits for"
     elif missed is not None:
         title = max((one.evidence.titles.get(missed.group, "") for one in ranks.values()), default="")
-        begins = f"{named(group)} did not enter {op_words(missed)}{title and f' ({title})'}"
+        begins = f"{format_ranks(group)} did not enter {format_op(missed)}{title and f' ({title})'}"
     else:
-        begins = f"{named(group)} {verb(group, 'has', 'have')} not come to where others wait"
+        begins = f"{format_ranks(group)} {verb(group, 'has', 'have')} not come to where others wait"
     return f"{begins}; {verb(group, 'it', 'they')} {_where(one, many=len(group) > 1)}"
 
 
@@ -159,7 +159,7 @@ def _where(one: Rank, *, many: bool = False) -> str:
     if one.end is RankEnd.LEFT:
         steps = f" at step {one.evidence.step}" if one.evidence.step else ""
         return f"ended{steps} with code {one.evidence.code}"
-    return f"{'are' if many else 'is'} {where(one.evidence)}"
+    return f"{'are' if many else 'is'} {format_location(one.evidence)}"
 
 
 def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[str]:
@@ -170,11 +170,13 @@ def _waiting(ranks: Ranks, op: Op | None, *, without: Collection[int]) -> list[s
         held = _held(one)
         if held is None:
             at = shown_site(one.evidence) or "a place unknown"
-            lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} at {at}")
+            lines.append(f"{format_ranks(group)} {verb(group, 'waits', 'wait')} at {at}")
             continue
         same = op is not None and (stream(op, -1), op.seq) == (stream(held, -1), held.seq)
-        what = "it" if same else op_words(held)
-        lines.append(f"{named(group)} {verb(group, 'waits', 'wait')} in {what}{called_from(_usual(ranks, group))}")
+        what = "it" if same else format_op(held)
+        lines.append(
+            f"{format_ranks(group)} {verb(group, 'waits', 'wait')} in {what}{format_caller(_usual(ranks, group))}"
+        )
     return _limited(lines)
 
 
@@ -222,15 +224,18 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
 def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
     """Some ranks that wait for the others, which are done."""
     op = awaited(ranks, left)
-    what = "for others" if op is None else f"in {op_words(op)}{called_from(op)}"
-    return [f"{named(waiting)} {verb(waiting, 'waits', 'wait')} {what}", f"{named(left)} ended without it, with code 0"]
+    what = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
+    return [
+        f"{format_ranks(waiting)} {verb(waiting, 'waits', 'wait')} {what}",
+        f"{format_ranks(left)} ended without it, with code 0",
+    ]
 
 
 def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
     """Parties that have entered different operations."""
     ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
     return _limited(
-        [f"{named(party)} called {op_words(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
+        [f"{format_ranks(party)} called {format_op(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
     )
 
 
@@ -247,11 +252,13 @@ def in_circle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, 
         awaited_by = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
         others = {o for waits_for in awaited_by.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{named(party)} {verb(party, 'is', 'are')} {where(ranks[party[0]].evidence)}")
+            lines.append(
+                f"{format_ranks(party)} {verb(party, 'is', 'are')} {format_location(ranks[party[0]].evidence)}"
+            )
             continue
         over = "" if op.is_message else f" of group {op.group}"
-        what = f"{op_words(op)}{over}{called_from(op)}"
-        lines.append(f"{named(party)} {verb(party, 'waits', 'wait')} for {named(others)} in {what}")
+        what = f"{format_op(op)}{over}{format_caller(op)}"
+        lines.append(f"{format_ranks(party)} {verb(party, 'waits', 'wait')} for {format_ranks(others)} in {what}")
     return _limited(lines)
 
 
@@ -259,21 +266,26 @@ def all_inside(ranks: Ranks, held: Mapping[int, Op]) -> list[str]:
     """Ranks that are in an operation in which no rank is missing."""
     op = next(iter(held.values()))
     out = [n for n in ranks if n not in held]
-    lines = [f"{named(held)} {verb(held, 'is', 'are')} in {op_words(op)}{called_from(op)}, and nobody is missing in it"]
+    lines = [
+        f"{format_ranks(held)} {verb(held, 'is', 'are')} in {format_op(op)}{format_caller(op)}, and nobody is missing in it"
+    ]
     if out:
-        lines.append(f"{named(out)} {verb(out, 'is', 'are')} through")
+        lines.append(f"{format_ranks(out)} {verb(out, 'is', 'are')} through")
     hosts: dict[str, list[int]] = {}
     for n in held:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
     if len({one.evidence.host for one in ranks.values()}) > 1:
-        between = "; ".join(f"{host}: {named(numbers)}" for host, numbers in sorted(hosts.items())[:8])
+        between = "; ".join(f"{host}: {format_ranks(numbers)}" for host, numbers in sorted(hosts.items())[:8])
         lines.append(f"something between these hosts does not pass it on: {between}")
     return lines
 
 
 def inside_but(ranks: Ranks, guilty: Sequence[int], op: Op) -> list[str]:
     """Ranks that are in an operation with all others, but cannot take part in it."""
-    lines = [f"{named([n])} is in {op_words(op)}, as all are; it is {where(ranks[n].evidence)}" for n in guilty]
+    lines = [
+        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_location(ranks[n].evidence)}"
+        for n in guilty
+    ]
     return [*_limited(lines), *_waiting(ranks, op, without=guilty)]
 
 
@@ -285,14 +297,16 @@ def died(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
 def broken(ranks: Ranks, guilty: Sequence[int]) -> list[str]:
     """Ranks whose transport ended them."""
     lines = died(ranks, guilty)
-    if any(ODDS.search(ranks[n].evidence.words) for n in guilty):
+    if any(MISMATCH_TEXT.search(ranks[n].evidence.words) for n in guilty):
         lines.append("what it and another rank have entered does not fit together; which one is wrong is not known")
     return lines
 
 
 def model(party: Mapping[int, int]) -> str:
     """What torch said of the models of ranks."""
-    return f"{named(party)}: {verb(party, 'its model has', 'their models have')} {min(party.values())} parameters"
+    return (
+        f"{format_ranks(party)}: {verb(party, 'its model has', 'their models have')} {min(party.values())} parameters"
+    )
 
 
 def _ended(one: Evidence) -> str:
@@ -308,13 +322,13 @@ def _ended(one: Evidence) -> str:
 
 
 def _last(one: Evidence) -> str:
-    return f"; last it called {op_words(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
+    return f"; last it called {format_op(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
 
 
-def everybody(ranks: Ranks) -> list[str]:
+def all_locations(ranks: Ranks) -> list[str]:
     """The places of all ranks, the rarest first."""
     groups = sorted(_alike(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
-    lines = [f"{named(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
+    lines = [f"{format_ranks(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)
 
 

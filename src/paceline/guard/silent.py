@@ -17,18 +17,18 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
-from paceline.guard.sentences import named, verb
+from paceline.guard.sentences import format_ranks, verb
 from paceline.guard.waits import majority, parties_by
 from paceline.protocol.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.marks import (
     SAME_BY_DDP,
     SETTINGS,
     SUMMED,
-    Mark,
     Mismatch,
     Order,
+    ReplicaFingerprint,
     compare_orders,
-    marks_of,
+    fingerprints_of,
     order_label,
     orders_of,
 )
@@ -38,7 +38,7 @@ PROOFS = 3  # times that a part was equal, and another than before
 ROUND_OFF = 1e-5  # of a sum, relatively
 WINDOW = 4  # calls, by which it is judged how ranks part
 
-Marks = Mapping[int, Mark]  # rank -> its mark of one number
+Marks = Mapping[int, ReplicaFingerprint]  # rank -> its mark of one number
 Calls = Sequence[int]
 
 
@@ -51,7 +51,7 @@ class Difference:
     equal_before: int  # the last number at which all had the same; 0: none
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> ReplicaFingerprint:
         """The mark of any rank, for the fields that are equal on all."""
         return next(iter(self.marks.values()))
 
@@ -74,7 +74,7 @@ class Difference:
         return bool(self.mark.flags & SUMMED) and max(sums) - min(sums) <= ROUND_OFF * max(map(abs, sums))
 
 
-class ComparedMarks:
+class ReplicaComparison:
     """The comparison of the marks of one generation so far."""
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class ComparedMarks:
         """Whether there are parameters that only the script keeps equal."""
         return any(proofs >= PROOFS for *_, proofs in self._equal.values())
 
-    def see(self, marks: Mapping[int, Sequence[Mark]]) -> list[Difference]:
+    def see(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[Difference]:
         """The first difference in each table."""
-        together: dict[tuple[int, int, int], dict[int, Mark]] = defaultdict(dict)
+        together: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, found in marks.items():
             for mark in found:
                 together[mark.table, mark.layout, mark.number][rank] = mark
@@ -128,11 +128,11 @@ class ComparedMarks:
         return None
 
 
-def _part(mark: Mark, at: int) -> tuple[int, int, int]:
+def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
     return mark.table, mark.layout, mark.parts[at]
 
 
-class ComparedOrders:
+class CallOrderComparison:
     """The comparison of the calls of one generation so far, by group."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class ComparedOrders:
             self._done[group] = start
 
 
-def departed(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
     """The mismatch in calls of the ranks at one place in the order; None if they are branches of the script.
 
     `known` are the lines from which all ranks have called at one place.
@@ -209,7 +209,7 @@ class SilentFaultDetector:
     def __init__(self, world_size: int, names: Names, calls: AskCalls) -> None:
         """`names` gives the names of tensors, `calls` the operations behind the hashes of each rank's calls."""
         self._size, self._names, self._calls = world_size, names, calls
-        self._comparison, self._orders = ComparedMarks(), ComparedOrders()
+        self._comparison, self._orders = ReplicaComparison(), CallOrderComparison()
         self._said: set[tuple[object, ...]] = set()
         self._looks: dict[str, int] = {}  # since the first rank has told of something of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
@@ -229,7 +229,7 @@ class SilentFaultDetector:
             self._shadowed(ranks)
         if any(one.uneven for one in ranks) or any((kind,) not in self._said for kind in self._looks):
             return [one for one in found if one is not None]
-        differences = self._comparison.see({one.rank: marks_of(one.marks) for one in ranks if one.marks})
+        differences = self._comparison.see({one.rank: fingerprints_of(one.marks) for one in ranks if one.marks})
         orders = {one.rank: orders_of(one.orders) for one in ranks if one.orders}
         found += [self._order(at, calls) for at, calls in self._orders.see(orders, last=last)]
         uneven = self._uneven(ranks) if last else None
@@ -272,7 +272,9 @@ class SilentFaultDetector:
         odd = odd if len(odd) < self._size else {}
         others = tuple(one.rank for one in ranks if one.rank not in told)
         if others:
-            lines.append(f"{named(others)} {verb(others, 'has', 'have')} called fewer collectives, or other ones")
+            lines.append(
+                f"{format_ranks(others)} {verb(others, 'has', 'have')} called fewer collectives, or other ones"
+            )
         lines += [f"rank {rank} {found.words} (step {found.step})" for rank, found in odd.items()]
         guilty = others or tuple(sorted(odd))
         return Verdict(VerdictKind.SWALLOWED, guilty, sentences=tuple(lines), step=max(f.step for f in told.values()))
@@ -319,11 +321,13 @@ class SilentFaultDetector:
         first = [rank for rank, found in told.items() if found.step == step]
         if not own and len(first) < self._size:  # what it is after its step goes into the others' one step later
             own = {rank: told[rank] for rank in sorted(first)}
-            lines = [f"{named(own)} alone: all ranks' own gradients and losses were finite, and so was their sum"]
+            lines = [
+                f"{format_ranks(own)} alone: all ranks' own gradients and losses were finite, and so was their sum"
+            ]
         elif not own:
             lines = ["every rank's own gradients and losses were finite, their sum over ranks is not"]
         lines.append(
-            f"{named(told)} {verb(told, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+            f"{format_ranks(told)} {verb(told, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
         )
         guilty = tuple(sorted(own or told))
         guilty = guilty if len(guilty) < self._size or self._size == 1 else ()
@@ -364,14 +368,14 @@ class SilentFaultDetector:
         windows = {rank: [known.get(rank, {}).get(call, Op("", 0, "?")) for call in of_rank]
                    for rank, of_rank in calls.items()}  # fmt: skip
         agreed = {op.site for of_rank in known.values() for call, op in of_rank.items() if call in self._orders.agreed}
-        found = departed(windows, frozenset(agreed - {""}))
+        found = find_order_mismatch(windows, frozenset(agreed - {""}))
         if found is None:
             return None
         self._said.add(("order",))
         return _misordered(found, sorted(windows), at + 1)
 
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
-        ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in marks_of(one.marks))
+        ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in fingerprints_of(one.marks))
         steps = {one.rank: one.joint_steps for one in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
@@ -386,7 +390,7 @@ class SilentFaultDetector:
             return None
         parties = parties_by(steps, lambda step: step)
         right = majority(parties)
-        lines = tuple(f"{named(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
+        lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Verdict(VerdictKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
@@ -402,9 +406,9 @@ def _went_on(found: ScriptFinding) -> str:
 def _parties(one: Difference, tensor: str, step: int, before: str) -> list[str]:
     if one.guilty:
         others = [rank for rank in one.marks if rank not in one.guilty]
-        return [f"{named(one.guilty)} {verb(one.guilty, 'has', 'have')} another {tensor} than {named(others)} "
+        return [f"{format_ranks(one.guilty)} {verb(one.guilty, 'has', 'have')} another {tensor} than {format_ranks(others)} "
                 f"after step {step}{before}"]  # fmt: skip
-    told = " against ".join(named(party) for party in one.parties[:MOST_PARTIES])
+    told = " against ".join(format_ranks(party) for party in one.parties[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {told}; no majority says which is right"]
 
 
@@ -413,7 +417,7 @@ def _unequal_settings(marks: Marks) -> Iterator[str]:
     for n, name in enumerate(SETTINGS):
         parties = parties_by({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
         if len(parties) > 1:
-            told = (f"{next(iter(party.values()))} on {named(party)}" for party in parties[:MOST_PARTIES])
+            told = (f"{next(iter(party.values()))} on {format_ranks(party)}" for party in parties[:MOST_PARTIES])
             yield f"the optimizer's {name}, added up over parameter groups, is {' against '.join(told)}"
 
 

@@ -14,15 +14,15 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from paceline.guard.deaths import RankEnd, end_in_collective
+from paceline.guard.deaths import RankEnd, rank_end_in_collective
 from paceline.protocol.evidence import Evidence, Op, Phase
 from paceline.protocol.places import stands_at, waits_for_ranks
 
 Stream = tuple[str, tuple[int, int] | None]  # what is numbered together: a group's collectives, messages from -> to
 Message = tuple[Stream, int, str, str]
 FROZEN = ("T", "t")
-OF_ALL = "0"  # what torch calls the group of all ranks
-ANYBODY = -1  # of whom a message is taken
+WORLD_GROUP = "0"  # what torch calls the group of all ranks
+ANY_SOURCE = -1  # of whom a message is taken
 
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def stream(op: Op, rank: int) -> Stream:
     """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
-    peer = ANYBODY if op.peer is None else op.peer
+    peer = ANY_SOURCE if op.peer is None else op.peer
     return op.group, ((peer, rank) if "recv" in op.kind else (rank, peer))
 
 
@@ -60,7 +60,7 @@ def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
             used.setdefault(op.group, set()).add(one.rank)
     world = frozenset(one.rank for one in evidence)
     found = {group: frozenset(ranks) for group, ranks in used.items()}
-    found[OF_ALL] = world
+    found[WORLD_GROUP] = world
     told: dict[str, tuple[int, ...]] = {}
     for one in evidence:
         for group, ranks in one.groups.items():
@@ -87,8 +87,8 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, Rank]:
     missing: dict[tuple[str, int], set[int]] = {}  # in a collective: the same for all who are in it
     shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
     for one in evidence:
-        end = end_in_collective(one)
-        pending = () if end.by_itself or end is RankEnd.LEFT else _pending(one, end, arrived)
+        end = rank_end_in_collective(one)
+        pending = () if end.is_primary or end is RankEnd.LEFT else _pending(one, end, arrived)
         edges = shared.get(pending)
         if edges is None:
             edges = {}
@@ -202,7 +202,7 @@ def stands_outside(one: Rank) -> bool:
     return outside and not any(stands_at(one.evidence, op) for op in one.pending)
 
 
-def reached(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
+def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
     """All ranks that edges reach from `start`, including these."""
     found, todo = set(start), list(start)
     gone: set[int] = set()  # which many ranks share
@@ -232,7 +232,7 @@ def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
-OWN_SHAPES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
+RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
 """collectives for which ranks may rightly pass different shapes"""
 
 
@@ -258,18 +258,18 @@ def find_mismatches(ranks: Mapping[int, Rank]) -> list[OpMismatch]:
     for (its, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):
             continue
-        parties = split(ops)
+        parties = split_by_signature(ops)
         if len(parties) > 1:
             found.append(OpMismatch(its, seq, parties))
     return sorted(found, key=lambda one: (one.seq, str(one.stream)))
 
 
-def split(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
+def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[Mapping[int, Op], ...]:
     """Split by the fields that must be equal; a field that one operation does not have is ignored."""
     message = any(op.is_message for op in ops.values())
     kinds = {"" if message else op.kind for op in ops.values()}
     fields = ["name"] if message else ["kind", "name", "peer"]
-    if len(kinds) == 1 and not kinds & OWN_SHAPES:
+    if len(kinds) == 1 and not kinds & RAGGED_COLLECTIVES:
         fields += ["shape", "dtype"]
     if not by_name:
         fields.remove("name")

@@ -147,7 +147,7 @@ def tcp_connections(table: str) -> list[list[str]]:
     return []
 
 
-def written(address: str, port: int) -> str:
+def proc_net_address(address: str, port: int) -> str:
     """An IPv4 address and port as /proc/net/tcp writes them."""
     (number,) = struct.unpack("=I", socket.inet_aton(address))
     return f"{number:08X}:{port:04X}"
@@ -155,7 +155,7 @@ def written(address: str, port: int) -> str:
 
 def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
     """The user id of the process at the end `own` of this IPv4 connection on this machine; None if unknown."""
-    ends = written(*own), written(*other)
+    ends = proc_net_address(*own), proc_net_address(*other)
     return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)
 
 

@@ -11,8 +11,8 @@ An agent starts a rank itself, or orders it from the preloader, a process that h
 A rank that another launcher started (`paceline watchover`) attaches to the agent of its node:
 
     rank -> agent    Hello, with two descriptors: its status page, and its failure record
-    agent -> rank    Meeting, on node 0 of several, to local rank 0, which shows it to the other nodes' ranks
-    rank -> agent    the same Meeting, on the other nodes
+    agent -> rank    Rendezvous, on node 0 of several, to local rank 0, which shows it to the other nodes' ranks
+    rank -> agent    the same Rendezvous, on the other nodes
     rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
 
 They meet at a Unix socket without a file. Its name is no secret, so each end asks the kernel for the user of the other.
@@ -38,7 +38,7 @@ import msgspec
 ROOM = "paceline.rank."  # what runs in a rank
 BOOTSTRAP = f"{ROOM}bootstrap"  # runs any script as a worker of our agent
 CHECK = "--check"  # between the bootstrap and the script: it also records facts of the run
-BIRTH = "PACELINE_BIRTH"
+WORKER_SPEC = "PACELINE_WORKER"
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels give to outgoing connections (Linux: from 32768)
 READY = b"ready"
 MAX_ORDER_BYTES = 1 << 20
@@ -64,14 +64,14 @@ AGENT_MARK = "PACELINE_AGENT_MARK"
 SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE", re.IGNORECASE)
 
 
-class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The data that a worker gets from its agent in addition to torchrun's variables, in one environment variable.
 
     The worker removes the variable from its environment, because its children are not the agent's: they neither end
     with it nor report to it. Descriptors are numbers of open files that the worker inherits; -1: none.
     """
 
-    _here: ClassVar[WorkerBirth | None] = None
+    _here: ClassVar[WorkerSpec | None] = None
 
     agent_pid: int
     attempt_dir: str = ""
@@ -86,21 +86,23 @@ class WorkerBirth(msgspec.Struct, frozen=True, omit_defaults=True):
     preload: int = -1  # of what workers are forked from, and is none: the socket on which the agent orders them
 
     @classmethod
-    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerBirth | None:
+    def here(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
         """That of this process; None if no agent of paceline has started it."""
-        if (text := env.pop(BIRTH, None)) is not None:  # not only once: a forked worker gets its own after its fork
-            WorkerBirth._here = msgspec.json.decode(text, type=WorkerBirth)
-        return WorkerBirth._here
+        if (
+            text := env.pop(WORKER_SPEC, None)
+        ) is not None:  # not only once: a forked worker gets its own after its fork
+            WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
+        return WorkerSpec._here
 
     def variable(self) -> dict[str, str]:
         """The environment variable in which a worker finds it."""
-        return {BIRTH: msgspec.json.encode(self).decode()}
+        return {WORKER_SPEC: msgspec.json.encode(self).decode()}
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
     """How often this process's run was restarted before, by our agent or by torchrun's."""
-    birth = WorkerBirth.here()
-    return birth.generation if birth is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    spec = WorkerSpec.here()
+    return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class ForkOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -129,7 +131,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Meeting(msgspec.Struct, frozen=True, tag=True):
+class Rendezvous(msgspec.Struct, frozen=True, tag=True):
     """Where node 0's agent listens, and the secret by which the nodes' agents know each other."""
 
     addresses: tuple[str, ...]
@@ -145,7 +147,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-Message = Hello | Meeting | Goodbye
+Message = Hello | Rendezvous | Goodbye
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:

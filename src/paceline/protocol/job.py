@@ -4,7 +4,7 @@
     NodePlan     the spec, and the facts of one node: one line of JSON on its agent's stdin, or a private file
     NodeRanks    the ranks of the node in one start of the workers, which node 0's agent assigns
 
-A rank reads torchrun's variables and a `WorkerBirth` (control.py). It does not receive the spec, which contains
+A rank reads torchrun's variables and a `WorkerSpec` (control.py). It does not receive the spec, which contains
 the secret of the job and whose environment variables it has already.
 """
 

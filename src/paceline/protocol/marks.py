@@ -44,7 +44,7 @@ SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP has made and keeps them equal
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # code asks `rank == root` around these
 
 
-class Mark(NamedTuple):
+class ReplicaFingerprint(NamedTuple):
     """A fingerprint of a rank's parameters after a step."""
 
     number: int  # of the optimizer's step
@@ -119,7 +119,7 @@ def orders_of(data: bytes) -> list[Order]:
     return found
 
 
-def put_mark(own: StatusPage, mark: Mark) -> None:
+def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
     """Write a mark down."""
     level = min((mark.number & -mark.number).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.number >> (level + 1)) % KEPT
@@ -178,10 +178,10 @@ def read_marks(descriptor: int) -> bytes:
     return b"".join(one for one in found if any(one[:8]))
 
 
-def marks_of(data: bytes) -> list[Mark]:
+def fingerprints_of(data: bytes) -> list[ReplicaFingerprint]:
     """The marks in these bytes, without those that are half written."""
     whole = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
-    return [Mark(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
+    return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in whole if m[0] == m[19]]
 
 
 def read_names(descriptor: int) -> Named:

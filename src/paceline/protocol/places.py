@@ -98,10 +98,10 @@ def shown_site(evidence: Evidence) -> str:
 
 def shown_site_of(stack: Sequence[Frame]) -> str:
     """The same for a stack."""
-    return called_at(*shown(stack))
+    return called_at(*visible_frames(stack))
 
 
-def shown(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+def visible_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
     """The frame to show, and of the libraries inside it the one that it has called, by its innermost line.
 
     The innermost of the user, else of a library, else of paceline, else of any code.
@@ -163,12 +163,12 @@ def site(frame: Frame | None) -> str:
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
-def by(library: Frame | None) -> str:
+def library_suffix(library: Frame | None) -> str:
     """The suffix of a user's line that called this library: ", by transformers/trainer.py:3700"; empty for None."""
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 
 def called_at(frame: Frame | None, library: Frame | None) -> str:
     """A user's line, and that of a library which it has called; no longer than there is room in the box."""
-    inner = by(library)
+    inner = library_suffix(library)
     return site(frame)[: SITE_CHARS - len(inner)] + inner

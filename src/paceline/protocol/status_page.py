@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from paceline.protocol.evidence import LoaderWorker, Op, Phase
 
-NAME = "paceline-box-"
+NAME = "paceline-status-"
 SIGNAL = signal.SIGRTMAX - 3  # asks faulthandler for stacks; SIGUSR1 and SIGUSR2 are the users' own
 # To read a word. Native format: one load of 8 bytes. With "=" or "<" Python would read byte after byte.
 WORD = struct.Struct("@Q")
@@ -56,7 +56,7 @@ _NAMES = (
     "answer_bytes",
     "asked",  # by the agent: the number of the last question
     "released",  # by the agent: 1: leave your collective, the word to the worker says why
-    "word_bytes",
+    "message_bytes",
     "loading",  # 1: the main thread waits for a batch of its loader processes
     "saves_asked",  # by the agent: how many checkpoints somebody has asked for
     "waiting",  # 1: when the watcher last woke, a collective or a message was on its way
@@ -77,9 +77,9 @@ RING_AT, RECORDS, RECORD = 4096, 256, struct.Struct("@QIIIiQ200sQ")
 CONTENT = struct.Struct("@IIIiQ200s")  # of a record, between its numbers
 STATE_AT, BEGAN_AT = 12, 24  # in a record
 TEXT_BYTES = 200
-WORD_AT, WORD_MAX = 65536, 65536
-BOX_BYTES = 1 << 20  # what nobody touches takes no memory
-MARKS_AT = BOX_BYTES - (1 << 17)
+MESSAGE_AT, MESSAGE_MAX = 65536, 65536
+PAGE_BYTES = 1 << 20  # what nobody touches takes no memory
+MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: of the box, and of a record.
@@ -106,7 +106,7 @@ class StatusPage:
     @classmethod
     def inherited(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
-        return cls(descriptor) if _is_box(descriptor) else None
+        return cls(descriptor) if _is_status_page(descriptor) else None
 
     def put(self, name: str, value: int) -> None:
         """Set one counter, at least 0."""
@@ -213,7 +213,7 @@ class StatusPage:
 
     def agent_message(self) -> bytes:
         """The agent's message to this worker; empty before there is one."""
-        return self._memory[WORD_AT : WORD_AT + min(self.get("word_bytes"), WORD_MAX)]
+        return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
 
     def ring(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
@@ -250,7 +250,7 @@ class StatusPage:
         self._memory.close()
 
     def _map(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, BOX_BYTES)  # shared; holds a descriptor of its own
+        self._memory = mmap.mmap(descriptor, PAGE_BYTES)  # shared; holds a descriptor of its own
         self._words = memoryview(self._memory).cast("Q")
 
 
@@ -267,7 +267,7 @@ def op_of(text: bytes) -> Op:
     return Op(group, 0, kind, name, shape, dtype, site)
 
 
-def _is_box(descriptor: int) -> bool:
+def _is_status_page(descriptor: int) -> bool:
     # a program that a worker starts sees the variable too, but not the file: its number may be any other file's
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
@@ -291,7 +291,7 @@ def records(data: bytes) -> list[tuple[int, Op]]:
 def make_status_page(rank: int) -> int:
     """A descriptor of a new status page."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
-    os.ftruncate(descriptor, BOX_BYTES)
+    os.ftruncate(descriptor, PAGE_BYTES)
     return descriptor
 
 
@@ -346,9 +346,9 @@ def ask_to_regroup(descriptor: int) -> None:
 
 def release(descriptor: int, why: bytes) -> None:
     """Make the worker leave its collective, with `why` (JSON) as the reason."""
-    why = why[:WORD_MAX]
-    os.pwrite(descriptor, why, WORD_AT)
-    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["word_bytes"])
+    why = why[:MESSAGE_MAX]
+    os.pwrite(descriptor, why, MESSAGE_AT)
+    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["message_bytes"])
     os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["released"])
 
 
@@ -358,7 +358,7 @@ def read_answer(descriptor: int) -> bytes:
     return os.pread(descriptor, min(WORD.unpack(size)[0], ANSWER_MAX), ANSWER_AT)
 
 
-def has_box(pid: int) -> bool:
+def has_status_page(pid: int) -> bool:
     """Whether the process still has its page. A process that became a different program (`os.execv`) has not."""
     try:
         if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
@@ -385,13 +385,13 @@ def takes_signal(pid: int, number: int = SIGNAL, *, ignoring: bool = False) -> b
 
 def forget_native(descriptor: int) -> None:
     """Discard faulthandler's text, before SIGNAL is sent again."""
-    os.ftruncate(descriptor, BOX_BYTES)
+    os.ftruncate(descriptor, PAGE_BYTES)
 
 
 def read_native(descriptor: int) -> str:
     """Faulthandler's text since SIGNAL; the end of a long text, which has the main thread."""
     size = os.fstat(descriptor).st_size
-    start = max(BOX_BYTES, size - NATIVE_MAX)
+    start = max(PAGE_BYTES, size - NATIVE_MAX)
     return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
 
 

@@ -26,11 +26,11 @@ import msgspec
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.protocol.control import (
-    WorkerBirth,
+    WorkerSpec,
 )
 from paceline.protocol.evidence import Failure, is_victim
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.runs import writing
 from paceline.runs.console import clean
 
@@ -45,20 +45,20 @@ SHARING = "paceline.collectives.ddp"  # by name: it imports torch, and this pack
 
 def attach() -> None:
     """End with the agent from now on, and begin to write the status page; the first call of a worker."""
-    birth = WorkerBirth.here()
-    if birth is None:
+    spec = WorkerSpec.here()
+    if spec is None:
         return
-    if birth.temporary:
+    if spec.temporary:
         # for the sockets of multiprocessing, which a killed process leaves behind: the agent removes them
-        vars(current_process())["_config"]["tempdir"] = birth.temporary
+        vars(current_process())["_config"]["tempdir"] = spec.temporary
     Guard.of_process().start().watch_torch()
-    if birth.shares_gradients:
+    if spec.shares_gradients:
         when_imported(DDP, _share_gradients)
-    if os.getppid() != birth.agent_pid:
-        agent = read_process(birth.agent_pid)
+    if os.getppid() != spec.agent_pid:
+        agent = read_process(spec.agent_pid)
         if agent is not None and agent.runs:
             return  # a wrapper (a shell, numactl) stands between us: left are the agent's and the janitor's sweeps
-    die_with_parent(birth.agent_pid)
+    die_with_parent(spec.agent_pid)
 
 
 def _share_gradients(*, late: bool) -> None:
@@ -67,7 +67,7 @@ def _share_gradients(*, late: bool) -> None:
     kind: Any = sys.modules[DDP].DistributedDataParallel
     make = kind.__init__
 
-    @unseen
+    @hide_from_warnings
     @wraps(make)
     def made(ddp: Any, *args: Any, **kwargs: Any) -> None:
         make(ddp, *args, **kwargs)
@@ -76,7 +76,7 @@ def _share_gradients(*, late: bool) -> None:
     kind.__init__ = made
 
 
-def leave(code: int) -> NoReturn:
+def exit_worker(code: int) -> NoReturn:
     """End this process after its work is done and its process group is down, with exit code `code`; -n: by signal n.
 
     Threads are waited for, exit handlers run and output is flushed, as always; only C++'s static destructors are not:
@@ -112,10 +112,10 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     Returns:
         Whether the agent will report this failure, so that the worker need not print it. False without an agent.
     """
-    birth, rank = WorkerBirth.here(), os.environ.get("RANK", "")
+    spec, rank = WorkerSpec.here(), os.environ.get("RANK", "")
     if not rank.isdecimal():
         return False
-    record = Guard.of_process().record if birth is None else birth.record
+    record = Guard.of_process().record if spec is None else spec.record
     if record < 0:
         return False
     failure = Failure(
@@ -129,24 +129,24 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     encoded = msgspec.json.encode(failure)
     try:
         if os.fstat(record).st_size:  # what fails after the first failure is teardown
-            return birth is not None
+            return spec is not None
         os.pwrite(record, encoded, 0)
     except OSError:  # no such descriptor: this is no worker, but a process that a worker has started
         return False
-    if birth is None:  # its agent may be gone by now: nobody is sure to tell it
+    if spec is None:  # its agent may be gone by now: nobody is sure to tell it
         return False
     with suppress(OSError):
         # why the first start failed must outlast the restarts
-        later = f"-generation-{birth.generation}" if birth.generation else ""
-        writing.replace(Path(birth.attempt_dir) / f"error-{rank}{later}.json", encoded)
+        later = f"-generation-{spec.generation}" if spec.generation else ""
+        writing.replace(Path(spec.attempt_dir) / f"error-{rank}{later}.json", encoded)
     return True
 
 
-def tell_victim(error: BaseException, what: str) -> None:
+def report_victim(error: BaseException, what: str) -> None:
     """Print one line, `what`, for a rank that lost a peer. The traceback goes only into its log."""
-    birth = WorkerBirth.here()
-    assert birth is not None
-    log = Path(birth.attempt_dir) / f"rank-{os.environ['RANK']}.log"
+    spec = WorkerSpec.here()
+    assert spec is not None
+    log = Path(spec.attempt_dir) / f"rank-{os.environ['RANK']}.log"
     with suppress(OSError), os.fdopen(writing.keep(log, append=True), "a", errors="replace") as file:
         print_exception(error, file=file)
     print(f"paceline: {what}: {type(error).__name__}, see {log}", file=sys.stderr)
@@ -176,11 +176,11 @@ def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
     try:
         code = main(sys.argv[1:])
     except Exception as error:
-        code = tell(error)
-    leave(code)
+        code = report_error(error)
+    exit_worker(code)
 
 
-def tell(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Report an error once, and return the exit code for it.
 
     A worker leaves the report to its agent, which knows which rank failed first. Without an agent (torchrun), rank 0

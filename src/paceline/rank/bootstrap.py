@@ -39,8 +39,8 @@ from paceline.protocol.control import (
     CHECK,
     Goodbye,
     Hello,
-    Meeting,
-    WorkerBirth,
+    Rendezvous,
+    WorkerSpec,
     agent_address,
     peer_pid,
     receive,
@@ -51,7 +51,7 @@ from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import recorder
-from paceline.rank.attach import attach, leave, record_failure, tell, tell_victim
+from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
 from paceline.rank.environment import job_token
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
@@ -137,11 +137,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     also: tuple[Events, ...] = ()
     if arguments[:1] == [CHECK]:
-        arguments, birth = arguments[1:], WorkerBirth.here()
-        if birth is not None and birth.attempt_dir:
+        arguments, spec = arguments[1:], WorkerSpec.here()
+        if spec is not None and spec.attempt_dir:
             from paceline.rank.check import watch  # costs all other scripts nothing
 
-            also = watch(Path(birth.attempt_dir))
+            also = watch(Path(spec.attempt_dir))
     attach()
     run_script(arguments, *also)
 
@@ -153,9 +153,9 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
         print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     ended: Callable[[], None] | None = None
-    if (birth := WorkerBirth.here()) is not None:
+    if (spec := WorkerSpec.here()) is not None:
         if os.isatty(0):
-            ask_in_turn(birth.temporary)
+            ask_in_turn(spec.temporary)
         ended = watch_script(Guard.of_process(), *also)
     try:
         _run(arguments)
@@ -170,7 +170,7 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
     if code >= 0 and "torch" not in sys.modules:  # else its static destructors are left out
         Guard.of_process().leave(code)
         sys.exit(code)
-    leave(code)
+    exit_worker(code)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -223,7 +223,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
     if is_worker and isinstance(error, PacelineError):  # whose message says it all
         if getattr(sys.excepthook, "of_paceline", False):  # of a session: it ends first
             sys.excepthook(type(error), error, trace)
-        return tell(error)
+        return report_error(error)
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:  # a person who stops a run knows it
         freed = bool(Guard.of_process().released())  # out of a collective in which others have left it alone
@@ -233,7 +233,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
             if (sessions := sys.modules.get("paceline.sessions.life")) is not None:  # by name: it imports torch
                 with suppress(Exception):
                     sessions.close_all(error)
-            tell_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
+            report_victim(error, "freed by the hang guard, and ended" if freed else "lost another rank, and ended")
             return ExitCode.FAILED
     try:
         sys.excepthook(type(error), error, trace)
@@ -410,12 +410,12 @@ class Attachment:
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
             threading.Thread(target=self._meet, args=(None,), name="paceline-meet", daemon=True).start()
-        while isinstance(message := receive(self._connection)[0], Meeting):
+        while isinstance(message := receive(self._connection)[0], Rendezvous):
             threading.Thread(target=self._meet, args=(message,), name="paceline-meet", daemon=True).start()
         if self._first and not self._over:
             say("warning: the agent that watches over this node is gone; its hangs are no longer judged")
 
-    def _meet(self, meeting: Meeting | None) -> None:
+    def _meet(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
         It runs in a separate thread with separate connections: the main thread may wait in a store forever.
@@ -430,7 +430,7 @@ class Attachment:
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
                     elif store.check([key]) and self._connection is not None:
-                        return send(self._connection, msgspec.json.decode(store.get(key), type=Meeting))
+                        return send(self._connection, msgspec.json.decode(store.get(key), type=Rendezvous))
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
             say(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")

@@ -25,16 +25,16 @@ _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-def launched(env: Mapping[str, str]) -> bool:
+def is_launched(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set.
 
     Raises:
-        UsageError: as `understood`.
+        UsageError: as `translate_to_torchrun`.
     """
-    return any(name in env for name in COUNTS) or bool(understood(env))
+    return any(name in env for name in COUNTS) or bool(translate_to_torchrun(env))
 
 
-def understood(env: Mapping[str, str]) -> dict[str, str]:
+def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     """Torchrun's variables, if srun's or mpirun's in `env` describe a world of several ranks; else nothing.
 
     Torchrun's variables win if they are set. MASTER_ADDR and MASTER_PORT stay as the user has set them. A world of one
@@ -91,9 +91,9 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     if none is set.
 
     Raises:
-        UsageError: some are missing, or they contradict each other; or as `understood`.
+        UsageError: some are missing, or they contradict each other; or as `translate_to_torchrun`.
     """
-    env = {**env, **understood(env)}
+    env = {**env, **translate_to_torchrun(env)}
     names = [*COUNTS, *ADDRESS]
     present = [name for name in COUNTS if name in env]
     if not present:

@@ -31,13 +31,13 @@ from typing import Any, BinaryIO, ClassVar, Self
 import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
-from paceline.host.procfs import GUARD_THREAD, open_files, tcp_connections, written
+from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
 from paceline.host.reach import is_loopback, sign
-from paceline.protocol.control import WorkerBirth
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Answer, Phase, is_victim
 from paceline.protocol.status_page import SIGNAL, SIGNAL_SAFE, WATCHED, StatusPage, make_status_page
 from paceline.rank import recorder
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.ledger import MODULE, Group, Ledger, OrderMarks
 from paceline.runs.owners import user_name
 
@@ -79,9 +79,9 @@ class Guard:
     def of_process(cls) -> Guard:
         """This process's guard, the same at every call."""
         if Guard._of_process is None:
-            birth = WorkerBirth.here()
-            box = None if birth is None else StatusPage.inherited(birth.box)
-            Guard._of_process = guard = cls(box, on=birth is None or birth.guarded)
+            spec = WorkerSpec.here()
+            box = None if spec is None else StatusPage.inherited(spec.box)
+            Guard._of_process = guard = cls(box, on=spec is None or spec.guarded)
             os.register_at_fork(after_in_child=guard._in_child)
         return Guard._of_process
 
@@ -334,7 +334,7 @@ class Connections:
         if make is None:  # a torch that has another name for it: nothing is known, nobody is freed
             return
 
-        @unseen
+        @hide_from_warnings
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             before = open_sockets()
@@ -354,9 +354,9 @@ class Connections:
                         "machine can connect to them, which wastes memory and time, but not be taken for a rank",
                         file=sys.stderr,
                     )
-                if users := strangers(new.values()):
+                if users := foreign_users(new.values()):
                     if self._tolerated is None:
-                        raise stranger_met(users)
+                        raise foreign_user_error(users)
                     self._tolerated.append(users)
             return group
 
@@ -451,20 +451,20 @@ def _filter(one: socket.socket) -> bool:
     return False
 
 
-def strangers(descriptors: Collection[int]) -> list[str]:
+def foreign_users(descriptors: Collection[int]) -> list[str]:
     """The other users who are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
     for one in _internet(descriptors):
         with suppress(OSError):  # it only listens
             (address, port), (its_address, its_port) = one.getsockname()[:2], one.getpeername()[:2]
             if address == its_address == LOOPBACK:
-                ends[written(its_address, its_port), written(address, port)] = None
+                ends[proc_net_address(its_address, its_port), proc_net_address(address, port)] = None
     # (own end, other end) -> user, of all connections over IPv4 in this network
     users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
     return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
 
 
-def stranger_met(users: list[str]) -> UsageError:
+def foreign_user_error(users: list[str]) -> UsageError:
     """The error for a process group with these other users in it."""
     return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 

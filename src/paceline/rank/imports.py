@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 TRAINING = ("paceline.train.run", "torch._dynamo")  # each of torch's optimizers imports its compiler
 T = TypeVar("T", bound=Callable[..., Any])
-UNSEEN = " (as importlib._bootstrap)"
+HIDDEN_FRAME = " (as importlib._bootstrap)"
 
 
 def import_all(modules: Sequence[str]) -> None:
@@ -80,12 +80,12 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def unseen(function: T) -> T:
+def hide_from_warnings(function: T) -> T:
     """Have warnings pass over this function, which is not running yet, so that they name the user's line.
 
     `warnings` passes over the frames of the import system, which it knows by two words in the name of their file,
     wherever it counts a stack level. A function of ours between a user's line and torch's has them in its file's name.
     """
     changed: Any = function
-    changed.__code__ = changed.__code__.replace(co_filename=changed.__code__.co_filename + UNSEEN)
+    changed.__code__ = changed.__code__.replace(co_filename=changed.__code__.co_filename + HIDDEN_FRAME)
     return function

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from paceline.protocol.evidence import Op, Phase
 from paceline.protocol.marks import GROUPS, ROOTED, Names, Order, put_call
 from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, ring_text
-from paceline.rank.imports import unseen
+from paceline.rank.imports import hide_from_warnings
 from paceline.rank.sites import Site, call_site
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
@@ -321,7 +321,7 @@ class Ledger:
         peers = [(places[peer], peer) for peer in kind.peer or () if peer in places]
         inside = self._inside
 
-        @unseen
+        @hide_from_warnings
         @wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             thread = get_ident()

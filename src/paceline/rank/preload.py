@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerBirth
+from paceline.protocol.control import AGENT_MARK, MAX_DESCRIPTORS, MAX_ORDER_BYTES, READY, ForkOrder, WorkerSpec
 from paceline.rank.guard import Guard
 from paceline.rank.ledger import KINDS, MODULE
 
@@ -31,14 +31,14 @@ MAX_SAID_BYTES = 1 << 20
 SETTLE_SECONDS = 0.5  # a thread that has ended is listed a moment longer
 
 
-def serve(birth: WorkerBirth, load: Callable[[], None]) -> None:
+def serve(spec: WorkerSpec, load: Callable[[], None]) -> None:
     """Import all that `load` does, and fork a worker at each order. Returns in the workers only, each as just started.
 
     Ends with its agent, or when the agent no longer listens.
     """
-    channel = socket.socket(fileno=birth.preload)
+    channel = socket.socket(fileno=spec.preload)
     channel.set_inheritable(False)
-    die_with_parent(birth.agent_pid)
+    die_with_parent(spec.agent_pid)
     comm = COMM.read_text().strip()
     COMM.write_text(NAME)
     try:

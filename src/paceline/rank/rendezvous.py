@@ -24,7 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import port_holder
 from paceline.host.reach import why_unreachable
-from paceline.protocol.control import WorkerBirth, restarts
+from paceline.protocol.control import WorkerSpec, restarts
 from paceline.rank.environment import job_token
 
 MEETING_SECONDS = 300.0
@@ -123,7 +123,7 @@ def _run(meeting: _Rendezvous, env: Mapping[str, str]) -> None:
 
 def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # started by torchrun
-    inherited = -1 if (birth := WorkerBirth.here()) is None else birth.store
+    inherited = -1 if (spec := WorkerSpec.here()) is None else spec.store
     if inherited >= 0 and stat.S_ISREG(os.fstat(inherited).st_mode):
         # opened again at each call, so that its locks hold between processes; -1: it has no name to be removed
         return FileStore(f"/proc/self/fd/{inherited}", -1)
@@ -139,7 +139,7 @@ def _open(meeting: _Rendezvous, env: Mapping[str, str]) -> Store | None:
             try:
                 return _tcp_store(meeting, is_master=False)
             except dist.DistError as error:
-                if not (birth and meeting.host == "127.0.0.1"):  # else our agent answers; the store is elsewhere
+                if not (spec and meeting.host == "127.0.0.1"):  # else our agent answers; the store is elsewhere
                     why = str(error).partition("\n")[0]
                     raise UsageError(code="not-our-store", where=meeting.where, why=why) from error
                 reason = f"{meeting.where}, where our agent finds no way to its store"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paceline.protocol.evidence import Frame
 from paceline.protocol.places import SITE_CHARS, Activity, activity_of, called_at, site
-from paceline.rank.imports import UNSEEN
+from paceline.rank.imports import HIDDEN_FRAME
 
 MAX_DEPTH = 100  # frames to look at from inside; a framework's are some 30, a backward of ours under a dozen
 _OURS = str(Path(__file__).resolve().parents[1])  # .../paceline
@@ -64,7 +64,7 @@ def owner(filename: str) -> Owner:
 @cache
 def short(filename: str) -> str:
     """What people on any host call this file."""
-    filename = filename.removesuffix(UNSEEN)
+    filename = filename.removesuffix(HIDDEN_FRAME)
     if filename.startswith(_OURS + "/"):
         return "paceline" + filename[len(_OURS) :]
     for packages in ("/site-packages/", "/dist-packages/"):

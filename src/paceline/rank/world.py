@@ -18,8 +18,8 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 from paceline.config.mesh import DIMENSIONS, OF_BATCH, Mesh
 from paceline.errors import TrainingError, UsageError, plural
 from paceline.host.gpus import DEV, SHARE_GPUS, VISIBLE, cores_near, show_own_mig
-from paceline.rank.environment import rank_counts, understood
-from paceline.rank.guard import End, Guard, abort_nccl, stranger_met
+from paceline.rank.environment import rank_counts, translate_to_torchrun
+from paceline.rank.guard import End, Guard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -87,10 +87,10 @@ class World:
         if device != "cpu":
             show_own_mig(local_rank, local_size)
         # local: the global rank is no device index on the second node
-        chosen = chosen_device(device, local_rank, local_size, backend)
-        if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := overlooked()):
+        chosen = resolve_device(device, local_rank, local_size, backend)
+        if device == "auto" and chosen.type == "cpu" and rank == 0 and (words := explain_missing_gpus()):
             print(f"WARNING: cpu: {words}; or say --device cpu", file=sys.stderr)
-        return cls(rank, size, local_rank, local_size, chosen, chosen_backend(backend, chosen))
+        return cls(rank, size, local_rank, local_size, chosen, resolve_backend(backend, chosen))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def joined(
     timeout = timedelta(seconds=timeout_seconds)
     if world.device.type != "cpu":
         torch.accelerator.set_device_index(world.device)
-        go_near(world.device)
+        set_cpu_affinity(world.device)
     if world.backend == "mpi":
         dist.init_process_group(world.backend, timeout=timeout)
     else:
@@ -130,7 +130,7 @@ def joined(
         dist.destroy_process_group()
 
 
-def on_mesh(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
+def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
     """`world`, whose group is up, with a process group for each of its dimensions (a collective).
 
     Ranks that all work on different samples with the whole model need none: then it is `world` as it was.
@@ -179,7 +179,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
             return
         met += strangers
         dist.destroy_process_group()
-    raise stranger_met(met[0]) if met else UsageError(code="stranger-at-another-rank")
+    raise foreign_user_error(met[0]) if met else UsageError(code="stranger-at-another-rank")
 
 
 def _strangers_met(world: World, store: Store, timeout: timedelta, ends: Sequence[End], *, here: bool) -> bool:
@@ -212,12 +212,14 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, word: str) -> 
 def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
     if world.size == 1:
         return HashStore()
-    store = rendezvous(world.rank, world.size, {**os.environ, **understood(os.environ)}, seconds=meeting_seconds)
+    store = rendezvous(
+        world.rank, world.size, {**os.environ, **translate_to_torchrun(os.environ)}, seconds=meeting_seconds
+    )
     store.set_timeout(timeout)
     return store
 
 
-def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
+def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.device:
     """The device of the rank that is number `index` of `workers` on this machine.
 
     Args:
@@ -230,30 +232,34 @@ def chosen_device(asked: str, index: int, workers: int, backend: str) -> torch.d
         UsageError: there is no such device, or there are too few.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
-    kind = "" if found is None or lacks(found.type) else found.type
+    kind = "" if found is None or unsupported_reason(found.type) else found.type
     # not torch.accelerator's count: which kind is there is decided when torch is built
     count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
     kind = kind or ("cuda" if count else "")
     if asked == "cpu" or (asked == "auto" and not kind):
         return torch.device("cpu")
     if asked not in ("auto", "cpu", "cuda", "xpu", kind):
-        raise UsageError(lacks(asked)) if lacks(asked) else UsageError(code="device-unknown", value=asked)
+        raise (
+            UsageError(unsupported_reason(asked))
+            if unsupported_reason(asked)
+            else UsageError(code="device-unknown", value=asked)
+        )
     if asked not in ("auto", kind):
-        has = f"torch has {kind} here" if kind else overlooked() or "torch sees no accelerator here"
+        has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=asked, has=has, usable=kind or "cpu")
-    if workers > count and backend not in SHARE_GPUS and not (count == 1 and shown_one()):
+    if workers > count and backend not in SHARE_GPUS and not (count == 1 and sees_one_gpu()):
         most = plural(count, "process", "processes")
         raise UsageError(code="processes-without-gpu", processes=workers, count=count, most=most)
     return torch.device(kind, index % count)
 
 
-def shown_one() -> bool:
+def sees_one_gpu() -> bool:
     """Whether a variable shows this process one GPU: as `srun --gpus-per-task=1` and wrappers do, each rank another."""
     values = [os.environ.get(name, "").strip() for name in VISIBLE]
     return any(value and "," not in value for value in values)
 
 
-def identity(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """The unique name of this GPU on any machine; empty for a CPU, or if unknown."""
     if device.type == "cpu":
         return ""
@@ -267,7 +273,7 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
     Raises:
         UsageError: on the later one of two ranks with one GPU, over a backend that needs one for each.
     """
-    mine = identity(device) if size > 1 else ""
+    mine = device_uuid(device) if size > 1 else ""
     if not mine:
         return
     if store.add(f"ranks on {mine}", 1) == 1:
@@ -279,20 +285,20 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
     print(f"WARNING: ranks {first} and {rank} compute on one GPU, {gpu}: they take turns", file=sys.stderr)
 
 
-def go_near(device: torch.device) -> None:
+def set_cpu_affinity(device: torch.device) -> None:
     """Let this process and its children run on cores near its GPU only, if it may run on any of them."""
     own = os.sched_getaffinity(0)
-    near = own & cores_near(identity(device))
+    near = own & cores_near(device_uuid(device))
     if near and near != own:
         os.sched_setaffinity(0, near)
 
 
-def lacks(kind: str) -> str:
+def unsupported_reason(kind: str) -> str:
     """The reason why paceline cannot train on such devices; empty if it can."""
     return "paceline does not train on mps, which has no float64 to add up losses in" if kind == "mps" else ""
 
 
-def overlooked(devices: Path = DEV) -> str:
+def explain_missing_gpus(devices: Path = DEV) -> str:
     """The reason why torch sees none of the GPUs that the kernel has under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
     built = torch.version.cuda or torch.version.hip
@@ -311,10 +317,10 @@ def overlooked(devices: Path = DEV) -> str:
     if amd and torch.version.hip and not hidden & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` tells whether this user may use them"
     other = torch.accelerator.current_accelerator(check_available=True)
-    return lacks(other.type) if other is not None else ""
+    return unsupported_reason(other.type) if other is not None else ""
 
 
-def device_words(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """A name for people: 'cpu', 'cuda (NVIDIA H100)'."""
     if device.type == "cpu":
         return "cpu"
@@ -322,7 +328,7 @@ def device_words(device: torch.device) -> str:
     return f"{device.type} ({name(device)})" if name else device.type
 
 
-def chosen_backend(asked: str, device: torch.device) -> str:
+def resolve_backend(asked: str, device: torch.device) -> str:
     """The backend of torch.distributed for ranks on such a device; `asked` "auto": the one that suits it.
 
     Raises:

@@ -40,7 +40,7 @@ from paceline.lab.verify import (
     VerifyReport,
 )
 from paceline.rank.attach import run_worker
-from paceline.rank.world import World, joined, on_mesh
+from paceline.rank.world import World, create_mesh_groups, joined
 from paceline.strategies.refusals import ELEMENT_WISE
 from paceline.train.determinism import DEFAULT_THREADS, deterministic, holds_for
 from paceline.train.prepare import make_model
@@ -49,7 +49,7 @@ from paceline.train.step import train_step
 
 def verify(spec: Spec, world: World) -> VerifyReport:
     """Run every case of `spec` on this world (a collective); rank 0's report counts."""
-    world = on_mesh(world, mesh_of(spec.mesh or None, world.size))
+    world = create_mesh_groups(world, mesh_of(spec.mesh or None, world.size))
     with together(world):
         task = trials.task_of(spec)
         model = trials.build(task, spec.seed, world.device)

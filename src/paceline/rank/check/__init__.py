@@ -37,7 +37,7 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import Guard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import Events, hang
+from paceline.rank.probes import Events, wrap_function
 from paceline.rank.probes.steps import JointOptimizers
 from paceline.rank.sites import short, site_words, user_site
 from paceline.runs import writing
@@ -70,7 +70,7 @@ class SideWatch(Events):
         functional: Any = sys.modules["torch.nn.functional"]
         serialization: Any = sys.modules["torch.serialization"]
         ranks: Any = sys.modules["torch.distributed"]
-        seen = partial(hang, torch)
+        seen = partial(wrap_function, torch)
         seen("manual_seed", before=lambda *_, **__: self._seeded("torch"))
         seen("set_num_threads", before=self._threads_set)
         seen("save", before=self._saves)
@@ -78,12 +78,12 @@ class SideWatch(Events):
         serialization.save, serialization.load = torch.save, torch.load
         schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
         for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # which has a step of its own
-            hang(scheduler, "step", before=self._goes_on)
-        hang(ranks, "all_reduce", before=self._reduces)
+            wrap_function(scheduler, "step", before=self._goes_on)
+        wrap_function(ranks, "all_reduce", before=self._reduces)
         collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
         collectives.all_reduce = ranks.all_reduce
         for name in ("cross_entropy", "nll_loss"):
-            hang(functional, name, after=self._counts)
+            wrap_function(functional, name, after=self._counts)
 
     def epoch_begins(self, batches: Any) -> None:
         number = next((n for n, one in enumerate(self._facts.loaders) if one.passes and not one.passes[-1].sizes), -1)
@@ -185,7 +185,7 @@ class SideWatch(Events):
         def gathers(*_: Any, **__: Any) -> None:
             self._facts.gathers_for_metrics = True
 
-        hang(accelerator, "gather_for_metrics", before=gathers)
+        wrap_function(accelerator, "gather_for_metrics", before=gathers)
 
     def _in_trainer(self, *, late: bool) -> None:
         """Call each `compute_metrics` with more padding: it gets numpy arrays in which -100 is padding."""
@@ -209,7 +209,7 @@ class SideWatch(Events):
 
             trainer.compute_metrics = computed
 
-        hang(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
+        wrap_function(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
 
 
 def with_padding(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:

@@ -32,8 +32,8 @@ from paceline.protocol.facts import (
     kept_batches,
 )
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
-from paceline.rank.probes import Events, hang, hashed, leading, leaf_digests
+from paceline.rank.imports import hide_from_warnings, when_imported
+from paceline.rank.probes import Events, leaf_digests, sample_count, short_hash, wrap_function
 from paceline.rank.sites import USER, call_site, owner, user_site
 
 MAX_PASSED_OVER = 100_000  # batches: of more the last one is not waited for
@@ -55,7 +55,7 @@ MAX_NAMES = 4  # that are followed to where they were given their values
 RANKS = re.compile(r"world|num_processes|num_replicas|n_?gpus|nproc", re.IGNORECASE)
 
 
-class Cut:
+class TruncatedSampler:
     """The first draws of a sampler, and its last one, which shows faults at the end of an epoch.
 
     A further draw draws the sampler to its end, as a whole epoch does: a sampler that counts its epochs does so after
@@ -67,7 +67,7 @@ class Cut:
         self._seconds = seconds
         self._ended = False
 
-    def __iter__(self) -> Cut:
+    def __iter__(self) -> TruncatedSampler:
         return self
 
     def __next__(self) -> Any:
@@ -142,8 +142,8 @@ class LoaderWatch(Events):
             loader.divided = divided_by_world(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
         loader.__len__, loader.whole_length = shortened, length
-        hang(loader, "__init__", after=made)
-        hang(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
+        wrap_function(loader, "__init__", after=made)
+        wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._shorten, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             fetcher.fetch = self._fetched.watched(fetcher.fetch, self._number_of_data)
 
@@ -152,14 +152,14 @@ class LoaderWatch(Events):
 
     def _shorten(self, map_style: Any, batches: Any) -> None:
         number = _number_of(batches)
-        if number < 0 or isinstance(batches._sampler_iter, Cut) or batches._dataset_kind != map_style:
+        if number < 0 or isinstance(batches._sampler_iter, TruncatedSampler) or batches._dataset_kind != map_style:
             return
         record = self._facts.loaders[number]
         if (whole := record.batches) >= 0 and not self._facts.session:
             looked_at = len(record.passes) <= EPOCHS
             kept = kept_batches(whole) if looked_at else min(1, whole)
             seconds = MAX_SECONDS if looked_at else LATER_SECONDS
-            batches._sampler_iter = Cut(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
+            batches._sampler_iter = TruncatedSampler(batches._sampler_iter, whole, kept, record.passes[-1], seconds)
 
     def epoch_begins(self, batches: Any) -> None:
         loader = batches.of_loader()
@@ -191,7 +191,7 @@ class LoaderWatch(Events):
         if self.fed < 0:
             return
         seen = self._facts.loaders[self.fed].passes[-1]
-        seen.sizes.append(leading(batch))
+        seen.sizes.append(sample_count(batch))
         if len(seen.leaves) < MAX_DIGESTS and len(self._facts.loaders[self.fed].passes) <= EPOCHS:
             seen.leaves.append(leaf_digests(batch))
         if len(self._facts.loaders[self.fed].passes) == 1 and len(seen.sizes) in LOOKS:
@@ -298,7 +298,7 @@ class Fetched:
     def watched(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
         """`fetch`, looked at; `number_of` a data set is that of its loader, -1 if it is of none."""
 
-        @unseen
+        @hide_from_warnings
         @wraps(fetch)
         def fetched(fetcher: Any, indices: Any) -> Any:
             number = number_of(fetcher.dataset)
@@ -348,7 +348,7 @@ class Generators:
         for name, one, before in self._before:
             if _goes_on(before, one, max(1, samples // 2)):
                 found[name].append(_state(before))
-        return {name: hashed("".join(sorted(states)).encode()) for name, states in found.items()}
+        return {name: short_hash("".join(sorted(states)).encode()) for name, states in found.items()}
 
 
 _LOOKED_AT: weakref.WeakSet[Generators] = weakref.WeakSet()
@@ -363,7 +363,7 @@ def watch_setters() -> None:
 def _watch_setters(module: str, *, late: bool) -> None:
     generator, names = SETTERS[module]
     for name in names:
-        hang(sys.modules[module], name, after=partial(_was_set, generator))
+        wrap_function(sys.modules[module], name, after=partial(_was_set, generator))
         setter = getattr(sys.modules[module], name)
         setter.__module__, setter.__qualname__ = module, name  # by which it is pickled
 
@@ -425,7 +425,7 @@ def _state(one: Any) -> str:
     if isinstance(one, random.Random):
         return repr(one.getstate()[1])
     if hasattr(one, "device"):
-        return hashed(one.get_state().numpy().tobytes())
+        return short_hash(one.get_state().numpy().tobytes())
     inner = _bits(one).state["state"]
     return repr({name: value.tobytes() if hasattr(value, "tobytes") else value for name, value in inner.items()})
 

@@ -15,8 +15,8 @@ from typing import Any
 from paceline.protocol.facts import MAX_DIGESTS, MAX_STEPS, Dropped, ScriptFacts, SeenReplica, SeenStep, finite
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import Guard
-from paceline.rank.imports import unseen, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, hang, hashed, leaf_digests
+from paceline.rank.imports import hide_from_warnings, when_imported
+from paceline.rank.probes import MAX_ELEMENTS, Events, digest_of, leaf_digests, short_hash, wrap_function
 from paceline.rank.probes.steps import JointOptimizers, is_sharded
 from paceline.rank.sites import Owner, call_site, frame_of, owner, site_words, user_site
 
@@ -77,10 +77,12 @@ class StepWatch(Events):
     def torch_is_there(self) -> None:
         self._meshes.watch()
         sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._called)
-        hang(sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced)
+        wrap_function(
+            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._unsynced
+        )
         modules: Any = sys.modules["torch.nn.modules.module"]
-        hang(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
-        hang(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
+        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._clears)
+        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._clears(None))
         clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
         offered: Any = sys.modules["torch.nn.utils"]
         scale = self.clipping(clipping._clip_grads_with_norm_)  # by which clip_grad_norm_ clips, too
@@ -109,7 +111,7 @@ class StepWatch(Events):
     def clipping(self, clip: Any) -> Any:
         """`clip_grads_with_norm_`, of which the norm is kept for the step that comes next."""
 
-        @unseen
+        @hide_from_warnings
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
             of = [parameters] if hasattr(parameters, "grad") else list(parameters)  # may be there for once only
@@ -357,7 +359,7 @@ def _settings(optimizer: Any) -> str:
                 value = float(value)
             if isinstance(value, (int, float, str, tuple)):
                 told.append((name, value))
-    return hashed(repr(told).encode())
+    return short_hash(repr(told).encode())
 
 
 def _total(optimizer: Any) -> float:
@@ -388,7 +390,7 @@ class Meshes:
     def _watch(self, *, late: bool) -> None:
         first: Any = sys.modules[OFFERED_BY[0]]
         plain = first.fully_shard
-        hang(first, "fully_shard", before=self._shares_out)
+        wrap_function(first, "fully_shard", before=self._shares_out)
         for module in (sys.modules.get(name) for name in OFFERED_BY[1:]):
             if getattr(module, "fully_shard", None) is plain:
                 vars(module)["fully_shard"] = first.fully_shard

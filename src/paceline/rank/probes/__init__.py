@@ -9,7 +9,7 @@
 
 Two packages listen: probes/, for silent faults, in every run, and check/, for the facts of `--check`. Events without a
 listener cost nothing. The hooks are in torch itself:
-`DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `hang` puts others where
+`DataLoader`'s iterators, `DistributedDataParallel`, `torch.autograd.backward` and optimizers; `wrap_function` puts others where
 only one listener needs them. No argument and no result is changed, except that the closure of a step is wrapped. An
 error of a listener is a warning, and the script continues. A process that the script forks is not the rank: its events
 are ignored.
@@ -29,7 +29,7 @@ from itertools import islice
 from typing import Any, Self
 
 from paceline.protocol.facts import MAX_DIGESTS
-from paceline.rank.imports import unseen, when_imported
+from paceline.rank.imports import hide_from_warnings, when_imported
 
 Then = Callable[..., None]
 MOST_BETWEEN = 12  # frames between two of torch's wrappers of an optimizer's step
@@ -66,7 +66,7 @@ def may_compute(tensor: Any) -> bool:
     return not tensor.is_cuda or not sys.modules["torch"].cuda.is_current_stream_capturing()
 
 
-def hashed(data: bytes) -> str:
+def short_hash(data: bytes) -> str:
     """Sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -81,7 +81,7 @@ def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
     kept = (None if one is None else some_of(one, most).cpu().contiguous().view(torch.uint8) for one in tensors)
-    return hashed(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
+    return short_hash(b"".join(b"-" if one is None else bytes(one.numpy()) for one in kept))
 
 
 def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
@@ -100,16 +100,16 @@ def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, consta
         leaves = (leaf for value in inner for leaf in leaf_digests(value, depth + 1, most, constants=constants))
         return [*islice(leaves, MAX_DIGESTS)]
     if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
-        return [hashed(data())]
-    return [hashed(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
+        return [short_hash(data())]
+    return [short_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
 
 
-def leading(batch: Any, depth: int = 0) -> int:
+def sample_count(batch: Any, depth: int = 0) -> int:
     """The number of samples in a batch: the first dimension of its first tensor; 0: unknown."""
     if hasattr(batch, "shape") and len(batch.shape):
         return int(batch.shape[0])
     inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for value in inner if depth < MAX_DEPTH and (size := leading(value, depth + 1))), 0)
+    return next((size for value in inner if depth < MAX_DEPTH and (size := sample_count(value, depth + 1))), 0)
 
 
 class Events:
@@ -228,19 +228,19 @@ class Hooks:
         try:
             self._hang_on_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
             replica = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-            hang(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
-            hang(
+            wrap_function(replica, "__init__", after=lambda _, ddp, *__, **___: tell("replica_made", ddp))
+            wrap_function(
                 replica, "forward",
                 before=lambda ddp, *inputs, **named: tell("forward_begins", ddp, inputs, named),
                 after=lambda output, ddp, *_, **__: tell("forward_ended", ddp, output),
                 failed=lambda error, *_, **__: tell("raised", "forward", error),
             )  # fmt: skip
-            hang(
+            wrap_function(
                 replica, "_sync_buffers",
                 before=lambda ddp: tell("buffers_asked", ddp),
                 after=lambda _, ddp: tell("buffers_given", ddp),
             )  # fmt: skip
-            hang(
+            wrap_function(
                 sys.modules["torch.autograd"], "backward",
                 before=lambda losses, *_, **__: tell("backward_begins", losses),
                 after=lambda *_, **__: tell("backward_ended"),
@@ -290,10 +290,10 @@ class Hooks:
             over = isinstance(error, StopIteration)
             tell("epoch_ended", batches) if over else tell("raised", "data", error)
 
-        hang(base, "__init__", after=begun)
-        hang(base, "_reset", after=begun_again)
-        hang(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
-        given = partial(hang, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
+        wrap_function(base, "__init__", after=begun)
+        wrap_function(base, "_reset", after=begun_again)
+        wrap_function(base, "_next_index", after=lambda indices, batches: tell("indices_drawn", batches, indices))
+        given = partial(wrap_function, base, "__next__", before=partial(tell, "batch_asked"), failed=failed)
         given(after=lambda batch, batches: tell("batch_given", batches, batch))
 
 
@@ -338,7 +338,7 @@ def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named.get("closure", args[1] if len(args) > 1 else None)
 
 
-def hang(
+def wrap_function(
     owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
 ) -> None:
     """Wrap a function of torch: call `before` with its arguments, `after` or `failed` with its result or error first.
@@ -355,7 +355,7 @@ def hang(
             except Exception:
                 return
 
-    @unseen
+    @hide_from_warnings
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if compiles():

@@ -21,7 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.protocol.marks import PARTS, SAME_BY_DDP, SETTINGS, SUMMED, TABLES, Mark, Names, put_mark
+from paceline.protocol.marks import (
+    PARTS,
+    SAME_BY_DDP,
+    SETTINGS,
+    SUMMED,
+    TABLES,
+    Names,
+    ReplicaFingerprint,
+    put_fingerprint,
+)
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes import DeferredReads, Events, may_compute
 from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
@@ -165,7 +174,7 @@ class Fingerprints(Events):
             hashes = [one & NONE for one in values[: len(chosen)]]
             told = [struct.unpack("d", struct.pack("q", one))[0] for one in values[len(chosen) :]]
             parts = _four(chosen, NONE), _four(hashes), _four(told)
-            put_mark(self._box, Mark(number, watched.layout, watched.flags, *parts, settings))
+            put_fingerprint(self._box, ReplicaFingerprint(number, watched.layout, watched.flags, *parts, settings))
 
         if sums[0].is_cuda:
             self._later.read(sys.modules["torch"].stack(sums), put)

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import Events, hang
+from paceline.rank.probes import Events, wrap_function
 
 LEAST_STEPS = 4  # of an optimizer, before it is judged by them
 PRIVATE, BY_HAND, KEPT_EQUAL = range(3)  # how surely an optimizer is joint
@@ -292,4 +292,4 @@ class JoinContexts(Events):
         if not self._sees:
             self._sees = True
             joins: Any = sys.modules["torch.distributed.algorithms.join"].Join
-            hang(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))
+            wrap_function(joins, "__enter__", before=lambda _: self._box.put("uneven", 1))

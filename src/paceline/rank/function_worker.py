@@ -1,4 +1,4 @@
-"""A rank of `paceline.run`: `python called.py FOLDER` calls the function in the folder, and stores its result there."""
+"""A rank of `paceline.run`: `python function_worker.py FOLDER` calls the function in the folder, and stores its result there."""
 
 import linecache
 import os
