@@ -48,7 +48,7 @@ FAILURES = {
     "SIGKILL": (
         f"os.kill(os.getpid(), 9) if rank == 1 else (time.sleep(0.1), fail({LOST}))",
         137,
-        "rank 1 failed: killed by SIGKILL (if nobody sent it, the kernel's OOM killer may have: see dmesg)",
+        "rank 1 failed: killed by SIGKILL (if no user sent it, the kernel's OOM killer may have: see dmesg)",
         "output of the ranks",
     ),
     "segmentation fault": (

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import due_seconds, first_to_fail
-from paceline.guard.sentences import format_ranks, verb
+from paceline.guard.sentences import clause, format_ranks
 from paceline.host.procfs import PROC, processes, read_process
 from paceline.host.sweep import Member
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
@@ -432,7 +432,7 @@ class AttachedHead:
             if not moved:
                 return
             self._stall_seconds = None
-            say(f"{format_ranks(moved)} {verb(moved, 'is', 'are')} making progress again; the stall is over")
+            say(f"{clause(moved, 'is', 'are')} making progress again; the stall is over")
         if (diagnosis := monitor.look()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(diagnosis, len(samples))

@@ -29,7 +29,7 @@ from paceline.guard.report import (
     summary_line,
     write_verdict,
 )
-from paceline.guard.sentences import format_ranks, verb
+from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import unreachable
@@ -166,7 +166,7 @@ class Monitor:
         evidence = self._generation.ask(WARNING_SECONDS if warned_only else ANSWER_SECONDS)
         if blind := [one.rank for one in evidence if not one.watched]:
             self._off = True  # into that nobody sees: nobody can be judged
-            who = f"{format_ranks(blind)} {verb(blind, 'has', 'have')}"
+            who = f"{clause(blind, 'has', 'have')}"
             say(f"warning: the hang guard is off: {who} become another program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
