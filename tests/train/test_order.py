@@ -168,5 +168,5 @@ def test_swapped_sums_end_the_run_on_all_ranks_and_a_branch_is_told_once(size, t
     for rank in range(size) if size == 2 else [2]:
         line = "sum_two" if rank == size - 1 else "sum_one"
         assert f"rank {rank} called all_reduce [4] float32 at test_order.py:" in told and f"in {line}" in told
-    assert ("where all others called" in told) == (size > 2)
-    assert ("no majority" in told) == (size == 2)
+    assert ("while all others called" in told) == (size > 2)
+    assert ("without a majority" in told) == (size == 2)

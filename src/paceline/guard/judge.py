@@ -12,8 +12,8 @@ The most certain explanation counts, in this order:
     no rank waits for a rank             BEHIND, NOT_MET: the ranks that are not where the majority is
 
 If the evidence does not show which party is wrong, the verdict lists the parties and names no rank as the cause. If two
-ranks disagree, either may be right. The verdict does not depend on clocks. Sequence numbers of collectives order events,
-and ages order failures.
+ranks disagree, either may be right. The verdict does not depend on clocks. Sequence numbers order collectives, and ages
+order failures.
 
 Ranks contradict each other in three cases: they have entered different operations under the same number, they wait for
 each other, or a rank has ended while others wait for it. All ranks run one program. If two ranks both follow it, one is
