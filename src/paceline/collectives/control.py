@@ -87,7 +87,7 @@ def read_at_once(pending: Sequence[Pending[Any]]) -> list[list[float]]:
     everything = [one.numbers for one in pending]
     far = [numbers for numbers in everything if costs(numbers.device)]
     told: list[float] = torch.cat(far).tolist() if far else []
-    Guard.of_process().check_freed()
+    Guard.of_process().check_unblocked()
     rest = iter(told)
     return [[*islice(rest, len(numbers))] if costs(numbers.device) else numbers.tolist() for numbers in everything]
 
@@ -443,7 +443,7 @@ def _summed_here(loss: float | Tensor, weight: float | Tensor, votes: list[float
 def _summed_over_ranks(everything: Tensor, ranks: int) -> SummedTotals:
     if not costs(everything.device):
         found: list[float] = everything.tolist()
-        Guard.of_process().check_freed()
+        Guard.of_process().check_unblocked()
         totals = _totals(found, ranks)
         return SummedTotals(totals, totals.sums[1])
     return SummedTotals(Pending(everything, lambda found: _totals(found, ranks)), everything[1 : 2 * ranks : 2])
