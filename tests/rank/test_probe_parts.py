@@ -339,7 +339,7 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(box:
 
     assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
     (skipped,) = told([1] * 20 + [2] + [1] * 20 + [2])
-    assert skipped.startswith("left out a step after backward(), as never before")
+    assert skipped.startswith("skipped a step after backward(), for the first time")
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])

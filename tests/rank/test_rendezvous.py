@@ -92,7 +92,7 @@ def test_a_missing_rank_is_named_by_one_rank_until_all_give_up_at_the_stated_tim
     began = time.monotonic()
     (code, out, first), (other_code, _, second) = [end(process) for process in ranks]
     assert (code, other_code, out) == (1, 1, "")
-    assert f"2 of 4 ranks have not come to 127.0.0.1:{port}: rank 1, 3" in first
+    assert f"2 of 4 ranks have not connected to 127.0.0.1:{port}: rank 1, 3" in first
     assert "paceline: after" in first and codes(first) == ["ranks-did-not-meet"]
     assert "paceline: after" not in second or "cannot reach" in second  # rank 0 says it
     assert time.monotonic() - began < 20
@@ -113,7 +113,7 @@ def test_a_name_that_does_not_resolve_is_said(start, port) -> None:
 def test_a_port_that_accepts_and_says_nothing_is_no_hang(start) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
         code, _, err = end(start(1, 2, mute.getsockname()[1], seconds=3))
-    assert code == 1 and "but no store answers there" in err and codes(err) == ["ranks-did-not-meet"]
+    assert code == 1 and "but no store answers: rank 0" in err and codes(err) == ["ranks-did-not-meet"]
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
             meets(2, "b")
     else:
         meets(2, "b")
-        assert "ranks 1 and 2 compute on one GPU, b (cuda:0): they take turns" in capsys.readouterr().err
+        assert "ranks 1 and 2 use the same GPU, b (cuda:0)" in capsys.readouterr().err
 
 
 def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
