@@ -30,8 +30,8 @@ try:
         line = f"rank {world.rank} of {world.size}, {world.local_rank} of {world.local_size}, sum {total.item():g}"
         sys.stdout.write(line + "\\n")
 except Exception as error:
-    leave(tell(error))
-leave(0)
+    exit_worker(report_error(error))
+exit_worker(0)
 """
 FOUR = [f"rank {rank} of 4, {rank % 2} of 2, sum 6" for rank in range(4)]
 

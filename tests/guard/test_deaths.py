@@ -154,5 +154,5 @@ def test_what_travels_is_ages() -> None:
     sample = ended(1, 1, 70.0, failure=record(1, 60.0))
     sent = sample.turned(100.0)
     assert (sent.ended_seconds, sent.failed_at_seconds) == (30.0, 40.0)
-    assert sent.turned(1000.0).ended_seconds == 970.0, "by the clock of whoever gets it"
+    assert sent.turned(1000.0).ended_seconds == 970.0  # by the receiver's clock
     assert ended(1, None).turned(100.0).ended_seconds == 0.0

@@ -33,7 +33,7 @@ def collected(
         time.sleep(0.05)
         step = time.monotonic()
         done = collection.advance()
-        assert time.monotonic() - step < 0.1, "the agent's loop is blocked"
+        assert time.monotonic() - step < 0.1
     return collection.evidence([worker])[0], time.monotonic() - began
 
 
@@ -94,7 +94,7 @@ def test_native_code_that_holds_the_lock_gives_native_stacks_each_time(tmp_path:
             assert not found.answered and found.state == "R"
             assert found.native.count(f'script.py", line {one.line("# holds it")}') == 1  # of this question only
             assert seconds < 3.6
-        assert found.cpu_seconds > 0.05, "it computes, on a busy machine, too"
+        assert found.cpu_seconds > 0.05
 
 
 def test_who_has_become_another_program_is_not_killed_by_the_question(tmp_path: Path) -> None:
@@ -220,4 +220,4 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
     )
     small = bounded_evidence(huge)
     assert len(msgspec.json.encode(small)) <= MAX_EVIDENCE_BYTES
-    assert small.stacks and small.ops[-1].seq == 499, "what matters most is kept"
+    assert small.stacks and small.ops[-1].seq == 499

@@ -99,10 +99,10 @@ def waiting(now_seconds: float, **since_seconds: float) -> list[Sample]:
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:
     unmet = DeadlockDetector(Windows())
     assert not unmet.due(11.0, waiting(11.0, r0=0.0)), "one alone"
-    assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0)), "the second has just come"
+    assert not unmet.due(11.0, waiting(11.0, r0=0.0, r1=10.0))  # the second has just begun to wait
     assert unmet.due(12.5, waiting(12.5, r0=0.0, r1=10.0))
     assert not any(unmet.due(now, waiting(now, r0=0.0, r1=10.0)) for now in map(float, range(13, 60)))
-    assert not unmet.due(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0)), "they have waited well before: for longer now"
+    assert not unmet.due(63.0, waiting(63.0, r0=0.0, r1=10.0, r2=60.0))  # the required time has doubled
     assert unmet.due(65.0, waiting(65.0, r0=0.0, r1=10.0, r2=60.0))
 
 

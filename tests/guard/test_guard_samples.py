@@ -63,7 +63,7 @@ def test_a_sample_says_what_the_worker_says(box: int, worker: StatusPage) -> Non
     worker.enter(Phase.EVALUATE)
     one = read(IdleClock(), box, 100.0, rank=5)
     assert (one.rank, one.step, one.phase, one.met) == (5, 12, Phase.EVALUATE, False)
-    assert one.stepped is False, "no optimizer step in this start"
+    assert one.stepped is False
     worker.put("enqueued", 1)
     assert read(IdleClock(), box, 100.0).met
 

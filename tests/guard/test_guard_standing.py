@@ -32,7 +32,7 @@ def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user
     waits = rank(0, DONE, WAITS, still_seconds=301.0)
     busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
     assert not is_stalled([waits, busy], alarm, auto)
-    assert is_stalled([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False, "it has moved since"
+    assert is_stalled([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False  # progress since the alarm
     assert is_stalled([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
     assert is_stalled([waits, busy], alarm, FIVE)
 
@@ -44,7 +44,7 @@ def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_co
     script = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, script=True)
     assert not is_stalled([sleeps], ALARM, FIVE)
     assert is_stalled([sleeps], Alarm("stall", 60.0, 60.0), FIVE)
-    assert is_stalled([computes], Alarm("stall", 60.0, 60.0), FIVE), "the user has said how long"
+    assert is_stalled([computes], Alarm("stall", 60.0, 60.0), FIVE)  # with an explicit limit
     assert is_stalled([sleeps], long, auto) and not is_stalled([computes], long, auto)
     assert is_stalled([computes], longer, auto)
     assert not is_stalled([script], longer, auto) and not is_stalled([computes, script], longer, auto)
@@ -72,7 +72,7 @@ def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
     assert not is_stalled([early, rank(1, state="D")], ALARM, FIVE)
     verifies = rank(0, WAITS)  # the first of all is in DDP's constructor already
     assert not is_stalled([verifies, rank(1, state="R", cpu_seconds=0.9)], ALARM, FIVE)
-    assert is_stalled([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE), "it has met the others"
+    assert is_stalled([verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE)  # it has called a collective
     minute = Alarm("stall", 60.0, 60.0)
     late = [early, rank(1, state="R", cpu_seconds=0.9, still_seconds=61.0)]
     assert is_stalled([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)

@@ -58,14 +58,14 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
             found.append({one.number for one in fingerprints_of(read_marks(box.descriptor))})
         os.close(box.descriptor)
         assert all(one <= last for one in found[-1])
-    assert found[0] & found[1] or ahead > first, "the first looks back as far as the second is ahead"
+    assert found[0] & found[1] or ahead > first
 
 
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(box: StatusPage) -> None:
     for number in range(1, 77):
         put_fingerprint(box, mark(number))
     found = {one.number for one in fingerprints_of(read_marks(box.descriptor))}
-    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found, "enough to see that ranks had the same until something happened"
+    assert {8, 16, 20, 24, 28, 32, 36, 76} <= found  # sufficient to find the first difference
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(box: StatusPage) -> None:
@@ -102,7 +102,7 @@ def test_names_calls_and_the_last_findings_are_read_again(box: StatusPage) -> No
     box.store(marks.FINDINGS_AT, b"\xff\xff\0")
     assert marks.read_calls(box.descriptor) == {} and len(marks.read_findings(box.descriptor)) == FINDINGS - 1
     names.of_tensors(8, ["a name of a tensor"] * 10_000)
-    assert marks.read_names(box.descriptor).tensors == {}, "too many have none"
+    assert marks.read_names(box.descriptor).tensors == {}
 
 
 def test_calls_that_were_written_over_while_they_were_read_are_left_out(

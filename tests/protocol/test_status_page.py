@@ -115,9 +115,9 @@ def test_a_record_half_written_is_not_read(descriptor: int, box: StatusPage) -> 
 
 
 def test_long_words_cost_their_own_ends_only(descriptor: int, box: StatusPage) -> None:
-    box.begin(Op("g" * 99, 7, "all_gather_into_tensor", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
+    box.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
     (op,) = status_page.read_ring(descriptor)
-    assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "all_gather_into_tensor", "float32")
+    assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "reduce_scatter", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
 
 

@@ -104,7 +104,7 @@ from paceline.rank.attach import exit_worker
 atexit.register(lambda: print("handler"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 sys.stdout.write("buffered ")
-leave(3)
+exit_worker(3)
 """
 
 

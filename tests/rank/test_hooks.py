@@ -85,14 +85,14 @@ def test_each_event_is_told_in_its_place_and_the_bits_stay(tmp_path: Path, num_w
 
 
 def test_a_listener_that_fails_is_complained_of_and_the_script_goes_on(tmp_path: Path) -> None:
-    assert run_ranks(complained, 1, tmp_path) == [[True, ["RuntimeError('a fault of ours')"] * 3]]
+    assert run_ranks(complained, 1, tmp_path) == [[True, ["RuntimeError"] * 3]]
 
 
 def complained(rank: int, size: int) -> list[Any]:
     complaints: list[BaseException] = []
     Hooks(complaints.append).listen(Broken()).install()
     first, *_, last = [trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)]) for _ in range(3)]
-    return [first != last, [repr(c) for c in complaints]]
+    return [first != last, [type(c).__name__ for c in complaints]]
 
 
 class BrokenAtTheEnd(Events):
