@@ -13,9 +13,9 @@ from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.job import Windows
-from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, SAME_BY_DDP, SUMMED, ReplicaFingerprint
+from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, BY_DDP, SUMMED, ReplicaFingerprint
 
-DDP = SAME_BY_DDP | 3 << 16
+DDP = BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}
 BRANCHES = {n: Op("0", 0, "all_reduce", shape=f"[{n}]", site=f"log.py:{n} in log") for n in (20, 21)}
 

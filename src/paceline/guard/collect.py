@@ -222,7 +222,6 @@ def _frame(frame: Frame) -> Frame:
 
 
 def _number(number: int) -> int:
-    """`number` (a count, a line or a rank), or 0 if it is out of range."""
     return number if 0 <= number <= MAX_NUMBER else 0
 
 

@@ -364,7 +364,6 @@ class StragglerDetector:
 
 
 def _are_apart(base: Snapshot, now: Snapshot) -> bool:
-    """Whether every rank has taken enough steps since `base` for the next snapshot."""
     seconds = max(LOOK_SECONDS, len(now) * RANK_SECONDS)
     return all(
         rank in base
@@ -478,12 +477,9 @@ class DeadlockDetector:
             return False
         still = [one for one in running if one.waiting and one.still_seconds >= self._after_seconds]
         since = {one.rank: now_seconds - one.still_seconds for one in still}
-        if len(since) < 2 or all(self._is_known(rank, at) for rank, at in since.items()):
+        if len(since) < 2 or all(at <= self._checked.get(rank, -math.inf) + SAME_SECONDS for rank, at in since.items()):
             return False
         self._checked = since
         self._after_seconds = min(2 * self._after_seconds, MAX_DEADLOCK_SECONDS)
         self._next_seconds = now_seconds + self._after_seconds
         return True
-
-    def _is_known(self, rank: int, since_seconds: float) -> bool:
-        return since_seconds <= self._checked.get(rank, float("-inf")) + SAME_SECONDS

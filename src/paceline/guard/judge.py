@@ -93,7 +93,6 @@ def judge_samples(samples: Sequence[Sample]) -> Verdict:
 
 
 def _explains(verdict: Verdict, first: Sample, evidence: Sequence[Evidence]) -> bool:
-    """Whether the verdict explains the failure of the run better than the first failure itself."""
     aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(one.state or one.ops for one in evidence)  # else only samples
     if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
@@ -173,7 +172,6 @@ def _stuck_in_collective(ranks: Ranks) -> Verdict | None:
 
 
 def _no_rank_waits(ranks: Ranks) -> Verdict:
-    """The verdict if the evidence shows no rank that waits for another rank."""
     running = {n: one for n, one in ranks.items() if one.end is RankEnd.RUNS}
     kinds = {n: _kind(one) for n, one in running.items()}
     stuck = [n for n, kind in kinds.items() if kind is not VerdictKind.BEHIND]
@@ -197,7 +195,6 @@ def _no_rank_waits(ranks: Ranks) -> Verdict:
 
 
 def _dispute(ranks: Ranks, mismatches: Sequence[OpMismatch]) -> Verdict | None:
-    """The verdict on ranks of which at least one must be wrong; None if there are none."""
     graph = _graph(ranks, mismatches)
     if not _find_cycle(graph):
         return None
@@ -364,7 +361,6 @@ def _blocking_collective(one: Rank) -> Op | None:
 
 
 def _differ(found: OpMismatch, held: Mapping[int, Op]) -> bool:
-    """Whether two of the waiting ranks have entered operations that no transport pairs."""
     ops = {n: op for party in found.parties for n, op in party.items() if held.get(n) == op}
     return len(ops) > 1 and len(split_by_signature(ops, by_name=found.stream[0].startswith(SHARED_GROUP))) > 1
 

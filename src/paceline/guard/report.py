@@ -20,15 +20,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import bounded_evidence
 from paceline.guard.deaths import RankEnd, rank_end
-from paceline.guard.sentences import (
-    format_caller,
-    format_loader,
-    format_location,
-    format_op,
-    format_ranks,
-    printable,
-    signal_name,
-)
+from paceline.guard.sentences import format_caller, format_loader, format_location, format_op, format_ranks, signal_name
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, Stack, Verdict, VerdictKind
 from paceline.runs import writing
 from paceline.runs.console import clean
@@ -84,6 +76,11 @@ def format_verdict(
     return "\n".join(lines)
 
 
+def printable(text: str) -> str:
+    """`text` with spaces for characters that do not print or that change the writing direction."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def _line(text: str, most: int = MAX_COLUMNS) -> str:
     text = printable(clean(text))
     return text if len(text) <= most else text[: most - 3] + "..."
@@ -130,7 +127,7 @@ def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seco
     return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; a stall after {window_seconds:.1f} s")
 
 
-def summary_line(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:
     """The verdict in one line: the failed rank and the first line of its error, or the headline of a stall."""
     first = next((one for one in evidence if one.rank == verdict.failed), None)
     if first is None:

@@ -43,11 +43,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def printable(text: str) -> str:
-    """`text` with spaces for characters that do not print or that change the writing direction."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def format_op(op: Op) -> str:
     """Format an operation: "all_reduce #9876 'bucket 3' [1732] float32"; a message with its peer."""
     peer = "" if op.peer is None else f" {'from' if op.kind in FROM else 'to'} rank {op.peer}"
@@ -116,7 +111,6 @@ def conclude(
 
 
 def _about_blocks(ranks: Ranks, involved: Sequence[int]) -> list[str]:
-    """A hint about strategy fsdp, if the last operation of one of these ranks is the collective of a block."""
     if not any(op.name.startswith(BLOCK) for n in involved for op in ranks[n].evidence.ops[-1:]):
         return []
     return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
@@ -195,7 +189,6 @@ def _held(one: Rank) -> Op | None:
 
 
 def _usual(ranks: Ranks, group: Sequence[int]) -> Op:
-    """The operation of `group`, with the most common call site of its ranks."""
     ops = [op for n in group if (op := _held(ranks[n])) is not None]
     usual = Counter(op.site for op in ops).most_common(1)[0][0]
     return next(op for op in ops if op.site == usual)
@@ -228,22 +221,14 @@ def called_more(ranks: Ranks, waiting: Sequence[int], left: Sequence[int]) -> li
     """Sentences about ranks that wait for ranks that have ended with code 0."""
     op = awaited(ranks, left)
     what = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
-    return [
-        f"{clause(waiting, 'waits', 'wait')} {what}",
-        f"{format_ranks(left)} ended without it, with code 0",
-    ]
+    return [f"{clause(waiting, 'waits', 'wait')} {what}", f"{format_ranks(left)} ended without it, with code 0"]
 
 
 def mismatch(found: OpMismatch, guilty: Collection[int]) -> list[str]:
     """Sentences about parties that have entered different operations."""
     ordered = sorted(found.parties, key=lambda party: (not any(n in party for n in guilty), len(party), min(party)))
-    return _limited(
-        [f"{format_ranks(party)} called {format_op(op := next(iter(party.values())))}{_at(op)}" for party in ordered]
-    )
-
-
-def _at(op: Op) -> str:
-    return f" at {op.site}" if op.site else ""
+    ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
+    return _limited([f"{who} called {format_op(op)}{op.site and f' at {op.site}'}" for who, op in ops])
 
 
 def in_cycle(ranks: Ranks, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
@@ -320,7 +305,7 @@ def _ended(one: Evidence) -> str:
 
 
 def _last(one: Evidence) -> str:
-    return f"; last it called {format_op(one.ops[-1])}{_at(one.ops[-1])}" if one.ops else ""
+    return f"; last it called {format_op(op := one.ops[-1])}{op.site and f' at {op.site}'}" if one.ops else ""
 
 
 def all_locations(ranks: Ranks) -> list[str]:

@@ -21,7 +21,7 @@ from paceline.guard.sentences import clause, format_ranks
 from paceline.guard.waits import majority, parties_by
 from paceline.protocol.evidence import Evidence, Op, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.marks import (
-    SAME_BY_DDP,
+    BY_DDP,
     SETTINGS,
     SUMMED,
     Mismatch,
@@ -114,7 +114,7 @@ class ReplicaComparison:
             if part == NO_PART:
                 continue
             if len(hashes) > 1:
-                if one.flags & SAME_BY_DDP:
+                if one.flags & BY_DDP:
                     return at
                 self._differed[key] = one.number
                 if proofs >= PROOFS and key not in self._apart:
@@ -265,7 +265,6 @@ class SilentFaultDetector:
                     self._notify("thread", words, one.rank, finding.step)
 
     def _must_wait(self, kind: str, findings: Mapping[int, ScriptFinding], *, last: bool) -> bool:
-        """Whether other ranks may still report a finding of this kind."""
         self._looks[kind] = self._looks.get(kind, 0) + 1
         return len(findings) < self._size and self._looks[kind] < LOOKS and not last
 
@@ -371,7 +370,7 @@ class SilentFaultDetector:
         return _order_verdict(mismatch, sorted(windows), at + 1)
 
     def _uneven(self, ranks: Sequence[Sample]) -> Verdict | None:
-        ddp = any(mark.flags & SAME_BY_DDP for one in ranks for mark in fingerprints_of(one.marks))
+        ddp = any(mark.flags & BY_DDP for one in ranks for mark in fingerprints_of(one.marks))
         steps = {one.rank: one.joint_steps for one in ranks}
         if len({*steps.values()}) < 2 or not self._new("uneven"):
             return None
@@ -392,7 +391,6 @@ class SilentFaultDetector:
 
 
 def _findings(ranks: Sequence[Sample], kind: str) -> dict[int, ScriptFinding]:
-    """The last finding of this kind of each rank."""
     return {one.rank: finding for one in ranks for finding in one.findings if finding.kind == kind}
 
 

@@ -79,7 +79,6 @@ def oom_kills(root: Path = ROOT, own: Path = OWN) -> int | None:
 
 
 def _quota(folder: Path) -> float | None:
-    """The folder's CPU quota in cores."""
     words = _read(folder / "cpu.max").split()  # version 2: "max 100000" or "150000 100000" (microseconds)
     if not words:
         words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]

@@ -147,7 +147,6 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
-    """The addresses of interfaces that are up, and of interfaces that are down."""
     import psutil
 
     stats = psutil.net_if_stats()
@@ -170,7 +169,6 @@ def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:
 
 
 def _shared_memory() -> tuple[int, int]:
-    """Size and free bytes of /dev/shm; 0 and 0 if there is none."""
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
@@ -236,7 +234,6 @@ def open_files(node: Node) -> tuple[int]:
 
 
 def _fewer(node: Node) -> str:
-    """The remedy for more threads than cores."""
     cores = node.facts.cores
     fewer = f"--threads-per-rank {cores // node.workers}" if cores >= node.workers else f"--nproc {cores}"
     return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"

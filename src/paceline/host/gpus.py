@@ -95,7 +95,6 @@ def _mig(nvml: Any) -> list[list[str] | None]:
 
 
 def _amd_gpus() -> int | None:
-    """The number of AMD GPUs, from the kernel; None if unknown."""
     if not (DEV / "kfd").exists():
         return 0
     count = 0

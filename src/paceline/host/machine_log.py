@@ -41,8 +41,6 @@ SLOWED = {  # NVML's bits for the reasons of lower clocks
 
 
 class _Counted(NamedTuple):
-    """Cumulative counters at one moment."""
-
     seconds: float  # monotonic
     busy_seconds: float  # of all cores available to this process
     received_bytes: int
@@ -105,7 +103,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def _busy_seconds(own: set[str]) -> float:
-    """The CPU seconds of our cores so far, for all processes."""
     ticks = 0
     with suppress(OSError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
@@ -116,7 +113,6 @@ def _busy_seconds(own: set[str]) -> float:
 
 
 def _network() -> tuple[int, int]:
-    """Bytes received and sent so far over all interfaces except the loopback."""
     received = sent = 0
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "net" / "dev").read_text().splitlines()[2:]:

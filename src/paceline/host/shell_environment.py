@@ -130,7 +130,6 @@ def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
 
 
 def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
-    """The conda environment and the script in `activate`; one of them is empty."""
     for module in modules:
         if not _MODULE.fullmatch(module):
             raise UsageError(code="module-name-invalid", value=module[:80])

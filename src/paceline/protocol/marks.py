@@ -41,7 +41,7 @@ UNSURE = 32  # oldest calls, which a writer may overwrite during a read
 ORDERS_AT, ORDER_BYTES = MARKS_AT + TABLES * TABLE_BYTES, ORDER.size + 4 * LAST_CALLS
 NAMES_AT, NAMES_MAX = MARKS_AT + (1 << 16), 1 << 15
 FINDINGS_AT, FINDINGS, FINDING_MAX = NAMES_AT + NAMES_MAX, 8, 4096
-SAME_BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP made the parameters equal and keeps them so; the sums are valid
+BY_DDP, SUMMED = 1 << 8, 1 << 9  # flags: DDP made the parameters equal and keeps them so; the sums are valid
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # scripts call these in branches on `rank == root`
 
 

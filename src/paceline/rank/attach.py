@@ -25,9 +25,7 @@ import msgspec
 
 from paceline.errors import ExitCode, PacelineError, ToldElsewhere
 from paceline.host.procfs import die_with_parent, read_process
-from paceline.protocol.control import (
-    WorkerSpec,
-)
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure, is_victim
 from paceline.rank.guard import Guard
 from paceline.rank.imports import hide_from_warnings, when_imported
@@ -59,7 +57,6 @@ def attach() -> None:
 
 
 def _share_gradients(*, late: bool) -> None:
-    """Let each DDP instance use shared memory (`paceline launch --collectives shared`)."""
     del late  # the class is changed in place, so that earlier imports get the change
     ddp_class: Any = sys.modules[DDP].DistributedDataParallel
     original = ddp_class.__init__
@@ -164,11 +161,7 @@ def _clipped(text: str) -> str:
 
 
 def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run `main` as a worker: attach to the agent, call `main`, and end with its exit code.
-
-    Args:
-        main: takes the command line's arguments.
-    """
+    """Run a worker: attach to the agent, call `main` with the command line's arguments, and end with its exit code."""
     attach()
     try:
         code = main(sys.argv[1:])

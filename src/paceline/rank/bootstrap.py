@@ -103,7 +103,6 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
 
 
 def _is_this_python(script: str, python: str) -> bool:
-    """Whether `script` is the interpreter of the workers, in the same environment."""
     if re.fullmatch(r"python[0-9.]*", Path(script).name) is None:
         return False
     program, ours = shutil.which(script), Path(python)
@@ -175,7 +174,6 @@ def run_script(arguments: Sequence[str], *also: Events) -> NoReturn:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run the script or module in a fresh `__main__`, as CPython does."""
     script = ModuleType("__main__")
     script.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second as multiprocessing sets it when imported
@@ -201,7 +199,6 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _exit_code(end: SystemExit, *, is_worker: bool) -> int:
-    """The exit code of sys.exit(...), by Python's rules."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -437,7 +434,6 @@ class Attachment:
 
 
 def _store_at_port() -> Any:
-    """A client of the store at the launcher's address; None if there is no store yet."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
         socket.create_connection((address, int(port)), PROBE_SECONDS).close()  # torch would print an error
@@ -448,7 +444,6 @@ def _store_at_port() -> Any:
 
 
 def _default_store() -> Any:
-    """A clone of the store of the default group, for this thread; None if the script has not made the group."""
     module: Any = recorder.distributed()
     return module._get_default_store().clone() if module.is_initialized() else None
 

@@ -161,7 +161,6 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
 
 
 def _world(env: Mapping[str, str], counts: Sequence[int], address: str, port: int) -> dict[str, str]:
-    """Torchrun's variables for `counts`, in the order of COUNTS."""
     return {name: str(value) for name, value in zip(COUNTS, counts, strict=True)} | {
         "MASTER_ADDR": env.get("MASTER_ADDR") or address,
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),

@@ -411,7 +411,6 @@ class Ledger:
         return begun._replace(backend=backend, before=before, single=kind.single and not kind.message)
 
     def _note(self, known: CachedCall, group: Group, seq: int, peer: int, *, message: bool = False) -> StartedCall:
-        """Record the start of a call in the ring and in the hash that ranks compare."""
         if group.pending:
             group.sweep(self._box)
         if group.of_all and not message:
@@ -440,7 +439,6 @@ class Ledger:
         return self._known_at(place, (name, shape, dtype, label, group), made)
 
     def _known_at(self, place: Site, asked: tuple[object, ...], made: Callable[[str], Op]) -> CachedCall:
-        """The cached call with these arguments from this line of the user and this line of a library."""
         frame, library = place
         code = sys._getframe().f_code if frame is None else frame.f_code  # pyright: ignore[reportPrivateUsage]
         inner = code if library is None else library.f_code

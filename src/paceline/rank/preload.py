@@ -155,7 +155,6 @@ def become(order: ForkOrder, received: Sequence[int]) -> None:
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give `descriptors` these numbers."""
     above = max(numbers) + 1  # move all away first, because a target number may be in use
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
     for descriptor in descriptors:
@@ -182,7 +181,6 @@ def _show_mark(mark: bytes) -> None:
 
 
 def _watch_torch() -> None:
-    """Wrap torch.distributed's functions in all modules that have imported them."""
     guard, module = Guard.of_process(), sys.modules.get(MODULE)
     if not guard.on or module is None:
         return

@@ -73,7 +73,6 @@ def _without_queued(ops: Sequence[Op], enqueuing: Collection[str]) -> list[Op]:
 
 
 def _groups() -> list[tuple[Any, str]]:
-    """The process groups of this process and their names."""
     module: Any = distributed()
     return [] if module is None else [*module._world.pg_names.items()]
 

@@ -182,7 +182,6 @@ def _compare(meeting: _Rendezvous, store: Store, keys: Store) -> None:
 
 
 def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
-    """Write our entry if there is none; return the first entry, which may be ours."""
     written = keys.compare_set(JOB, "", msgspec.json.encode(ours).decode())
     try:
         return msgspec.json.decode(written, type=_Job)
@@ -192,7 +191,6 @@ def _first_entry(meeting: _Rendezvous, keys: Store, ours: _Job) -> _Job:
 
 
 def _claim(meeting: _Rendezvous, keys: Store) -> None:
-    """Claim this rank; an error if another process has claimed it."""
     holder = keys.compare_set(str(meeting.rank), "", meeting.me).decode()
     if holder == meeting.me:
         if keys.add(ARRIVED, 1) == meeting.size:
@@ -206,7 +204,6 @@ def _claim(meeting: _Rendezvous, keys: Store) -> None:
 
 
 def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
-    """Whether all ranks have connected before the deadline."""
     pause_seconds, next_look = 0.002, time.monotonic() + FIRST_WORD_SECONDS / 2
     meeting.waits_for = ""
     while not keys.check([COMPLETE]):
@@ -226,7 +223,6 @@ def _wait_for_all(meeting: _Rendezvous, keys: Store) -> bool:
 
 
 def _missing(meeting: _Rendezvous, has_come: Callable[[int], bool]) -> str:
-    """The missing ranks as text; empty if a lower rank reports them."""
     if any(has_come(rank) for rank in range(meeting.rank)):
         return ""
     absent = [n for n in range(meeting.size) if n < meeting.rank or (n > meeting.rank and not has_come(n))]

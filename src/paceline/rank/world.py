@@ -51,10 +51,9 @@ class World:
 
     @property
     def data(self) -> "World":
-        """The world of the ranks with different samples and the same part of the model, along data and shard.
+        """The ranks with different samples and the same part of the model; without a mesh the world itself.
 
-        Samples and virtual ranks are split over these ranks, and gradients are summed over them. Without a mesh it is
-        the world itself.
+        Samples and virtual ranks are split over these ranks, and gradients are summed over them.
         """
         return self if self.mesh is None else self.along("batch")
 
@@ -65,13 +64,7 @@ class World:
         return last.rank == last.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))
 
     @classmethod
-    def from_env(
-        cls,
-        env: Mapping[str, str] | None = None,
-        *,
-        device: str = "auto",
-        backend: str = "auto",
-    ) -> Self:
+    def from_env(cls, env: Mapping[str, str] | None = None, *, device: str = "auto", backend: str = "auto") -> Self:
         """The world from the variables of torchrun, srun or mpirun; a single process if none is set.
 
         Args:
@@ -96,10 +89,7 @@ class World:
 
 @contextmanager
 def joined(
-    world: World,
-    *,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    meeting_seconds: float = MEETING_SECONDS,
+    world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, meeting_seconds: float = MEETING_SECONDS
 ) -> Generator[World]:
     """A context with torch.distributed's default process group, which is destroyed at the end and on an error.
 
@@ -134,8 +124,7 @@ def joined(
 def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> World:
     """Create a process group for each dimension of the mesh (a collective); return `world` with these groups.
 
-    The default process group of `world` must exist. Data parallelism alone needs no groups: then `world` is returned
-    unchanged.
+    The default process group must exist. With data parallelism alone, `world` is returned unchanged.
     """
     if mesh.size == mesh.of("data"):
         return world
@@ -228,8 +217,7 @@ def resolve_device(asked: str, index: int, workers: int, backend: str) -> torch.
         asked: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
             (also for AMD, with a torch built for ROCm), "xpu".
         index: the index among the visible devices of this process.
-        workers: the number of processes. Each needs a device, unless `backend` allows several on one device, or each
-            process sees a different one.
+        workers: the number of processes. Each needs a device, unless `backend` allows several on one.
         backend: the backend of torch.distributed, or "auto".
 
     Raises:

@@ -21,14 +21,7 @@ from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import is_deadlocked, judge, judge_samples
-from paceline.guard.report import (
-    EXIT_CODES,
-    format_failure,
-    format_verdict,
-    format_warning,
-    summary_line,
-    write_verdict,
-)
+from paceline.guard.report import EXIT_CODES, format_failure, format_verdict, format_warning, summarize, write_verdict
 from paceline.guard.sentences import clause
 from paceline.guard.silent import SilentFaultDetector, calls_of
 from paceline.launch.agent.cluster import Generation
@@ -89,7 +82,7 @@ class Diagnosis:
     @property
     def line(self) -> str:
         """The cause in one line."""
-        return self.told.partition("\n")[0] or summary_line(self.verdict, self.evidence, self.waited_seconds)
+        return self.told.partition("\n")[0] or summarize(self.verdict, self.evidence, self.waited_seconds)
 
     def page(self, oom_kills: int = 0) -> str:
         """The report for the screen; `oom_kills` is the number of processes that the kernel has killed for memory."""

@@ -104,7 +104,6 @@ class SideWatch(Events):
                 self._facts.schedules.append(SeenSchedule(site, made, schedule.last_epoch, length_of(schedule), name))
 
     def _close(self) -> None:
-        """Record whether ranks exchanged values and printed something since the evaluations began."""
         for seen, began_ns, printed in self._passes:
             calls = Guard.of_process().box.calls_since(began_ns)
             seen.summed = any(word in op.kind for _, _, op in calls for word in COMBINING)
@@ -151,7 +150,6 @@ class SideWatch(Events):
                 record.sizes.append(target.numel())
 
     def _reduces(self, tensor: Any, op: Any = None, *_: Any, **__: Any) -> None:
-        """Record this rank's part of a sum over ranks, which may be a score."""
         if not self._passes or tensor.numel() > MAX_SCORES or tensor.is_complex():
             return
         sums = sys.modules["torch.distributed"].ReduceOp
@@ -162,7 +160,6 @@ class SideWatch(Events):
                     seen.reduced_site = seen.reduced_site or user_site()
 
     def _schedule_steps(self, schedule: Any, *_: Any, **__: Any) -> None:
-        """Record a step of a learning-rate schedule; the first one is in its constructor."""
         here = user_site()
         self._schedules[id(schedule)] = schedule, self._schedules.get(id(schedule), ("", here))[1], here
 
@@ -246,7 +243,6 @@ def length_of(schedule: Any) -> int:
 
 
 def _gpus(state: Any, depth: int = 0) -> set[int]:
-    """The GPUs of the tensors of a loaded state."""
     if getattr(getattr(state, "device", None), "type", "") == "cuda":
         return {int(state.device.index or 0)}
     inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()

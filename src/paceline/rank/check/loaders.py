@@ -89,7 +89,6 @@ class TruncatedSampler:
             del self._seen.indices[count:]
 
     def _skip(self, batches: int, drawn: Any) -> Any:
-        """Draw this number of times, up to the time limit, and return the last draw."""
         began_ns = time.monotonic_ns()
         for _ in range(min(batches, MAX_PASSED_OVER)):
             if time.monotonic_ns() - began_ns > self._seconds * 1e9 and not _calls_since(began_ns):
@@ -225,7 +224,6 @@ class LoaderWatch(Events):
 
 
 def _calls_since(began_ns: int) -> bool:
-    """Whether collectives were called. A sampler that calls them must be drawn equally often on all ranks."""
     return bool(Guard.of_process().box.calls_since(began_ns))
 
 
@@ -404,7 +402,6 @@ def _of_kinds(kinds: set[type]) -> list[Any]:
 
 
 def _locals(frame: FrameType | None) -> Iterator[Any]:
-    """The local values of the script's running functions, which the garbage collector does not list."""
     while frame is not None:
         if owner(frame.f_code.co_filename) is USER:
             yield from frame.f_locals.values()
@@ -431,12 +428,10 @@ def _state(one: Any) -> str:
 
 
 def _bits(one: Any) -> Any:
-    """The bit generator of numpy's two kinds of generators."""
     return one.bit_generator if hasattr(one, "bit_generator") else one._bit_generator
 
 
 def _has_drawn(before: Any, now: Any, numbers: int) -> bool:
-    """Whether a generator has drawn at least this number of values since the copy `before`."""
     goal, going = _state(now), _copy(before)
     for drawn in range(numbers):
         if _state(going) == goal:

@@ -107,7 +107,6 @@ class StepWatch(Events):
                 self._window(optimizer)
 
     def _window(self, optimizer: Any) -> Window | None:
-        """The window of an optimizer; None if its gradients cannot be read."""
         window = self._windows.get(id(optimizer))
         if window is None and not any(is_sharded(one) for one in _parameters(optimizer)):
             window = self._windows[id(optimizer)] = Window(optimizer)
@@ -337,7 +336,6 @@ class StepWatch(Events):
             raise SystemExit(0)
 
     def _note_loader(self, *, private: bool) -> None:
-        """Record whether only this rank trains on the loader of this step."""
         number = self._at[0]
         if number < 0 or not self._joint.level:
             return
@@ -356,7 +354,6 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def _settings(optimizer: Any) -> str:
-    """A digest of the numbers and switches in the parameter groups of an optimizer."""
     settings: list[tuple[str, object]] = []
     for group in optimizer.param_groups:
         for name, value in sorted(group.items()):

@@ -214,7 +214,6 @@ class Hooks:
         return self
 
     def _tell(self, event: str, *arguments: Any) -> None:
-        """Call all listeners of an event."""
         for then in self._listeners.get(event, ()):
             try:
                 then(*arguments)
@@ -332,23 +331,16 @@ def _is_nested_step(optimizer: Any) -> bool:
 
 
 def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """The closure argument of `optimizer.step(...)`."""
     return named.get("closure", args[1] if len(args) > 1 else None)
 
 
 def wrap_function(
     owner: Any, name: str, *, before: Then | None = None, after: Then | None = None, failed: Then | None = None
 ) -> None:
-    """Wrap a function of torch with hooks. Errors of the hooks are ignored.
+    """Wrap function `name` of a module or class of torch with hooks.
 
-    Args:
-        owner: the module or class with the function.
-        name: the name of the function.
-        before: called before the function, with its arguments.
-        after: called after the function, with its result and its arguments.
-        failed: called after an error of the function, with the error and the arguments.
-
-    Compiled code does not call the hooks, so that they are not in the graph.
+    `before` gets the arguments; `after` gets the result and the arguments; `failed` gets the error and the arguments.
+    Errors of hooks are ignored. Compiled code does not call hooks, so that they are not in the graph.
     """
     function = getattr(owner, name)
     compiles = sys.modules["torch.compiler"].is_compiling

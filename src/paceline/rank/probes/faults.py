@@ -364,7 +364,6 @@ def collective_failed(error: BaseException) -> bool:
 
 
 def _world() -> Callable[[], Any]:
-    """A reference to the current default process group, or to None."""
     module: Any = distributed()
     world = None if module is None else module._world.default_pg
     return (lambda: None) if world is None else weakref.ref(world)

@@ -21,16 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.protocol.marks import (
-    PARTS,
-    SAME_BY_DDP,
-    SETTINGS,
-    SUMMED,
-    TABLES,
-    Names,
-    ReplicaFingerprint,
-    put_fingerprint,
-)
+from paceline.protocol.marks import BY_DDP, PARTS, SETTINGS, SUMMED, TABLES, Names, ReplicaFingerprint, put_fingerprint
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes import DeferredReads, Events, may_compute
 from paceline.rank.probes.steps import JointOptimizers, OptimizerHistory, kept_equal
@@ -151,7 +142,7 @@ class Fingerprints(Events):
         if of_ddp:
             ddp = known[id(of_ddp[0])][1]
             members = torch.distributed.get_process_group_ranks(ddp.process_group)
-            watched.replica, flags = weakref.ref(ddp), SAME_BY_DDP
+            watched.replica, flags = weakref.ref(ddp), BY_DDP
         if self._several_hosts or any(one.is_cuda for one in parameters):
             flags |= SUMMED
         named = [(known[id(one)][0] if of_ddp else f"parameter {n}", one) for n, one in enumerate(of_ddp or parameters)]
@@ -196,7 +187,6 @@ def _four(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:
 
 
 def _dense(tensor: Any) -> bool:
-    """Whether the elements of a tensor fill a contiguous part of memory."""
     if tensor.layout is not sys.modules["torch"].strided or tensor.element_size() > 8:
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -220,6 +210,5 @@ def _pieces(named: list[tuple[str, Any]]) -> Iterator[Slice]:
 
 
 def _floats(piece: Slice) -> Any:
-    """The sum of a piece, as the bits of a float64."""
     torch, bits = sys.modules["torch"], piece.view()
     return bits.view(piece.parameter.dtype).sum(dtype=torch.float64).view(torch.int64)
