@@ -13,7 +13,7 @@ from paceline.guard.judge import judge
 from paceline.guard.silent import Notice, SilentFaultDetector
 from paceline.protocol.evidence import Evidence, Op, Phase, Sample, ScriptFinding, Verdict, VerdictKind
 from paceline.protocol.job import Windows
-from paceline.protocol.marks import LAST_CALLS, MARK, ORDER, BY_DDP, SUMMED, ReplicaFingerprint
+from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
 DDP = BY_DDP | 3 << 16
 CALLS = {n: Op("0", 0, "all_reduce", shape="[]", dtype="float32", site=f"train.py:{n} in main") for n in range(1, 9)}

@@ -42,18 +42,10 @@ class Ranks:
 
     def samples(self, phase: Phase = Phase.SYNC) -> list[Sample]:
         return [
-            Sample(
-                rank,
-                HOSTS[rank],
-                7,
-                step=self.step,
-                phase=phase,
-                phase_seconds=spent,
-                script=self.of_script,
-                queued_seconds=self.step * self.queued.get(rank, 0.0),
-            )
+            Sample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
+                   queued_seconds=self.step * self.queued.get(rank, 0.0))
             for rank, spent in self.spent.items()
-        ]
+        ]  # fmt: skip
 
 
 def test_a_rank_whose_data_comes_late_is_named_with_host_and_phase() -> None:

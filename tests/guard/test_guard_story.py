@@ -14,14 +14,7 @@ from tests.rendered import rendered
 
 from paceline.guard import report
 from paceline.guard.judge import judge
-from paceline.guard.report import (
-    describe_rank,
-    format_verdict,
-    format_warning,
-    read_verdict,
-    same_verdict,
-    write_verdict,
-)
+from paceline.guard.report import describe_rank, format_verdict, format_warning, read_verdict, same_verdict
 from paceline.guard.sentences import format_ranks
 from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Phase, Sample, Stack, Verdict, VerdictKind
 
@@ -97,7 +90,7 @@ def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait()
 
 def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
     verdict, folder = judge(STALLED), tmp_path / "verdict-1"
-    write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
+    report.write_verdict(folder, verdict, STALLED, waited_seconds=12.4)
     found = read_verdict(folder)
     assert (found.verdict, list(found.evidence), found.waited_seconds) == (verdict, STALLED, 12.4)
     assert sorted(path.name for path in folder.iterdir()) == [*(f"rank-{n}.txt" for n in range(4)), "verdict.json"]
@@ -110,14 +103,14 @@ def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "verdict-1").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):
-        write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
+        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), STALLED, waited_seconds=1.0)
     assert not list((tmp_path / "victim").iterdir())
 
 
 def test_a_verdict_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
     strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
     with pytest.raises(FileNotFoundError):
-        write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
+        report.write_verdict(tmp_path / "verdict-1", judge(STALLED), strange, waited_seconds=1.0)
     with raises("verdict-not-readable", path=tmp_path / "verdict-1" / "verdict.json"):
         read_verdict(tmp_path / "verdict-1")
 
@@ -143,7 +136,7 @@ def test_a_file_of_another_version_or_of_another_program_is_an_error(
 
 
 def test_a_verdict_behind_a_link_is_not_followed(tmp_path: Path) -> None:
-    write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
+    report.write_verdict(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "verdict.json").symlink_to(tmp_path / "real" / "verdict.json")
     with raises("verdict-not-readable"):

@@ -86,9 +86,8 @@ def test_the_users_meeting_place_stays() -> None:
 def test_torchruns_variables_win_inside_a_task() -> None:
     assert translate_to_torchrun({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}) == {}
     assert is_launched({**STEP, **TORCHRUN})
-    assert (
-        translate_to_torchrun({**STEP, **TORCHRUN, "WORLD_SIZE": "8"}) == {}
-    )  # by another launcher: one task on each node
+    # another launcher has started one task on each node
+    assert translate_to_torchrun({**STEP, **TORCHRUN, "WORLD_SIZE": "8"}) == {}
 
 
 @pytest.mark.parametrize("names", [["RANK"], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK"]])
@@ -101,9 +100,7 @@ def test_torchruns_variables_in_part_beside_a_launchers_are_refused(env: dict[st
 def test_a_rank_exported_once_for_all_tasks_is_refused() -> None:
     with raises("rank-exported", value="1", task="3", size="4"):
         translate_to_torchrun({**STEP, **TORCHRUN})
-    assert (
-        translate_to_torchrun({**STEP, **translate_to_torchrun(STEP)}) == {}
-    )  # what this function gave, set in the environment
+    assert translate_to_torchrun({**STEP, **translate_to_torchrun(STEP)}) == {}  # its result in the environment
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
