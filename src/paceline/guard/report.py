@@ -124,7 +124,7 @@ def format_warning(ranks: Sequence[Sample], *, still_seconds: float, window_seco
     at = f" at step {step}" if step else ""
     if len(suspects) < len(ranks):
         doing = f", the others wait for {format_ranks(one.rank for one in suspects)}{doing}"
-    return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; a stall after {window_seconds:.1f} s")
+    return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
 def summarize(verdict: Verdict, evidence: Sequence[Evidence], waited_seconds: float) -> str:

@@ -68,8 +68,8 @@ def sleep_number(pid: int) -> int:
     """The number of the main thread's current sleep, from the kernel's count; -1 if it does not sleep, or if unknown.
 
     A sleep is a timed one, as in `time.sleep`, or a stop by a signal. A wait for a file, a socket or a child is not a
-    sleep. A wait for a thread is a sleep if all threads wait for threads (for a queue that no thread fills, for
-    example), and if there is no child that could wake them through shared memory.
+    sleep. A wait for a thread is a sleep if all threads wait for threads, for example for a queue that no thread fills.
+    The process must also have no child, which could wake them through shared memory.
     """
     try:
         state, waits_in, number = _thread(pid, pid)

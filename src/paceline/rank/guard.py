@@ -153,9 +153,9 @@ class Guard:
             raise self.stall_error(RuntimeError()) or StallError("the hang guard has ended this wait")
 
     def stall_error(self, error: BaseException) -> StallError | None:
-        """What to raise in place of `error`, out of a collective, if the guard has broken that up; else None.
+        """The error to raise in place of `error`, if the guard has aborted the collective; else None.
 
-        Waits for the agent's word for a second if `error` speaks of a lost connection: ranks are not freed at once.
+        If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
         deadline = time.monotonic() + OTHERS_FIRST_SECONDS
         while self._has_agent and self.on and not self.released() and is_victim(error) and time.monotonic() < deadline:
